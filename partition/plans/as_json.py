@@ -80,6 +80,8 @@ def _stage(record: Fields) -> PlanStage:
         input_grad_seconds=record.optional_number("input_grad_seconds"),
         action_seconds=record.number("action_seconds", default=0.0),
         spread=record.number("spread", default=0.0),
+        forward_ratios=tuple(record.items("forward_ratios", default=[])),  # type: ignore[arg-type]
+        backward_ratios=tuple(record.items("backward_ratios", default=[])),  # type: ignore[arg-type]
         traffic=None if traffic is None else _traffic(traffic),
         parameter_bytes=record.optional_number("parameter_bytes"),
         memory=None if memory is None else _figures(MemoryUse, memory),

@@ -31,6 +31,8 @@ class PlanStage:
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
         action_seconds: that the runtime takes of a rank around each F, B, I and W, beside theirs and messages [s].
         spread: of an action's seconds, relative (half the interquartile range over the median); 0 when unknown.
+        forward_ratios, backward_ratios: by replica, in the order of their ranks, how many times those seconds its F
+            and its B (I, W) take; none: they are alike.
         traffic: its messages and the parts of its update, with which the plan can be simulated again; None where nobody
             kept it.
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
@@ -54,6 +56,8 @@ class PlanStage:
     input_grad_seconds: float | None = None
     action_seconds: float = 0.0
     spread: float = 0.0
+    forward_ratios: tuple[float, ...] = ()
+    backward_ratios: tuple[float, ...] = ()
     traffic: StageTraffic | None = None
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
@@ -80,6 +84,14 @@ class PlanStage:
             )
         if not 0 <= self.spread < math.inf:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
+        for name in ("forward_ratios", "backward_ratios"):
+            ratios = tuple(getattr(self, name))
+            if ratios and (len(ratios) != self.replicas or not all(map(_is_ratio, ratios))):
+                raise ValueError(
+                    f"{name}={ratios!r:.80} of a stage with {self.replicas} replicas: expected as many finite numbers "
+                    f"above 0, or none"
+                )
+            object.__setattr__(self, name, ratios)
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
         if not 1 <= self.optimizer_shards <= self.replicas:
@@ -96,6 +108,22 @@ class PlanStage:
     def replicas(self) -> int:
         """Copies of the stage, each on its share of the microbatches."""
         return len(self.ranks) // self.tensor
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each replica, in the order in which they share the microbatches."""
+        size = self.tensor
+        return tuple(sorted(self.ranks[begin : begin + size] for begin in range(0, len(self.ranks), size)))
+
+    @property
+    def replica_ratios(self) -> tuple[float, ...]:
+        """By replica, how many times F and B together take those of the stage; none: they are alike."""
+        if not (self.forward_ratios or self.backward_ratios):
+            return ()
+        whole = self.forward_seconds + self.backward_seconds
+        alike = (1.0,) * self.replicas
+        pairs = zip(self.forward_ratios or alike, self.backward_ratios or alike, strict=True)
+        return tuple((f * self.forward_seconds + b * self.backward_seconds) / whole if whole else 1.0 for f, b in pairs)
 
     @property
     def memory_bytes(self) -> float | None:
@@ -331,6 +359,10 @@ class PlanRecord:
         firsts = range(0, self.num_devices - self.tensor + 1, self.tensor)
         found = tuple(figures[rank] for rank in firsts if rank in figures)
         return found if len(found) == len(firsts) else None
+
+
+def _is_ratio(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _refuse_twice(what: str, values: Sequence[object]) -> None:

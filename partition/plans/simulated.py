@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...schedules.builders.late_updates import defer_updates
 from ...schedules.ir import Schedule
-from ...schedules.timing.costs import Costs
+from ...schedules.timing.costs import Costs, by_owner
 from ...schedules.timing.links import Links
 from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSamples, simulate_spread
 from ...schedules.timing.simulate import simulate
@@ -61,11 +62,18 @@ def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSam
 def _inputs(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Costs, Links | None]:
     schedule, traffic = schedule_of(plan, num_microbatches=num_microbatches), plan.traffic
     inputs = [stage.backward_seconds / 2 if (i := stage.input_grad_seconds) is None else i for stage in plan.stages]
+    weights = [stage.backward_seconds - i for stage, i in zip(plan.stages, inputs, strict=True)]
+    forwards = [stage.forward_ratios or (1.0,) for stage in plan.stages]
+    backwards = [stage.backward_ratios or (1.0,) for stage in plan.stages]
+
+    def column(seconds: Sequence[float], ratios: Sequence[Sequence[float]]) -> list[float | list[float]]:
+        return by_owner(schedule, [[each * r for r in own] for each, own in zip(seconds, ratios, strict=True)])
+
     costs = Costs(
-        forward=[stage.forward_seconds for stage in plan.stages],
-        backward=[stage.backward_seconds for stage in plan.stages],
-        input_grad=inputs,
-        weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, inputs, strict=True)],
+        forward=column([stage.forward_seconds for stage in plan.stages], forwards),
+        backward=column([stage.backward_seconds for stage in plan.stages], backwards),
+        input_grad=column(inputs, backwards),
+        weight_grad=column(weights, backwards),
         update=[each.optimizer_seconds for each in traffic] or [stage.update_seconds for stage in plan.stages],
         overhead=plan.overheads,
         message_overhead=plan.message_overheads,

@@ -3,15 +3,16 @@
     inputs of the simulation, as steps show them  ->  F, B, I, W, runtime, messages, sums, update; around a step
     simulated again                               ->  step, bubble, range
 
-What a trial did not show (a message that nobody waited for) stays as predicted. Replicas of a stage have one figure in
-a plan, the mean of theirs.
+What a trial did not show (a message that nobody waited for) stays as predicted. F, B, I and W of a stage's replicas are
+the mean of theirs, and by how much each differs from it; sums and updates have one figure for all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import add
 from statistics import fmean, median, quantiles
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ class Ratios:
     Arguments:
         message_seconds: of ranks that are busy with messages; 1 after a plan without any, as all that was not measured.
         norm_seconds: of the global norm, as measured: it is the same for any plan of these ranks [s]; None without one.
+        by_rank: how many times F and B of a rank take those of the replicas beside it; 1 for those that are not named.
     """
 
     compute: float = 1.0
@@ -51,6 +53,7 @@ class Ratios:
     around: float = 1.0
     step: float = 1.0
     norm_seconds: float | None = None
+    by_rank: Mapping[int, float] = field(default_factory=dict)
 
 
 def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
@@ -71,7 +74,8 @@ def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
         stages = _with_messages(stages, plan, _by_places(plan, before, seen))
         stages = [_with_sums_and_update(stage, own, s) for s, stage in enumerate(stages)]
     spreads = _spreads(steps)
-    stages = [_with_actions(stage, own, s, spreads.get(s, stage.spread)) for s, stage in enumerate(stages)]
+    owners = predicted.schedule.owners
+    stages = [_with_actions(stage, own, s, owners[s], spreads.get(s, stage.spread)) for s, stage in enumerate(stages)]
     alone = {each.kind: seconds for each, seconds in seen.items() if not each.at}
     measured = replace(
         plan,
@@ -127,32 +131,13 @@ def ratios(predicted: PlanRecord, measured: PlanRecord, *, step: float) -> Ratio
         around=of("around"),
         step=step / simulated_step if simulated_step > 0 else 1.0,
         norm_seconds=measured.norm_seconds,
+        by_rank=_by_rank(measured),
     )
 
 
 def corrected_seconds(plan: PlanRecord, by: Ratios) -> float:
     """Seconds a batch of a plan that was not tried, if its inputs are as far off as those of one that was."""
-    stages = [
-        replace(
-            stage,
-            forward_seconds=stage.forward_seconds * by.compute,
-            backward_seconds=stage.backward_seconds * by.compute,
-            input_grad_seconds=None if (i := stage.input_grad_seconds) is None else i * by.compute,
-            action_seconds=stage.action_seconds * by.runtime,
-            traffic=None
-            if (way := stage.traffic) is None
-            else replace(
-                way,
-                latency=way.latency * by.messages,
-                seconds_per_byte=way.seconds_per_byte * by.messages,
-                message_seconds=way.message_seconds * by.message_seconds,
-                sum_seconds=way.sum_seconds * by.sums,
-                sum_busy=min(1.0, way.sum_busy * by.sum_busy),
-                optimizer_seconds=way.optimizer_seconds * by.update,
-            ),
-        )
-        for stage in plan.stages
-    ]
+    stages = [_corrected(stage, by) for stage in plan.stages]
     corrected = replace(
         plan,
         stages=tuple(stages),
@@ -160,6 +145,45 @@ def corrected_seconds(plan: PlanRecord, by: Ratios) -> float:
         norm_seconds=by.norm_seconds,
     )
     return simulated(corrected).timeline.batch_seconds * by.step
+
+
+def _corrected(stage: PlanStage, by: Ratios) -> PlanStage:
+    way = stage.traffic
+    ranks = [by.by_rank.get(group[0], 1.0) for group in stage.groups]
+    mean = fmean(ranks)
+    alike = () if len(set(ranks)) == 1 else tuple(each / mean for each in ranks)
+    compute = by.compute * mean
+    return replace(
+        stage,
+        forward_seconds=stage.forward_seconds * compute,
+        backward_seconds=stage.backward_seconds * compute,
+        input_grad_seconds=None if (i := stage.input_grad_seconds) is None else i * compute,
+        forward_ratios=alike,
+        backward_ratios=alike,
+        action_seconds=stage.action_seconds * by.runtime,
+        traffic=None
+        if way is None
+        else replace(
+            way,
+            latency=way.latency * by.messages,
+            seconds_per_byte=way.seconds_per_byte * by.messages,
+            message_seconds=way.message_seconds * by.message_seconds,
+            sum_seconds=way.sum_seconds * by.sums,
+            sum_busy=min(1.0, way.sum_busy * by.sum_busy),
+            optimizer_seconds=way.optimizer_seconds * by.update,
+        ),
+    )
+
+
+def _by_rank(plan: PlanRecord) -> dict[int, float]:
+    """By rank F and B of all its stages over those of the mean replica; stages without replicas say nothing of it."""
+    own: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for stage in plan.stages:
+        whole = stage.forward_seconds + stage.backward_seconds
+        for group, ratio in zip(stage.groups, stage.replica_ratios, strict=False):
+            for rank in group:
+                own[rank].append((whole * ratio, whole))
+    return {rank: sum(a for a, _ in both) / sum(b for _, b in both) for rank, both in own.items()}
 
 
 def _seconds(plan: PlanRecord, kind: str) -> list[float]:
@@ -188,36 +212,49 @@ class _SeenOfStages:
         self._seen = seen
 
     def __call__(self, kind: str, stage: int) -> float | None:
-        """Mean over the replicas [s]; None where nothing was seen."""
+        """Of what all replicas have in common [s]; None where nothing was seen."""
         # A sum of several stages (tied weights) is nothing that a plan knows.
-        most = 1 if kind == "sum" else 2
-        found = [
-            seconds
-            for each, seconds in self._seen.items()
-            if each.kind == kind and each.at[0] == stage and len(each.at) <= most
-        ]
-        return fmean(found) if found else None
+        found = [seconds for each, seconds in self._seen.items() if each.kind == kind and each.at == (stage,)]
+        return found[0] if found else None
+
+    def of_ranks(self, kind: str, stage: int, ranks: Sequence[int]) -> tuple[float, ...] | None:
+        """Of an op on each of these ranks [s]; None where one of them showed nothing."""
+        at = [(stage,)] if len(ranks) == 1 else [(stage, rank) for rank in ranks]
+        found = {each.at: seconds for each, seconds in self._seen.items() if each.kind == kind}
+        return tuple(found[each] for each in at) if all(each in found for each in at) else None
 
 
-def _with_actions(stage: PlanStage, own: _SeenOfStages, number: int, spread: float) -> PlanStage:
-    forward, whole, i, w = (own(kind, number) for kind in ("F", "B", "I", "W"))
-    given = stage.forward_seconds + stage.backward_seconds
+def _with_actions(stage: PlanStage, own: _SeenOfStages, number: int, ranks: Sequence[int], spread: float) -> PlanStage:
+    """The stage with seconds of F, B, I and W as these ranks showed them, its replicas."""
+    forward, whole, i, w = (own.of_ranks(kind, number, ranks) for kind in ("F", "B", "I", "W"))
     if i is not None and w is not None:
-        whole = i + w
-    else:
-        share = 0.5 if not stage.backward_seconds else (stage.input_grad_seconds or 0.0) / stage.backward_seconds
-        i = None if stage.input_grad_seconds is None or whole is None else whole * share
-    forward = stage.forward_seconds if forward is None else forward
-    if whole is None:
-        whole, i = stage.backward_seconds, stage.input_grad_seconds
+        whole = tuple(map(add, i, w))
+    given = stage.forward_seconds + stage.backward_seconds
+    forward_seconds = stage.forward_seconds if forward is None else fmean(forward)
+    backward_seconds = stage.backward_seconds if whole is None else fmean(whole)
+    input_grad_seconds = stage.input_grad_seconds
+    if i is not None and w is not None:
+        input_grad_seconds = fmean(i)
+    elif input_grad_seconds is not None and stage.backward_seconds > 0:
+        input_grad_seconds = backward_seconds * (input_grad_seconds / stage.backward_seconds)
     return replace(
         stage,
-        forward_seconds=forward,
-        backward_seconds=whole,
-        input_grad_seconds=i,
-        step_seconds=stage.step_seconds * (forward + whole) / given if given > 0 else stage.step_seconds,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        input_grad_seconds=input_grad_seconds,
+        forward_ratios=stage.forward_ratios if forward is None else _ratios(forward),
+        backward_ratios=stage.backward_ratios if whole is None else _ratios(whole),
+        step_seconds=stage.step_seconds * (forward_seconds + backward_seconds) / given
+        if given > 0
+        else stage.step_seconds,
         spread=spread,
     )
+
+
+def _ratios(seconds: Sequence[float]) -> tuple[float, ...]:
+    """By replica over their mean; none where one took no time, or there is one alone."""
+    mean = fmean(seconds)
+    return tuple(each / mean for each in seconds) if len(seconds) > 1 and min(seconds) > 0 else ()
 
 
 def _with_overheads(plan: PlanRecord, known: Costs) -> list[PlanStage]:

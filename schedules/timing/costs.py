@@ -199,6 +199,28 @@ class Costs:
         )
 
 
+def by_owner(schedule: Schedule, columns: Sequence[Sequence[float]]) -> list[float | list[float]]:
+    """[S] seconds for `Costs` of stages whose ranks differ: one number, or a row by action index.
+
+    Arguments:
+        columns: [S] seconds of each of a stage's ranks, in the order of `schedule.owners`; one number alone for ranks
+            that are alike.
+
+    >>> from stagewright.schedules import build
+    >>> schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    >>> by_owner(schedule, [(1.0, 1.5), (2.0,)])
+    [[1.0, 1.5, 1.0, 1.5], 2.0]
+    """
+    found: list[float | list[float]] = []
+    for stage, (ranks, own) in enumerate(zip(schedule.owners, columns, strict=True)):
+        if len(set(own)) == 1:
+            found.append(own[0])
+        else:
+            seconds = dict(zip(ranks, own, strict=True))
+            found.append([seconds[schedule.owner(stage, k)] for k in range(schedule.batch_indices)])
+    return found
+
+
 def _spread(name: str, value: float | Sequence[Value], num_stages: int) -> tuple[Value | float, ...]:
     """One each for all stages."""
     each = (value,) * num_stages if isinstance(value, float) else tuple(value)

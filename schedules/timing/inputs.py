@@ -15,6 +15,7 @@ Each is measured in the sense in which the simulator takes it: a step that is si
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -107,14 +108,19 @@ class Passages:
 
 
 def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> dict[Input, float]:
-    """All inputs of a simulation [s]; of actions that differ by microbatch the mean, of messages on free links."""
+    """All inputs of a simulation [s]; of actions that differ by microbatch the mean of a rank's own, of
+    messages on free links."""
     table = costs.free_of_overhead.table_for(schedule)
     overhead = around_actions(costs, schedule.num_stages)
     ways = Passages(schedule, costs, links)
     found: dict[Input, float] = {}
     for rank, program in enumerate(schedule.compute_programs):
-        for op, stage in sorted({(op, s) for s, op, _ in program if op in COMPUTE_OPS}, key=_in_order):
-            found[action_input(schedule, op, stage, rank)] = fmean(table.row(op, stage))
+        own: dict[tuple[Op, int], list[float]] = defaultdict(list)
+        for stage, op, index in program:
+            if op in COMPUTE_OPS:
+                own[op, stage].append(table.of(op, stage, index))
+        for op, stage in sorted(own, key=_in_order):
+            found[action_input(schedule, op, stage, rank)] = fmean(own[op, stage])
     found |= {Input(Cause.OVERHEAD, "overhead", (stage,)): seconds for stage, seconds in enumerate(overhead)}
     found |= {Input(Cause.MESSAGES, "message", pair): ways.seconds(pair) for pair in sorted(ways.by_pair)}
     found |= {Input(Cause.SUMS, "sum", stages): seconds for stages, seconds in ways.sums.items()}

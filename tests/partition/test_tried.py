@@ -12,7 +12,7 @@ from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.cluster import Level
 from stagewright.partition.plans.simulated import simulated
 from stagewright.partition.plans.tried import Ratios, corrected_seconds, ratios, with_measured
-from stagewright.schedules import Costs
+from stagewright.schedules import Costs, simulate
 from stagewright.schedules.timing.inputs import around_actions
 
 NODES = [
@@ -171,3 +171,92 @@ def test_messages_are_corrected_by_messages_alone() -> None:
     assert corrected_seconds(pipeline, alone) == pytest.approx(expected)
     sent = with_measured(pipeline, [simulated(pipeline).timeline], known(pipeline))
     assert ratios(pipeline, sent, step=1.0).message_seconds == pytest.approx(1.0)
+
+
+def two_replicas(*, microbatches: int = 6) -> Plan:
+    """One stage on two ranks, nothing but F, B, a sum and an update."""
+    nodes = [Node(name="a", forward_seconds=2e-3, backward_seconds=5e-3, parameter_bytes=4e5, update_seconds=1e-3)]
+    return plan(
+        Profile(nodes=nodes, microbatch_size=1),
+        Cluster.parse("2:net=1GB/s"),
+        global_batch=microbatches,
+        microbatch_sizes=(1,),
+        optimizer_sharding=("none",),
+        pipeline_sizes=(1,),
+        data_sizes=(2,),
+        schedules=("1f1b",),
+    )
+
+
+def test_replicas_keep_their_own_seconds() -> None:
+    """The slower one ends last; the sum begins when it does, and the other one waits meanwhile."""
+    found = two_replicas()
+    fast, slow = (1.5e-3, 4e-3), (3e-3, 7e-3)  # F, B: of even microbatches, of odd ones
+    predicted, costs, links = simulated(found)
+    rows = replace(
+        costs,
+        forward=[[(slow if k % 2 else fast)[0] for k in range(6)]],
+        backward=[[(slow if k % 2 else fast)[1] for k in range(6)]],
+        input_grad=None,
+        weight_grad=None,
+    )
+    step = simulate(predicted.schedule, rows, links)
+    took = with_measured(found, [step] * 3, Costs())
+    (stage,) = took.stages
+    assert stage.forward_seconds == pytest.approx(2.25e-3)
+    assert stage.backward_seconds == pytest.approx(5.5e-3)
+    assert stage.forward_ratios == pytest.approx((1.5 / 2.25, 3.0 / 2.25))
+    assert stage.backward_ratios == pytest.approx((4.0 / 5.5, 7.0 / 5.5))
+    assert stage.replica_ratios == pytest.approx((5.5 / 7.75, 10.0 / 7.75))
+    way = stage.traffic
+    assert way is not None
+    whole = 3 * sum(slow) + way.sum_seconds + way.optimizer_seconds
+    assert took.simulated_step_time == pytest.approx(whole)
+    assert took.bubble == pytest.approx(1 - 3 * (sum(fast) + sum(slow)) / (2 * whole))
+    assert took.tried_seconds == pytest.approx(whole)
+    assert Plan.from_json(took.to_json()) == took
+
+
+def test_a_slow_rank_is_slow_in_other_layouts() -> None:
+    """Where its replicas stand beside others, or where it has a stage for itself."""
+    found, other = planned("data"), planned("replicas")
+    ranks = (0.8, 1.0, 1.1, 1.1)
+    stage = replace(found.stages[0], action_seconds=0.0)
+    found = replace(found, stages=(stage,))
+    truth = replace(found, stages=(replace(stage, forward_ratios=ranks, backward_ratios=ranks),))
+    took = with_measured(found, [simulated(truth).timeline] * 3, Costs())
+    assert took.simulated_step_time == pytest.approx(simulated(truth).timeline.batch_seconds)
+    by = ratios(found, took, step=took.simulated_step_time or 0.0)
+    assert by.by_rank == pytest.approx(dict(enumerate(ranks)))
+    assert by.compute == pytest.approx(1.0)
+    first, second = other.stages
+    assert (first.ranks, second.ranks) == ((0, 1), (2, 3))
+    slower = replace(
+        other,
+        stages=(
+            replace(
+                first,
+                forward_seconds=0.9 * first.forward_seconds,
+                backward_seconds=0.9 * first.backward_seconds,
+                forward_ratios=(0.8 / 0.9, 1.0 / 0.9),
+                backward_ratios=(0.8 / 0.9, 1.0 / 0.9),
+            ),
+            replace(
+                second,
+                forward_seconds=1.1 * second.forward_seconds,
+                backward_seconds=1.1 * second.backward_seconds,
+            ),
+        ),
+    )
+    expected = simulated(slower).timeline.batch_seconds
+    assert corrected_seconds(other, Ratios(by_rank=by.by_rank)) == pytest.approx(expected)
+    again = corrected_seconds(found, Ratios(by_rank=by.by_rank))
+    assert again == pytest.approx(simulated(truth).timeline.batch_seconds)
+
+
+@pytest.mark.parametrize("ratios", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, float("inf")), (1.0, "2")])
+@pytest.mark.parametrize("name", ["forward_ratios", "backward_ratios"])
+def test_ratios_of_replicas_are_refused(name: str, ratios: Any) -> None:
+    (stage,) = two_replicas().stages
+    with pytest.raises(ValueError, match=rf"{name}=.* of a stage with 2 replicas: expected as many finite numbers"):
+        replace(stage, **{name: ratios})
