@@ -111,7 +111,8 @@ class RunFacts:
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, what comes between two actions (where the
-        process has one rank), and the link's latency.
+        process has one rank), and the link's latency. F, B, I and W of a stage's replicas are each rank's own: a row by
+        microbatch.
 
         For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
         """

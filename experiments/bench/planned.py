@@ -16,7 +16,7 @@ from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...pipe.batch.given import Given
 from ...pipe.settings import Settings
-from ...schedules import simulate
+from ...schedules import Op, simulate
 from ..host import MemoryMeter
 from ..training.gpt import GPTConfig
 from .plan_workloads import MemoryKind, PlannedRun
@@ -81,7 +81,7 @@ def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTime
         makespans=makespans,
         simulated=simulate(schedule, costs).makespan,
         planned_work=sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages),
-        measured_work=sum(table.forward) + sum(table.backward),
+        measured_work=sum(table.means(Op.F)) + sum(table.means(Op.B)),
     )
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from ...schedules import simulate
+from ...schedules import Op, simulate
 from ..launcher import report_to_launcher
 from .checkpoints import run_checkpoints
 from .cuts import run_contest
@@ -116,8 +116,8 @@ def measure(workload: Workload, *, repetitions: int) -> Measurement:
         torch=times["torch"],
         ours=times["ours"],
         makespans=makespans,
-        forward=list(table.forward),
-        backward=list(table.backward),
+        forward=list(table.means(Op.F)),
+        backward=list(table.means(Op.B)),
         predicted=simulate(schedule, replace(costs, latency=latency)).makespan,
         latency=latency,
         boundary_bytes=boundary.nbytes,

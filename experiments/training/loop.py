@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ...partition.allocator import kept
 from ...partition.memory_use import MemoryUse
 from ...partition.plans.plan import Plan
+from ...partition.plans.simulated import expected
 from ...pipe import StepRecord, StepResult
 from ...pipe.measure.tracer import FIRST_TRACED
 from ...schedules import Schedule, StepSamples, Timeline, simulate
@@ -315,7 +316,7 @@ class _Training:
             predicted_bubble=statistics.median(predicted_bubbles) if sampled is None else sampled.bubble,
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
-            planned_step_seconds=None if plan is None else plan.simulated_step_time,
+            planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step.seconds,
             planned_memory_bytes=None if plan is None else _by_process(plan.memory_bytes, len(resident)),
             planned_resident_bytes=None if plan is None else _resident(plan, len(resident)),
             checkpoints=0 if saved is None else saved.number,

@@ -120,6 +120,7 @@ class Summary:
         peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
         peak_tensor_bytes: per process, bytes of tensors at the peak of one watched step; None where none was, as of a
             stream without a plan.
+        planned_step_seconds: the middle of the steps that the plan expects, where it knows how actions vary [s].
         planned_memory_bytes: the same as the plan predicts it; None without a plan, as is planned_step_seconds.
         planned_resident_bytes: per process, from least to most bytes of tensors and of what is kept beside them, as the
             plan predicts it; None without a plan that knows its devices.

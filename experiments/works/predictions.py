@@ -11,7 +11,7 @@ of what was planned. Cases say which (`run`), so that each is a job.
     step, simulated / measured  simulated from the costs that the run measured, and as they varied: the rest is not the
                                 plan's
     share of steps within ...   of the range that the spread of the run's own durations gives, by its own clock
-    bubble                      simulated by the plan, and measured
+    bubble                      in the middle of the plan's range, and measured
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .ranges import WITHIN
 
 if TYPE_CHECKING:
     from ...partition.plans.plan import Plan
+    from ...partition.plans.simulated import ExpectedStep
     from ...pipe import PipelineModule
     from ...pipe.batch.results import StepResult
 
@@ -159,7 +160,7 @@ def _ran(
         untried: the plan as its profile alone predicted it.
     """
     from ...partition.plans.as_text import CHOSEN
-    from ...schedules import simulate, simulate_spread
+    from ...schedules import Op, simulate, simulate_spread
 
     for _ in range(_WARM_UP):
         step()
@@ -176,7 +177,7 @@ def _ran(
             bubbles.append(timeline.bubble)
     costs, spread, took = pipe.measured_costs(), pipe.measured_spread(), median(seconds)
     table = costs.free_of_overhead.table(num_stages=pipe.schedule.num_stages)
-    work = sum(table.forward) + sum(table.backward)
+    work = sum(table.means(Op.F)) + sum(table.means(Op.B))
     planned = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     note = next((each.removeprefix(CHOSEN) for each in plan.notes if each.startswith(CHOSEN)), "")
     pipe.close()
@@ -184,11 +185,11 @@ def _ran(
     def figure(name: str, value: float, unit: str = "ratio", how: How = how) -> Figure:
         return Figure(case=case, name=name, value=value, unit=unit, how=how, note=note)
 
-    step_planned = _middle(plan)
+    step_planned, bubble_planned = _expected(plan)
     taken = None if spread is None else simulate_spread(pipe.schedule, costs, spread)
     simulated = simulate(pipe.schedule, costs).batch_seconds if taken is None else taken.median
     yield figure(STEP, step_planned / took)
-    yield figure(UNTRIED, _middle(untried) / took)
+    yield figure(UNTRIED, _expected(untried).seconds / took)
     if plan.tried_seconds is not None:
         yield figure(TRIED, plan.tried_seconds / took)
     yield figure("work, planned / measured", planned / work)
@@ -198,16 +199,15 @@ def _ran(
     yield figure("step", took, "s")
     yield figure("step", step_planned, "s", How.SIMULATED)
     yield figure("bubble", median(bubbles), "fraction")
-    yield figure("bubble", plan.bubble, "fraction", How.SIMULATED)
+    yield figure("bubble", bubble_planned, "fraction", How.SIMULATED)
 
 
-def _middle(plan: Plan) -> float:
-    """The middle of the plan's range [s]; its step without one."""
-    from ...partition.plans.simulated import sampled
+def _expected(plan: Plan) -> ExpectedStep:
+    from ...partition.plans.simulated import expected
 
-    assert plan.simulated_step_time is not None
-    drawn = sampled(plan)
-    return plan.simulated_step_time if drawn is None else drawn.median
+    step = expected(plan)
+    assert step is not None
+    return step
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:

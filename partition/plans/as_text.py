@@ -33,12 +33,14 @@ def explain(plan: PlanRecord) -> str:
             f"{duration(plan.simulated_step_time)} a batch, bubble {plan.bubble:.1%}"
         )
         if plan.num_microbatches is not None and (varied := sampled(plan)) is not None:
-            lines.append(f"predicted, with actions that vary as in the profile: {varied}")
+            known = "the trial" if plan.tried_seconds is not None else "the profile"
+            lines.append(f"predicted, with actions that vary as in {known}: {varied}, bubble {varied.bubble:.1%}")
     lines += _runtime(plan)
     more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
     head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"
     lines.append(head + "".join(f"  {_MORE[name]:>6}" for name in more))
     lines += _folded([_stage(number, stage, more) for number, stage in enumerate(plan.stages)], "stages")
+    lines += _folded(_replicas(plan), "stages")
     lines += _memory(plan)
     lines += _kept(plan)
     lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
@@ -103,6 +105,21 @@ def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
         f"{number:5}  {len(stage.nodes):5}  {_span(stage.ranks):9} {seconds}  {flight:>9}  {memory:>11}"
         f"  {stage.recompute:9}{columns}  {stage.nodes[0]} .. {stage.nodes[-1]}"
     )
+
+
+def _replicas(plan: PlanRecord) -> list[str]:
+    """Stages whose replicas differ, as a trial measured them; equal ones once."""
+    rows: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        if ratios := stage.replica_ratios:
+            shown = ", ".join(f"{each:.2f}" for each in ratios[:ENDS])
+            more = f" ... (the most {max(ratios):.2f})" if len(ratios) > ENDS else ""
+            rows.setdefault((stage.ranks, shown + more), []).append(number)
+    return [
+        f"replicas of {'stage' if len(own) == 1 else 'stages'} {', '.join(map(str, own))} on ranks {_span(ranks)} "
+        f"take {shown} times these F and B"
+        for (ranks, shown), own in rows.items()
+    ]
 
 
 def _memory(plan: PlanRecord) -> list[str]:

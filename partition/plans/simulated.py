@@ -59,6 +59,28 @@ def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSam
     return simulate_spread(schedule, costs, Spread.of_half_ranges([stage.spread for stage in plan.stages]), links)
 
 
+class ExpectedStep(NamedTuple):
+    """What a step of a plan is expected to take [s], and its bubble."""
+
+    seconds: float
+    bubble: float
+
+
+def expected(plan: PlanRecord) -> ExpectedStep | None:
+    """The middle of the steps in which actions vary; of a plan that knows nothing of that, its simulated step; None
+    where it was not simulated.
+
+    Ranks that wait for each other wait for the slowest, so that this is longer than a step of which each action takes
+    what it usually does: most where replicas run few microbatches each.
+    """
+    if plan.simulated_step_time is None:
+        return None
+    drawn = sampled(plan)
+    if drawn is None:
+        return ExpectedStep(plan.simulated_step_time, plan.bubble)
+    return ExpectedStep(drawn.median, max(0.0, drawn.bubble))
+
+
 def _inputs(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Costs, Links | None]:
     schedule, traffic = schedule_of(plan, num_microbatches=num_microbatches), plan.traffic
     inputs = [stage.backward_seconds / 2 if (i := stage.input_grad_seconds) is None else i for stage in plan.stages]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from ...comm import Collectives, HostClocks
-from ...schedules import Costs, Op, Schedule, Spread, Timeline, estimate_spread
+from ...schedules import Costs, Schedule, Spread, Timeline, estimate_spread
 from ...schedules.timing.costs import CostTable
 from ...schedules.timing.estimate_spread import LEAST_STEPS
 from ...schedules.timing.records import RankRecord, as_it_ran, assemble_timeline
-from .recorder import Recorder, Timed, costs_from_medians
+from .medians import costs_from_medians
+from .recorder import Recorder
 
 _MOST_ACTIONS = 100_000  # of the steps whose times are all looked at
 
@@ -30,47 +33,41 @@ def gather_records(
 
 
 def gather_costs(
-    recorders: Sequence[Recorder], collectives: Collectives, *, num_stages: int, latency: float
+    recorders: Sequence[Recorder], collectives: Collectives, *, schedule: Schedule, latency: float
 ) -> Costs | None:
-    """Median costs by stage and op of all ranks, on every rank; None if nothing was measured yet.
+    """Median costs by stage and op, of replicas each rank's own, on every rank; None if nothing was measured yet.
 
     Arguments:
         latency: of a message as this rank measured it (0 where it did not) [s].
     """
-    medians: dict[Timed, float] = {}
-    own_overheads: dict[int, float] = {}
-    for recorder in recorders:
-        medians.update(recorder.medians())
-        own_overheads.update(recorder.median_overheads())
-    merged: dict[Timed, float] = {}
-    overheads: dict[int, float] = {}
+    by_rank = [recorder.medians() for recorder in recorders]
+    overheads: dict[int, list[float]] = defaultdict(list)
     norms: list[float | None] = []
     outside: list[tuple[float, float, float]] = []
     mine = (
-        medians,
-        own_overheads,
+        [recorder.median_overheads() for recorder in recorders],
         latency,
         [recorder.median_norm() for recorder in recorders],
         [around for recorder in recorders if (around := recorder.median_around()) is not None],
     )
-    for one, seen_overheads, seen_latency, seen_norms, seen_around in collectives.gather(
+    for seen_overheads, seen_latency, seen_norms, seen_around in collectives.gather(
         mine, what="gathering the measured costs"
     ):
-        for key, seconds in one.items():
-            # The rank that comes last to a sum waits for nobody: its time is what the sum takes.
-            waits = key[1] is Op.REDUCE_GRAD and key in merged
-            merged[key] = min(merged[key], seconds) if waits else seconds
-        overheads |= seen_overheads
+        for stage, seconds in (each for own in seen_overheads for each in own.items()):
+            overheads[stage].append(seconds)
         latency = max(latency, seen_latency)
         norms += seen_norms
         outside += seen_around
+    if len(by_rank) == 1:
+        by_rank = collectives.gather_ranks(by_rank[0], what="gathering the measured costs")
     # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
     norm = min((seconds for seconds in norms if seconds is not None), default=None)
-    if not merged:
+    if not any(by_rank):
         return None
     # Likewise the rank that begins first, and the one that ends last: there what is around a step has no waits in it.
     around = sum(min(each) for each in zip(*outside, strict=True))
-    return costs_from_medians(merged, overheads, num_stages=num_stages, latency=latency, norm=norm, around=around)
+    between = {stage: fmean(seconds) for stage, seconds in overheads.items()}
+    return costs_from_medians(by_rank, between, schedule=schedule, latency=latency, norm=norm, around=around)
 
 
 def gather_spread(

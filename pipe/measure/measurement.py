@@ -51,9 +51,7 @@ class Measurement:
         with self._guard.together():
             if self._latency is None:
                 self._latency = self._one_way_seconds()
-            return gather_costs(
-                self._recorders, self._collectives, num_stages=self._schedule.num_stages, latency=self._latency
-            )
+            return gather_costs(self._recorders, self._collectives, schedule=self._schedule, latency=self._latency)
 
     def spread(self) -> Spread | None:
         """See PipelineModule.measured_spread."""

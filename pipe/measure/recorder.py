@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...partition.profiler.clock import Clock, Stamp
-from ...schedules import Action, Collective, Costs, Message, Op, Span
+from ...schedules import Action, Collective, Message, Op, Span
 from ...schedules.timing.estimate_spread import Ran
 from ...schedules.timing.launches import launches
 from ...schedules.timing.records import RankRecord
@@ -263,7 +263,7 @@ class Recorder:
             seconds = self.clock.between(start, end)
             if action.op is not Op.U and action not in self._fused:
                 seconds += behind[number] if number in inner else usual
-            ran.append(Ran(action.stage, action.op, seconds))
+            ran.append(Ran(action, seconds))
             if number and self._actions[number - 1][0] in self._fused:  # both halves ran as one
                 half = (ran[-2].seconds + seconds) / 2
                 ran[-2:] = [each._replace(seconds=half) for each in ran[-2:]]
@@ -282,43 +282,3 @@ def _halved(
         else:
             yield action, start if middle is None else middle, end
             middle = None
-
-
-def costs_from_medians(
-    medians: Mapping[Timed, float],
-    overheads: Mapping[int, float],
-    *,
-    num_stages: int,
-    latency: float,
-    norm: float | None,
-    around: float,
-) -> Costs:
-    """Costs for the simulator from measured medians; an op that no rank measured costs 0."""
-
-    def column(op: Op) -> list[float]:
-        return [medians.get(((stage,), op), 0.0) for stage in range(num_stages)]
-
-    def half(op: Op) -> list[float] | None:
-        """Where I and W ran as one, or B did, half of that; None where no backward was split."""
-        if not any(op in (Op.I, Op.W) for _, op in medians):
-            return None
-        return [medians.get(((s,), op), medians.get(((s,), Op.B), 0.0) / 2) for s in range(num_stages)]
-
-    whole, input_grad, weight_grad = column(Op.B), half(Op.I), half(Op.W)
-    if input_grad is not None and weight_grad is not None:
-        whole = [b or i + w for b, i, w in zip(whole, input_grad, weight_grad, strict=True)]
-    return Costs(
-        forward=column(Op.F),
-        backward=whole,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        reduce_grad=column(Op.REDUCE_GRAD),
-        tied=[(s, seconds) for (s, op), seconds in medians.items() if op is Op.REDUCE_GRAD and len(s) > 1],
-        update=column(Op.U),
-        overhead=[overheads.get(stage, 0.0) for stage in range(num_stages)],
-        latency=latency,
-        norm=norm,
-        around=around,
-        offload=column(Op.OFFLOAD),
-        reload=column(Op.RELOAD),
-    )

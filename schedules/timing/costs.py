@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from operator import add, mul
+from statistics import fmean
 from typing import TypeVar, cast
 
 from ..as_one import run_as_one
@@ -362,6 +363,10 @@ class CostTable:
                     f"expected costs that are the same for all microbatches here"
                 )
         return tuple(row[0] for row in rows)
+
+    def means(self, op: Op) -> tuple[float, ...]:
+        """Seconds of `op`, by stage, the mean over action indices."""
+        return tuple(fmean(self.row(op, stage)) for stage in range(len(self.latency)))
 
     @property
     def forward(self) -> tuple[float, ...]:

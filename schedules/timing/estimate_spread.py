@@ -20,7 +20,7 @@ from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import NamedTuple
 
-from ..ir import Op
+from ..ir import Action, Op
 from .costs import CostTable
 from .measured_inputs import durations_beside
 from .spread import Ratios, Spread
@@ -34,8 +34,7 @@ _MOST_RATIOS = 256  # kept of a list; more of them are put together
 class Ran(NamedTuple):
     """One action of a measured step, and the seconds that it kept its rank busy, the overhead behind it included."""
 
-    stage: int
-    op: Op
+    action: Action
     seconds: float
 
 
@@ -104,8 +103,8 @@ def _shared(logs: Sequence[Sequence[Logs]], number: int) -> tuple[list[list[floa
 
 def _logs(ran: Sequence[Ran], table: CostTable) -> Logs:
     """Logarithm of the ratio of each action to its cost, where it has one."""
-    costs = [(each, table.row(each.op, each.stage)[0]) for each in ran]
-    return [(r.stage, r.op, log(r.seconds / cost)) for r, cost in costs if r.seconds > 0 and cost > 0]
+    costs = [(what, seconds, table.of(what.op, what.stage, what.index)) for what, seconds in ran]
+    return [(what.stage, what.op, log(seconds / cost)) for what, seconds, cost in costs if seconds > 0 and cost > 0]
 
 
 def _middle(logs: Logs) -> float:

@@ -305,7 +305,7 @@ def test_profile_links_plan_train_check(command: Callable[..., Done], tmp_path: 
     done = command("plan", "--check", "one", "--json")
     assert done.status == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["predicted"] == pytest.approx(summary["planned_step_seconds"])
+    assert found["predicted"] == pytest.approx(Plan.load("plan.json").simulated_step_time)
     assert found["step_seconds"] == summary["step_seconds"]
     assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["step_seconds"] - found["predicted"])
     assert {each["kind"] for each in found["inputs"]} >= {"F", "B", "overhead", "update"}

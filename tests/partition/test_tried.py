@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import log1p
+from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.cluster import Level
-from stagewright.partition.plans.simulated import simulated
+from stagewright.partition.plans.simulated import expected, sampled, simulated
 from stagewright.partition.plans.tried import Ratios, corrected_seconds, ratios, with_measured
 from stagewright.schedules import Costs, simulate
 from stagewright.schedules.timing.inputs import around_actions
@@ -260,3 +263,32 @@ def test_ratios_of_replicas_are_refused(name: str, ratios: Any) -> None:
     (stage,) = two_replicas().stages
     with pytest.raises(ValueError, match=rf"{name}=.* of a stage with 2 replicas: expected as many finite numbers"):
         replace(stage, **{name: ratios})
+
+
+def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
+    """Half of all steps take longer than the longer one of two sums of F and B, drawn here by other means."""
+    found = two_replicas(microbatches=2)
+    assert expected(found) == (found.simulated_step_time, found.bubble)  # nobody knows that they vary
+    (stage,) = found.stages
+    way = stage.traffic
+    assert way is not None
+    varied = replace(found, stages=(replace(stage, spread=0.2),))
+    sigma, random = log1p(0.2) / 0.6745, Random(1)
+
+    def ran() -> float:
+        return 2e-3 * random.lognormvariate(0, sigma) + 5e-3 * random.lognormvariate(0, sigma)
+
+    pairs = [(ran(), ran()) for _ in range(4000)]
+    beside = way.sum_seconds + way.optimizer_seconds
+    step = expected(varied)
+    assert step is not None
+    assert step.seconds == pytest.approx(median(map(max, pairs)) + beside, rel=0.04)
+    assert step.seconds > 1.05 * (found.simulated_step_time or 0.0)
+    assert step.bubble == pytest.approx(median(1 - sum(p) / (2 * (max(p) + beside)) for p in pairs), rel=0.1)
+    assert f"predicted, with actions that vary as in the profile: {sampled(varied)}, bubble {step.bubble:.1%}" in (
+        varied.explain()
+    )
+    slower = replace(varied, tried_seconds=0.01, stages=(replace(varied.stages[0], backward_ratios=(0.8, 1.2)),))
+    assert "with actions that vary as in the trial: " in slower.explain()
+    assert "replicas of stage 0 on ranks 0-1 take 0.86, 1.14 times these F and B" in slower.explain()
+    assert expected(replace(varied, simulated_step_time=None)) is None

@@ -14,6 +14,10 @@ from stagewright.schedules.timing.estimate_spread import Ran
 ACT = Message(MessageKind.ACT, 0, 1, 0)
 
 
+def ran(action: str, seconds: float) -> Ran:
+    return Ran(Action.parse(action), seconds)
+
+
 def _step(recorder: Recorder, begin: float) -> None:
     """0F0 takes 1, 0F1 begins 0.5 later, of which 0.3 was spent waiting; 0B0 begins 0.25 after that."""
     recorder.begin()
@@ -134,7 +138,7 @@ def test_steps_have_each_action_with_what_came_behind_it() -> None:
     expected = [(0, Op.F, 1.2), (2, Op.F, 1.25), (0, Op.B, 2.25 + usual), (0, Op.U, 0.5)]
 
     def rounded(ran: Sequence[Ran]) -> list[tuple[int, Op, float]]:
-        return [(each.stage, each.op, round(each.seconds, 9)) for each in ran]
+        return [(each.action.stage, each.action.op, round(each.seconds, 9)) for each in ran]
 
     (only,) = recorder.steps()
     assert rounded(only) == expected
@@ -158,13 +162,13 @@ def test_a_backward_that_ran_as_one_is_halved_in_steps() -> None:
     recorder.action(Action(0, Op.I, 0), 0.0, 1.0)
     recorder.action(Action(0, Op.W, 0), 1.0, 1.0)
     recorder.action(Action(0, Op.F, 1), 1.5, 2.0)
-    assert recorder.steps() == [(Ran(0, Op.I, 0.75), Ran(0, Op.W, 0.75), Ran(0, Op.F, 1.0))]
+    assert recorder.steps() == [(ran("0I0", 0.75), ran("0W0", 0.75), ran("0F1", 1.0))]
 
 
 def test_ranks_that_take_turns_have_nothing_between_actions() -> None:
     recorder = Recorder(HostClock(), takes_turns=True)
     _step(recorder, 0.0)
-    assert recorder.steps() == [(Ran(0, Op.F, 1.0), Ran(2, Op.F, 1.0), Ran(0, Op.B, 2.25))]
+    assert recorder.steps() == [(ran("0F0", 1.0), ran("2F1", 1.0), ran("0B0", 2.25))]
 
 
 def test_what_evaluates_does_not_count() -> None:

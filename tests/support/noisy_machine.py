@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import exp
 from random import Random
 
-from stagewright.schedules import Costs, Op, Schedule, simulate
+from stagewright.schedules import Action, Costs, Op, Schedule, simulate
 from stagewright.schedules.timing.estimate_spread import Ran
 
 Step = dict[int, list[Ran]]
@@ -47,7 +47,7 @@ class Machine:
             for stage, op, k in program:
                 tail = 3.0 if self.random.random() < 0.02 else 1.0
                 seconds = self.table.of(op, stage, k) * own * exp(gauss(0, self.action)) * tail
-                ran.setdefault(rank, []).append(Ran(stage, op, seconds))
+                ran.setdefault(rank, []).append(Ran(Action(stage, op, k), seconds))
                 rows[op][stage][k] = seconds
         taken = simulate(self.schedule, replace(self.costs, forward=rows[Op.F], backward=rows[Op.B]))
         return ran, taken.batch_seconds

@@ -37,7 +37,7 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
 def _others(schedule: Schedule, costs: Costs) -> tuple[list[Schedule], str]:
     """The same with other numbers of microbatches, and why there are none."""
     if costs.table_for(schedule).varies:
-        return [], "M is fixed: microbatches take different times, and nobody knows those of another M."
+        return [], "M is fixed: microbatches, or replicas, take different times, and nobody knows those of another M."
     build = builder_of(schedule)
     if build is None:
         return [], "M is fixed: this order is not one that a built-in schedule has, so nobody knows it for another M."
