@@ -30,7 +30,7 @@ from .transport import TensorSpec
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
 SUM_BYTES = 1 << 23  # of gradients in one measured sum
 SMALL_SUM_BYTES = 1 << 14  # of one whose steps take as long as empty ones, and which has something for every rank
-_SUMMED = 8  # gradients
+_SUMMED = 2  # gradients, as many as gloo sums at once
 WARM_UP = 3
 _SUMS = 9
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
@@ -167,6 +167,7 @@ def measure_links(
     both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
     lanes = link_lanes(both, place, together.groups)
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
+    rings = "flat" if backend_for(device) == "gloo" else "levels"
     levels = []
     for name, pairs in wanted:
         times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches
@@ -194,11 +195,10 @@ def measure_links(
             small, _ = measure_sum(SMALL_SUM_BYTES, number=1)
             seconds, busy = measure_sum(SUM_BYTES, number=_SUMMED)
             sums = {"small_sum_seconds": small, "sum_seconds": seconds, "busy_seconds": busy}
-            levels.append(_level(name, len(members), pairs, sizes, times, **sums))
+            levels.append(_level(name, len(members), pairs, sizes, times, **sums, rings=rings))
     together.gather(None, what="measuring the links")
     transport.close()
     together.close()
-    rings = "flat" if backend_for(device) == "gloo" else "levels"
     return replace(_as_levels(levels, by_host, world.size), rings=rings)
 
 
@@ -263,11 +263,19 @@ def _level(
     small_sum_seconds: float,
     sum_seconds: float,
     busy_seconds: float,
+    rings: str,
 ) -> LinkLevel:
     """`times`: by pair, of each size and behind them of the smallest one with cold caches.
 
-    Both sums lie on the line seconds = 2 (size - 1) (reduce_latency + bytes / size / reduce_bandwidth), the small one
-    as if it were empty.
+    The small sum counts as if it were empty: 2 (size - 1) steps. What the large one tells goes back into the formula of
+    rings (`partition/topology.py`): by "levels" its steps take as long besides their bytes,
+
+        seconds = 2 (size - 1) (reduce_latency + bytes / size / reduce_bandwidth)
+
+    and in a "flat" ring either its steps are waited for, or its bytes, whichever is more:
+
+        seconds = max(2 (size - 1) reduce_latency + bytes / reduce_bandwidth,
+                      2 reduce_latency + 2 (size - 1) / size bytes / reduce_bandwidth)
     """
     fits = tuple(fit_line(sizes, [one.seconds for one in each[:-1]]) for each in times)
     latency = statistics.median(
@@ -276,6 +284,7 @@ def _level(
     )
     hops = 2 * (size - 1)
     step = min(small_sum_seconds, sum_seconds) / hops
+    kinds = [(hops, 1.0), (2, hops / size)] if rings == "flat" else [(hops, hops / size)]
     return LinkLevel(
         name=name,
         size=size,
@@ -283,7 +292,9 @@ def _level(
         latency=latency,
         message_seconds=statistics.median(each[-1].busy for each in times),
         sum_busy=min(1.0, busy_seconds / sum_seconds),
-        reduce_bandwidth=hops / size * SUM_BYTES / max(sum_seconds - hops * step, sum_seconds / 10),
+        reduce_bandwidth=max(
+            part * SUM_BYTES / max(sum_seconds - waits * step, sum_seconds / 10) for waits, part in kinds
+        ),
         reduce_latency=step,
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),

@@ -62,7 +62,7 @@ class Level:
         sum_busy: share of a sum's seconds for which its ranks' processors are busy with it and can't compute (0 to 1):
             where the transport's threads have no core of their own.
         partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
-            devices: their rings share network cards (0 to 1).
+            devices: their rings share network cards (0 to 1). No flat ring does.
     """
 
     name: str
@@ -104,7 +104,8 @@ class Cluster:
         rings: how sums go over several levels: "levels", inside of each group first, as NCCL does; "flat", in one ring
             of all members, as gloo does. See `topology`.
 
-    Raises ValueError for no level, an unknown kind, another number of nodes, or other rings.
+    Raises ValueError for no level, an unknown kind, another number of nodes, other rings, or a level whose
+    `partial_reduce` is below 1 where rings are "flat".
 
     >>> Cluster.parse("4x8:nvlink=300GB/s,net=12GB/s").num_devices
     32
@@ -131,6 +132,13 @@ class Cluster:
                 raise ValueError(f"node {i}: unknown device kind {name!r}: expected one of {', '.join(names)}")
         if self.rings not in RINGS:
             raise ValueError(f"rings={self.rings!r}: expected one of {', '.join(RINGS)}")
+        for level in levels:
+            if self.rings == "flat" and level.partial_reduce < 1:
+                raise ValueError(
+                    f"level {level.name!r}: partial_reduce={level.partial_reduce!r} with rings='flat': expected 1, "
+                    f"since one ring comes into a node over one card, however many of its devices are members; or "
+                    f"rings='levels'"
+                )
         for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes)):
             object.__setattr__(self, field, value)
 

@@ -10,8 +10,8 @@ Seconds of a stage on its ranks, of one microbatch:
 
 and of one update:
 
-    ring      gradients summed over the D replicas (`Topology.ring`); half of that where the optimizer's state is
-              divided, and each rank gets the sums of its share alone
+    ring      gradients summed over the D replicas (`Topology.ring`), a sum for each bucket in which they travel; half
+              of that where the optimizer's state is divided, and each rank gets the sums of its share alone
     step      the optimizer's step, a share of it where its state is divided
     gather    the other half behind the step, with which the updated weights go round
     held      the busy share of both: for so long they keep their ranks from computing
@@ -47,7 +47,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .topology import Floats, TransferTime
+from ..schedules.messages import ALONE_BYTES, BUCKET_BYTES
+from .topology import Floats, Indices, TransferTime
 
 RECOMPUTE = ("none", "full", "layer", "selective")
 
@@ -91,6 +92,13 @@ class StageSums:
     def work(self) -> Floats:
         """F + B [s]."""
         return self.forward + self.backward
+
+    @property
+    def travelling(self) -> Indices:
+        """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one,
+        of which there are at least as many as if all were as large as the largest."""
+        large = np.ceil(np.maximum(self.weights - self.small, 0.0) / np.maximum(self.largest, ALONE_BYTES) - 1e-9)
+        return np.asarray(np.maximum(large + np.ceil(self.small / BUCKET_BYTES), 1), dtype=np.intp)
 
     def under(self, recompute: str) -> Recomputed:
         """The row of the table of recomputation."""
@@ -215,7 +223,8 @@ def stage_seconds(
         action: seconds of the runtime around each action, messages apart.
     """
     links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
-    around = np.array([each.seconds(w) if w > 0 else 0.0 for each, w in zip(rings, sums.weights.tolist(), strict=True)])
+    whole = zip(rings, sums.weights.tolist(), sums.travelling.tolist(), strict=True)
+    around = np.array([ring.seconds(weights, number=number) if weights > 0 else 0.0 for ring, weights, number in whole])
     gather = np.where(shards > 1, around / 2, 0.0)
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
     return StageSeconds(

@@ -10,13 +10,24 @@ So does NCCL: it makes as many rings as the node with the fewest members has ada
 (Patarasuk and Yuan 2009 for one ring). Where a node has several members, but not all of its devices, the
 rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
 
-gloo makes one ring of all N members, whatever host they are on (`Cluster.rings` "flat"). All of the vector crosses each
-of its links, and each step waits for the slowest one: since a rank sends when it has heard that the next one waits
-(gloo's transport has no buffers of its own), no rank is a step ahead of its neighbour. With the level that joins all:
+gloo makes one ring of all N members, whatever host they are on (`Cluster.rings` "flat"), so that all of the vector
+crosses each of its links, and each step waits for the slowest one. A member sends its part of the vector in segments of
+at most 1 MiB, at least two, and asks for two at a time: a segment leaves when the next rank has said that it waits for
+it, the way there and back. While one travels the other is asked for; so of the 2 (N-1) waits of a small sum two alone
+are left beside the bytes of a large one, in front of its first half (reduce-scatter) and of its second (all-gather).
+Two sums are under way at once (torch's two threads), the others wait for their turn. With the level that joins all, a
+round of two sums, b bytes together, takes the most of
 
-    seconds = 2 (N-1) (latency + b / N / bandwidth)
+    2 (N-1) latency + b / bandwidth                            the link waits for segments
+    2 latency + 2 (N-1) / N b / bandwidth                      segments wait for the link
+    (N-1) / N b (1 / bandwidth + latency / 2 MiB)              segments are at most 1 MiB, and a link is long and fast
+                                                               (one sum alone: latency / 1 MiB)
 
-On one level both are the same. A level's `reduce_latency` and `reduce_bandwidth` say what was measured.
+Two members have one connection for both ways, and what one asks for stands behind what it sends: nothing is hidden, and
+the last line has 1 / bandwidth once more. `tests/partition/test_flat_rings.py` carries gloo's allreduce.cc out step by
+step.
+
+A level's `reduce_latency` and `reduce_bandwidth` say what was measured.
 """
 
 from __future__ import annotations
@@ -36,25 +47,36 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Index = Any  # a number or an array of devices; they broadcast
 MAX_PAIRS = 1 << 20  # of replicas of two stages that are looked at
+SEGMENT_BYTES = 1 << 20  # of gloo's ring, at most
+SUMS_AT_ONCE = 2  # over gloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """Seconds of an empty transfer [s], and of each further byte [s/byte].
+    """Seconds of an empty transfer [s], and of each further byte of a large one [s/byte].
 
     Arguments:
         busy: of either end with a message [s].
         busy_share: of a sum's seconds, those that keep its ranks from computing (0 to 1).
+        limits: of several limits, of which the slowest says how long it takes, each one's latency, seconds a byte, and
+            seconds a byte that transfers under way at once wait together; none: the first two alone.
+        at_once: how many are carried out at the same time, while others wait; None: as many as there are, as one.
     """
 
     latency: float
     seconds_a_byte: float
     busy: float = 0.0
     busy_share: float = 0.0
+    limits: tuple[tuple[float, float, float], ...] = ()
+    at_once: int | None = None
 
-    def seconds(self, num_bytes: float) -> float:
-        """Seconds of so many bytes."""
-        return self.latency + num_bytes * self.seconds_a_byte
+    def seconds(self, num_bytes: float, *, number: int = 1) -> float:
+        """Seconds of so many bytes, in so many transfers that are begun together."""
+        if not self.limits:
+            return self.latency + num_bytes * self.seconds_a_byte
+        at_once = self.at_once or number
+        rounds, together = -(-number // at_once), min(number, at_once)
+        return max(rounds * fixed + num_bytes * (sent + waited / together) for fixed, sent, waited in self.limits)
 
 
 NO_TRANSFER = TransferTime(latency=0.0, seconds_a_byte=0.0)
@@ -136,13 +158,7 @@ class Topology:
         members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
         if self.is_flat:
-            first, last = members[0], members[-1]
-            level = int(self.levels_between(first, last))
-            return TransferTime(
-                latency=2 * (len(members) - 1) * self.rings[level].latency,
-                seconds_a_byte=float(self._flat_seconds_a_byte(first, last, len(members), slowness)),
-                busy_share=self.cluster.levels[level].sum_busy if len(members) > 1 else 0.0,
-            )
+            return self._flat_ring(members, slowness)
         counts = []
         for size in self.level_sizes:
             in_group = np.unique(members // size, return_counts=True)
@@ -200,12 +216,31 @@ class Topology:
         apart = [np.asarray(first) // size != np.asarray(last) // size for size in self._group_sizes]
         return np.asarray(sum(apart), dtype=np.intp) if apart else np.zeros(np.broadcast(first, last).shape, np.intp)
 
+    def _flat_ring(self, members: Indices, slowness: float) -> TransferTime:
+        number, level = len(members), int(self.levels_between(members[0], members[-1]))
+        if number == 1:
+            return replace(NO_TRANSFER, at_once=SUMS_AT_ONCE)
+        step, per_byte = self.rings[level].latency, self.rings[level].seconds_a_byte * (slowness if level else 1.0)
+        steps, part = 2 * (number - 1), (number - 1) / number
+        sent, waited = _of_large(number, step, per_byte)
+        limits = (steps * step, per_byte, 0.0), (2 * step, 2 * part * per_byte, 0.0), (0.0, float(sent), float(waited))
+        return TransferTime(
+            latency=steps * step,
+            seconds_a_byte=max(sent + waited / SUMS_AT_ONCE for _, sent, waited in limits),
+            busy_share=self.cluster.levels[level].sum_busy,
+            limits=limits,
+            at_once=SUMS_AT_ONCE,
+        )
+
     def _flat_seconds_a_byte(self, first: Index, last: Index, number: Index, slowness: Floats | float) -> Floats:
-        """Seconds a byte of one ring over so many devices, of which `first` and `last` are farthest apart."""
+        """Seconds a byte of large sums in one ring over so many devices; `first` and `last` are farthest apart."""
         levels = self.levels_between(first, last)
-        per_byte = np.array([ring.seconds_a_byte for ring in self.rings])[levels]
+        steps, per_byte = (
+            np.array([getattr(ring, name) for ring in self.rings])[levels] for name in ("latency", "seconds_a_byte")
+        )
         per_byte = np.where(levels > 0, per_byte * slowness, per_byte)
-        return np.asarray(2 * (number - 1) / number * per_byte, dtype=np.float64)
+        sent, waited = _of_large(number, steps, per_byte)
+        return np.asarray(np.maximum(2 * (number - 1) / number * per_byte, sent + waited / SUMS_AT_ONCE))
 
     def _ring_seconds_a_byte(self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float) -> Floats:
         """`counts`: by level, members in its largest and in its smallest group."""
@@ -220,6 +255,14 @@ class Topology:
             seconds = seconds + 2 * (most - 1) / most * part * per_byte
             part = part / least
         return np.asarray(seconds, dtype=np.float64)
+
+
+def _of_large(number: Index, step: Index, per_byte: Index) -> tuple[Floats, Floats]:
+    """Seconds a byte of sums so large that all segments of gloo's ring are SEGMENT_BYTES, elementwise: sent, and waited
+    where one sum is under way alone."""
+    part = (np.asarray(number) - 1) / number
+    sent = np.where(np.asarray(number) == 2, 2 * part, part) * per_byte
+    return sent, np.asarray(part * step / SEGMENT_BYTES, dtype=np.float64)
 
 
 def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices, Indices]:

@@ -151,7 +151,8 @@ class DeviceModel:
         6000000000.0
         """
         node, *network = cluster.levels
-        return replace(cluster, levels=(node, *(self._reached(level) for level in network)))
+        shared = self.partial_efficiency if cluster.rings == "levels" else 1.0  # one flat ring shares no cards
+        return replace(cluster, levels=(node, *(self._reached(level, shared) for level in network)))
 
     def summed(self, cluster: Cluster) -> Cluster:
         """The cluster as tensor-parallel sums see it: with what they reach of the links, and the start of each message.
@@ -178,13 +179,13 @@ class DeviceModel:
             reduce_latency=None if step is None else step + self.hop_seconds,
         )
 
-    def _reached(self, level: Level) -> Level:
+    def _reached(self, level: Level, shared: float) -> Level:
         part, reduced = self.network_efficiency, level.reduce_bandwidth
         return replace(
             level,
             bandwidth=level.bandwidth * part,
             reduce_bandwidth=None if reduced is None else reduced * part,
-            partial_reduce=level.partial_reduce * self.partial_efficiency,
+            partial_reduce=level.partial_reduce * shared,
         )
 
     def fit(

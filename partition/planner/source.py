@@ -101,7 +101,7 @@ def _over(profile: Profile) -> str:
 
 def _with_sums(node: Node, rings: Sequence[TransferTime]) -> Node:
     forward, backward = (
-        max(number * ring.latency + num_bytes * ring.seconds_a_byte for ring in rings)
+        max(number * ring.seconds(num_bytes / number) if number else num_bytes * ring.seconds_a_byte for ring in rings)
         for number, num_bytes in (
             (node.forward_sums, node.forward_sum_bytes),
             (node.backward_sums, node.backward_sum_bytes),

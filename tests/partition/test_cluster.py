@@ -120,3 +120,6 @@ def test_sums_in_one_ring() -> None:
     assert Cluster.from_json(json.dumps(old)).rings == "levels"
     with pytest.raises(ValueError, match="rings='tree': expected one of levels, flat"):
         replace(flat, rings="tree")
+    shared = replace(flat.levels[-1], partial_reduce=0.5)
+    with pytest.raises(ValueError, match=r"partial_reduce=0\.5 with rings='flat': expected 1, since one ring comes"):
+        replace(flat, levels=(*flat.levels[:-1], shared))

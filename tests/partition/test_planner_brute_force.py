@@ -101,6 +101,16 @@ def sum_latency(cluster: Cluster, members: Sequence[int]) -> float:
     return seconds
 
 
+def sum_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float) -> float:
+    """Seconds of a sum; of a few bytes around a flat ring all steps wait, or those in front of its two halves."""
+    if not num_bytes or len(members) == 1:
+        return 0.0
+    latency, a_byte, steps = sum_latency(cluster, members), ring(cluster, members), 2 * (len(members) - 1)
+    if cluster.rings == "levels":
+        return latency + num_bytes * a_byte
+    return max(latency + num_bytes * a_byte * len(members) / steps, 2 * latency / steps + num_bytes * a_byte)
+
+
 def network(
     pairs: list[list[tuple[int, int]]],
     hops: list[tuple[float, float]],
@@ -161,7 +171,7 @@ def step(
     for s, first in enumerate(firsts):
         weights = sum(node.parameter_bytes for node in own[s])
         members = range(first * tensor, (first + data) * tensor, tensor)
-        rings.append(sum_latency(cluster, members) + weights * ring(cluster, members) if weights else 0.0)
+        rings.append(sum_seconds(cluster, members, weights))
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
     costs = Costs(
         forward=forward,
@@ -437,10 +447,7 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     hops = [hop(cluster, each) for each in pairs]
     weights = {node.name: node.parameter_bytes for node in profile.nodes}
     held = [sum(weights[name] for name in stage.nodes) for stage in stages]
-    rings = [
-        sum_latency(cluster, stage.ranks) + w * ring(cluster, stage.ranks) if w else 0.0
-        for stage, w in zip(stages, held, strict=True)
-    ]
+    rings = [sum_seconds(cluster, stage.ranks, w) for stage, w in zip(stages, held, strict=True)]
     costs = Costs(
         forward=[stage.forward_seconds for stage in stages],
         backward=[stage.backward_seconds for stage in stages],
