@@ -33,6 +33,7 @@ _SOON = 0.6  # [s] for the reports of ranks that lose a connection, and for the 
 _LATER = 1.5  # [s] for those of ranks whose own wait began a little later
 _STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
 _POLL = 0.05  # [s]
+_GLANCE = 0.25  # [s] that count at most between two looks: more than that, and this process did not run
 
 
 class Account(NamedTuple):
@@ -83,7 +84,7 @@ class FailureBoard:
         """The error to raise: this rank's own, with the cause at the end of the chain of reports."""
         if not isinstance(error, PipelineError) or not error.peers:
             return error
-        deadline = time.monotonic() + (_LATER if isinstance(error, PipelineTimeout) else _SOON)
+        patience = _Patience(_LATER if isinstance(error, PipelineTimeout) else _SOON)
         reports: dict[int, Account] = {self._rank: Account.of(error)}
         while True:
             found = _within(_STORE_LIMIT, partial(self._read, frozenset(reports)))
@@ -95,7 +96,7 @@ class FailureBoard:
                 break
             reports |= found
             cause, settled = find_cause(self._rank, reports, self.place)
-            if settled or time.monotonic() >= deadline:
+            if settled or patience.is_over():
                 break
             time.sleep(_POLL)
         return type(error)(f"{error}\ncause: {cause}", peers=error.peers)
@@ -271,5 +272,22 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
 
     thread = threading.Thread(target=run, daemon=True, name="stagewright-failure-board")
     thread.start()
-    thread.join(seconds)
+    patience = _Patience(seconds)
+    while thread.is_alive() and not patience.is_over():
+        thread.join(min(_POLL, seconds))
     return answers[0] if answers else None
+
+
+class _Patience:
+    """Seconds to wait. Those in which the machine let nobody run do not count: others could not answer either."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._looked = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether they have passed; to be asked now and then."""
+        now = time.monotonic()
+        self._left -= min(now - self._looked, _GLANCE)
+        self._looked = now
+        return self._left <= 0

@@ -118,7 +118,7 @@ def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float)
     with ExitStack() as stack:
         if rank in leaders.values():
             me = list(leaders.values()).index(rank)
-            server = stack.enter_context(_server(places[rank].address))
+            server = stack.enter_context(_server(places[rank].address, backlog=len(leaders)))
             store.set(listens[me], str(server.getsockname()[1]))
             store.wait(listens, wait)
             ports = map(int, store.multi_get(listens))
@@ -130,8 +130,9 @@ def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float)
     return _story(first, dict(zip(leaders, failures, strict=True)))
 
 
-def _server(address: str) -> socket.socket:
-    return socket.create_server((address, 0), family=_family(address))
+def _server(address: str, *, backlog: int) -> socket.socket:
+    """A socket to which so many others may connect, though nobody takes them in."""
+    return socket.create_server((address, 0), family=_family(address), backlog=max(backlog, 128))
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -156,8 +157,11 @@ def refusals(targets: Mapping[str, tuple[str, int]], *, seconds: float) -> dict[
                 selector.register(tried, selectors.EVENT_WRITE, host)
             else:  # no way there, say
                 found[host] = os.strerror(error)
-        while selector.get_map() and (left := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        is_over = False
+        while selector.get_map() and not is_over:
+            left = until - time.monotonic()
+            is_over = left <= 0  # one more look, at what came while this process did not run
+            for key, _ in selector.select(max(0.0, left)):
                 assert isinstance(key.fileobj, socket.socket)
                 if error := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     found[key.data] = os.strerror(error)

