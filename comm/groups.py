@@ -57,6 +57,9 @@ def join_world(*, device: torch.device, timeout: float) -> World:
         raise PeerLost(f"rank {world.rank} of {size} cannot be connected with all others: {story}")
     try:
         dist.init_process_group(backend_for(device), store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        connected = [f"connected/{rank}" for rank in range(size)]
+        store.set(connected[world.rank], "")
+        store.wait(connected, limit)  # whose caller fails at once must not leave while others still connect
     except Exception as error:
         raise RuntimeError(
             f"rank {world.rank} of {size} met all others at {address}, but could not be connected with them within "
@@ -129,8 +132,8 @@ def as_one(run: Callable[[], T], *, what: str, place: MeshPlace, processes: Sequ
 class Groups:
     """Process groups of one pipeline, made in the same order by all processes, and destroyed together.
 
-    Before each one all processes meet at the rendezvous store: they connect at the same time, and one that does not
-    come is known by name. A group holds threads and descriptors until `close`.
+    Before each one, and behind the last, all processes meet at the rendezvous store: they connect at the same time, and
+    one that does not come is known by name. A group holds threads and descriptors until `close`.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
@@ -156,7 +159,10 @@ class Groups:
             return []
         started = time.monotonic()
         kind = backend_for(self.device) if backend is None else backend
-        return [self._make(members, backend=kind, until=started + self._timeout) for members in wanted]
+        until = started + self._timeout
+        made = [self._make(members, backend=kind, until=until) for members in wanted]
+        self._meet(until)  # nobody leaves, as one whose caller fails at once does, while others still connect
+        return made
 
     def close(self) -> None:
         """Destroy all groups. Nobody may use them any more, here or elsewhere."""

@@ -27,12 +27,13 @@ from pathlib import Path
 from types import FrameType
 
 from .host import num_cores
-from .rank_process import WHERE, RankProcess
+from .rank_process import SILENT, WHERE, RankProcess
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
 _POLL_S = 0.02
-_ANSWER_S = 0.5  # that ranks have to say where they stand
+_ANSWER_S = 5.0  # that ranks have, at most, to say where they stand
+_GLANCE_S = 0.25  # that count at most between two looks: more than that, and the machine let nobody run
 _STILL = 0.01  # of a core, for all ranks together: less is standing still
 
 
@@ -149,7 +150,8 @@ class _Watchdog:
     def __init__(self, ranks: list[RankProcess], patience: float | None) -> None:
         self._ranks = ranks
         self._patience = patience
-        self._since = time.monotonic()
+        self._looked = self._since = time.monotonic()
+        self._still = 0.0
         self._seen = 0.0
 
     def barks(self) -> bool:
@@ -157,16 +159,24 @@ class _Watchdog:
         if self._patience is None:
             return False
         now, taken = time.monotonic(), sum(rank.cpu_seconds() for rank in self._ranks)
+        self._still += min(now - self._looked, _GLANCE_S)
+        self._looked = now
         if taken == 0.0 or taken - self._seen > _STILL * (now - self._since):
-            self._since, self._seen = now, taken
-        return now - self._since > self._patience
+            self._since, self._seen, self._still = now, taken, 0.0
+        return self._still > self._patience
 
     def report(self) -> str:
         """Where each rank stands."""
         running = [rank for rank in self._ranks if not rank.poll()]
-        for rank in running:
-            rank.ask_where()
-        time.sleep(_ANSWER_S)
+        asked = [rank for rank in running if rank.ask_where()]
+        before: list[str] = []
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until:  # until they have said it, and say no more
+            time.sleep(_GLANCE_S)
+            said = [rank.where() for rank in asked]
+            if said == before and SILENT not in said:
+                break
+            before = said
         lines = [f"all ranks stand still: none has computed for {self._patience:g} s; stopped"]
         return "\n".join([*lines, *(f"rank {rank.number} stood at {rank.where()}" for rank in running)])
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 WHERE = signal.SIGUSR1  # asks a rank where it stands
+SILENT = "it does not say where"
 _TAIL_LINES = 30
 _FRAMES = 4  # of a stack, in a report
 
@@ -90,10 +91,12 @@ class RankProcess:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
-    def ask_where(self) -> None:
+    def ask_where(self) -> bool:
         """Ask it to write down where it stands, if it has said that it will."""
-        if (self.folder / f"{self.number}.stack").exists():
-            self.process.send_signal(WHERE)
+        if not (self.folder / f"{self.number}.stack").exists():
+            return False
+        self.process.send_signal(WHERE)
+        return True
 
     def where(self) -> str:
         """The main thread's stack when it was asked, the innermost call first."""
@@ -104,7 +107,7 @@ class RankProcess:
                 return ", called from ".join(
                     f"{'/'.join(Path(f).parts[-2:])}:{line} in {name}" for f, line, name in calls
                 )
-        return "it does not say where"
+        return SILENT
 
     def last_lines(self) -> list[str]:
         """Its last lines, after waiting a moment for its stream to drain."""

@@ -33,14 +33,19 @@ MINE = '''
 import os
 import time
 import torch
+from pathlib import Path
 from torch import nn
 from torch.utils.data import TensorDataset
 
 class Noisy(torch.utils.data.Dataset):
-    """Augmented samples: random numbers in the dataset."""
+    """Augmented samples: random numbers in the dataset. Where a file says so, no more than so many."""
+    given, most = 0, int(Path("hold").read_text()) if Path("hold").exists() else None
     def __len__(self): return 22
     def __getitem__(self, index):
-        time.sleep(0.003)  # so that a run can be killed before its end
+        time.sleep(0.003)  # so that a run is killed in the middle of something
+        Noisy.given += 1
+        while Noisy.given == Noisy.most:
+            time.sleep(1)
         return torch.full((6,), float(index)) / 22 + 0.1 * torch.randn(6), torch.tensor(index % 3)
 
 def model(): return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
@@ -102,8 +107,16 @@ def whole(command: Sequence[str], *, num_ranks: int = 2) -> str:
     return done[0].stdout
 
 
-def killed(command: Sequence[str], *, victim: int, when: Callable[[], bool], num_ranks: int = 2) -> int:
-    """Run until `when`, kill -9 one rank, and the others as an agent does; the step of the last whole checkpoint."""
+def killed(
+    command: Sequence[str], *, victim: int, when: Callable[[], bool], num_ranks: int = 2, hold: int | None = None
+) -> int:
+    """Run until `when`, kill -9 one rank, and the others as an agent does; the step of the last whole checkpoint.
+
+    With `hold` no rank gets beyond that sample, however late this process looks.
+    """
+    Path("hold").unlink(missing_ok=True)
+    if hold is not None:
+        Path("hold").write_text(str(hold))
     ranks = start_forked(command, num_ranks=num_ranks)
     try:
         while not when() and ranks[victim].process.is_alive():
@@ -113,6 +126,7 @@ def killed(command: Sequence[str], *, victim: int, when: Callable[[], bool], num
         time.sleep(0.05)
     finally:
         end_forked(ranks)
+        Path("hold").unlink(missing_ok=True)
     return saved(command[command.index("--name") + 1])
 
 
@@ -128,8 +142,10 @@ def test_a_run_that_was_killed_goes_on_to_the_last_bit() -> None:
     options = ("--schedule", "interleaved", "--chunks", "2", "--checkpoint-every", "5")
     whole(words("whole", "shuffled", *options))
     at = [
-        killed(words("run", "shuffled", *options, "--resume"), victim=1, when=lambda: logged_steps("run") >= 3),
-        killed(words("run", "shuffled", *options, "--resume"), victim=0, when=lambda: saved("run") >= 5),
+        killed(
+            words("run", "shuffled", *options, "--resume"), victim=1, when=lambda: logged_steps("run") >= 3, hold=18
+        ),
+        killed(words("run", "shuffled", *options, "--resume"), victim=0, when=lambda: saved("run") >= 5, hold=60),
     ]
     assert at[0] == 0
     assert at[1] >= 5
@@ -146,7 +162,7 @@ def test_a_run_on_two_weight_versions_that_was_killed_goes_on_to_the_last_bit() 
     options = ("--schedule", "2bw", "--checkpoint-every", "5")
     whole(words("whole", "dataset", *options))
     command = words("run", "dataset", *options, "--resume")
-    at = killed(command, victim=1, when=lambda: saved("run") >= (5 if writing("run") else 10))
+    at = killed(command, victim=1, when=lambda: saved("run") >= (5 if writing("run") else 10), hold=80)
     whole(command)
     _check_equal("run", "whole", resumed_at=[at])
 
@@ -377,4 +393,4 @@ def test_two_processes_that_write_one_folder_are_told(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.communicate()
-    FolderLock(Path("shared"), patience=5.0).release()
+    FolderLock(Path("shared"), patience=60.0).release()

@@ -191,12 +191,14 @@ def test_one_at_a_time_and_the_folder_is_the_runs_own(tmp_path: Path, monkeypatc
 
 
 def test_a_disk_that_never_answers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persist, "write_file", lambda *args, **options: time.sleep(1.0))
+    answered = threading.Event()
+    monkeypatch.setattr(persist, "write_file", lambda *args, **options: answered.wait())
     saver = make_small(timeout=0.2).checkpointer(tmp_path, every=1)
     with pytest.raises(PipelineTimeout, match=r"behind step 0 is not written after 0.2 s: rank 0 has not written its"):
         saver.save()
     with pytest.raises(AssertionError), saver:  # an error in the block does not wait
         raise AssertionError
+    answered.set()
 
 
 def test_the_interval_keeps_to_the_share_and_follows_what_changes() -> None:
@@ -229,26 +231,28 @@ def test_intervals_that_cannot_be_meant_are_refused(options: dict[str, Any], mes
 def test_automatic_intervals_are_found(tmp_path: Path) -> None:
     pipe = make_small()
     with pipe.checkpointer(tmp_path, every="auto", overhead=0.5) as saver:
-        for _ in range(60):
+        while len(saver.records) < 2:  # sooner or later, as quick as the disk is
             pipe.train_step(X, Y)
             saver.step()
     steps = [one.step for one in saver.records]
     assert steps[0] == FIRST
-    assert len(steps) >= 2
+    assert steps[1] > FIRST
     assert saver.overhead is not None
-    assert 0 <= saver.overhead < 5
+    assert saver.overhead >= 0
 
 
 def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int, list[float | None], str]:
     """Rank 1's disk is slow, and full once; rank 0 fails once. Records, steps beside a persist, losses, a refusal."""
     import torch.distributed as dist
 
-    rank, whole, written = dist.get_rank(), persist.write_file, 0
+    rank, whole, written, losses = dist.get_rank(), persist.write_file, 0, list[float | None]()
 
     def write(*args: Any, **options: Any) -> Any:
         nonlocal written
         written += 1
-        time.sleep(0.3 * rank)
+        saved_at = len(losses)
+        while rank == 1 and len(losses) < min(saved_at + 2, 12):  # as slow as two more of the 12 steps
+            time.sleep(0.005)
         if rank == 1 and written == 2:
             raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
         if rank == 0 and written == 3:
@@ -257,7 +261,7 @@ def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int,
 
     persist.write_file = write
     try:
-        pipe, beside, losses = make(), 0, list[float | None]()
+        pipe, beside = make(), 0
         loader = pipe.loader(data(), batch_size=16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

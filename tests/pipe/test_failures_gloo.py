@@ -5,7 +5,8 @@
     a rank that dies or stalls          PeerLost or PipelineTimeout that names it, within the time-out
 
 Every function here that takes no fixture runs in a worker. `SHORT` is a time-out that must run out, `LONG` one that
-must not; `PATIENCE` is what an error may take beyond them on a busy machine (3 s are promised on a quiet one).
+must not. On a busy machine "at once" is less than half of LONG; the nightly run judges the seconds that are promised on
+a quiet one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from stagewright.experiments.launcher import launch
 
 pytestmark = pytest.mark.gloo
 
-SHORT, PATIENCE = 2.0, 6.0
+SHORT, PROMISED = 4.0, 3.0  # [s]
+
+
+def at_once(*found: Told) -> bool:
+    """Whether all of it came before a time-out could have been waited for."""
+    return max(one.seconds for one in found) < LONG / 2
 
 
 # --- the same error on every rank, before anything is sent ---
@@ -86,7 +92,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike(gloo: Pool, tmp_path: 
         strict=True,
     ):
         assert text in one.text
-    assert max(one.seconds for one in [*first, *second]) < PATIENCE
+    assert at_once(*first, *second)
 
 
 def wrong_batches() -> tuple[list[Told], list[float]]:
@@ -180,13 +186,13 @@ def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> 
                 assert one.kind == "PeerLost"
                 assert one.text.startswith(f"rank {rank}: lost the connection to rank ")
                 assert f"\ncause: rank {culprit} failed: {story}" in one.text
-            assert one.seconds < PATIENCE
+            assert at_once(one)
         assert rank == 1 or f"; last actions of rank {rank}: {rank}F" in in_stage.text
         for one in (again, collective):
             assert one.kind == "PipelineError"
             assert one.text.startswith("this pipeline has ended: expected a new PipelineModule after ")
         assert [one.kind for one in (closed, closed_too, closed_three)] == ["none"] * 3
-        assert max(one.seconds for one in (again, closed, closed_too, closed_three)) < 1.0
+        assert at_once(again, closed, closed_too, closed_three)
 
 
 # --- ranks that do not do the same ---
@@ -211,10 +217,9 @@ def test_ranks_that_disagree(gloo: Pool) -> None:
         assert f"rank {1 - rank} has schedule '1f1b' (order " in built.text
         assert f"P=2, M={5 - rank}, microbatches of (" in built.text
         assert built.text.endswith("expected the same model, schedule, options and batch sizes on every rank")
-        assert built.seconds < PATIENCE
+        assert at_once(built)
         for one in (sizes, calls):
             assert one.kind in ("PipelineTimeout", "PeerLost")
-            assert one.seconds < SHORT + PATIENCE
         assert closed.kind == "none"
     # Whoever gives up first has waited in vain, and the other one learns of that.
     texts = first[1].text, second[1].text
@@ -270,8 +275,8 @@ def test_a_rank_that_dies_is_named_by_the_others(fragile: Pool) -> None:
         assert f"s for {rank + 1}B" in lost.text
         assert f", needed before {rank}B" in lost.text
         assert "\ncause: rank 2, which rank 1 waited for, reports nothing: it died" in lost.text
-        assert lost.seconds < PATIENCE
-        assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+        assert at_once(lost, closed)
+        assert closed.kind == "none"
 
 
 def test_a_rank_that_stalls_is_named_with_who_waits_for_what(fragile: Pool) -> None:
@@ -285,8 +290,20 @@ def test_a_rank_that_stalls_is_named_with_who_waits_for_what(fragile: Pool) -> N
         assert f", needed before {rank}B" in stalled.text
         assert f"; last actions of rank {rank}: " in stalled.text
         assert "\ncause: rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy" in stalled.text
-        assert SHORT - 0.1 < stalled.seconds < SHORT + PATIENCE
-        assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+        assert stalled.seconds > SHORT - 0.1 or stalled.kind == "PeerLost"
+        assert closed.kind == "none"
+        assert at_once(stalled, closed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("how", "timeout", "within"), [("dies", LONG, PROMISED), ("stalls", SHORT, SHORT + PROMISED)])
+def test_a_lost_rank_is_told_within_the_seconds_that_are_promised(
+    fragile: Pool, how: str, timeout: float, within: float
+) -> None:
+    for reply in fragile.replies(lose_a_rank, ranks=3, args=(how, 2, timeout))[:2]:
+        lost, closed = reply.value
+        assert lost.seconds < within
+        assert closed.seconds < 1.0
 
 
 def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
@@ -322,10 +339,10 @@ def test_a_replica_that_is_lost_before_its_sums_is_named(fragile: Pool, how: str
     assert "0: summing shared gradients (replicas, tied weights) of stage 0, together with " in lost.text
     assert ", at the end of the batch; last actions of rank 0: " in lost.text
     assert f"reports nothing: it {'died' if how == 'dies' else 'is stalled, or still busy'}" in lost.text
-    assert lost.seconds < 2.5 * SHORT + PATIENCE
     if how == "stalls":  # a wait is what runs out, not the seconds in which this rank computed
         assert lost.seconds > 2.5 * SHORT - 0.1
-    assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+    assert closed.kind == "none"
+    assert at_once(lost, closed)
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
@@ -337,8 +354,8 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     assert lost.kind == ("PeerLost" if how == "dies" else "PipelineTimeout")
     assert " of rank 0, which makes the activations of microbatch" in lost.text
     assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
-    assert lost.seconds < SHORT + PATIENCE
-    assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+    assert closed.kind == "none"
+    assert at_once(lost, closed)
 
 
 BETWEEN = """
@@ -378,12 +395,10 @@ def read_badly() -> None:
 
 
 def test_an_error_between_the_calls_is_the_cause_on_the_others(fragile: Pool) -> None:
-    started = time.monotonic()
-    other, failed = fragile.replies(read_badly, ranks=2)
+    other, failed = fragile.replies(read_badly, ranks=2, timeout=LONG / 2)
     assert (other.kind, failed.kind) == ("error", "error")
     assert failed.text.splitlines()[-1] == "OSError: sample 7 is unreadable"
     assert "cause: rank 1 failed: OSError: sample 7 is unreadable" in other.text
-    assert time.monotonic() - started < LONG
 
 
 @pytest.mark.nightly
@@ -394,7 +409,7 @@ def test_an_error_that_ends_the_process_is_told_to_the_launcher(loop: str, capfd
     assert result.status == 1
     assert "cause: rank 1 failed: OSError: sample 7 is unreadable" in capfd.readouterr().err
     assert "OSError: sample 7 is unreadable" in result.report
-    assert time.monotonic() - started < 20.0 + PATIENCE
+    assert time.monotonic() - started < 26.0
 
 
 def cut() -> None:
@@ -426,5 +441,5 @@ def test_a_link_that_is_cut_between_live_ranks_is_no_mistake_of_the_user(fragile
         assert lost.kind == "PeerLost"
         assert "\ncause: the connection between the ranks 0-1 broke while both ends were alive" in lost.text
         assert "same calls" not in lost.text
-        assert lost.seconds < PATIENCE
+        assert at_once(lost)
         assert closed.kind == "none"
