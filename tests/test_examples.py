@@ -62,7 +62,7 @@ def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def typed(line: str) -> Done:
     """A line in a shell of its own, from the interpreter's first import on."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=500, check=False)
     return Done(status=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 

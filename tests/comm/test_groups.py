@@ -245,6 +245,32 @@ def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
 # --- making groups ---
 
 
+def make_and_look() -> bool:
+    """Rank 1 takes longer to connect; whether rank 0 is through before that."""
+    world = World(rank=dist.get_rank(), size=2)
+    store = dist.distributed_c10d._get_default_store()
+    groups = Groups(MeshPlace.line(world), device=CPU, timeout=120.0)
+    connect = groups._within
+
+    def slowly(*what: Any) -> dist.ProcessGroup:
+        made = connect(*what)
+        time.sleep(0.3)
+        store.set("connected at last", "")
+        return made
+
+    if world.rank == 1:
+        groups._within = slowly  # type: ignore[method-assign]
+    groups.make([0, 1])
+    is_early = not store.check(["connected at last"])
+    groups.close()
+    return is_early
+
+
+@pytest.mark.gloo
+def test_nobody_leaves_while_others_still_connect(gloo: Pool) -> None:
+    assert gloo.run(make_and_look, ranks=2) == [False, False]
+
+
 def not_all_come(stopped_after: float | None) -> tuple[str, str, float]:
     """Group after group, until rank 2 comes no more (None: from the start) or stops, wherever it then is."""
     world = World(rank=dist.get_rank(), size=3)

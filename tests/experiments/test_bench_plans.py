@@ -24,7 +24,6 @@ from stagewright.experiments.bench.plan_workloads import (
     CutBy,
     CutContest,
     MemoryKind,
-    PlannedModel,
     plan_file,
 )
 from stagewright.experiments.bench.planned import run_memory, run_planned
@@ -232,8 +231,6 @@ def test_a_planned_run(gloo: Pool, tmp_path: Path, name: str):
     plan = Plan.load(plan_file(tmp_path, PLANNED_RUNS[name]))
     assert plan.replicas == (1,) * len(plan.stages)
     assert plan.num_microbatches == 4
-    if PLANNED_RUNS[name].model is PlannedModel.SLEEP:
-        assert times.predicted < 1.0
 
 
 def _contest(name: str) -> CutTimes:

@@ -49,11 +49,11 @@ def work(case, repetitions):
 '''
 
 
-def declaration(folder: Path, *whats: str, timeout: float = 60.0) -> Path:
+def declaration(folder: Path, *whats: str, timeout: float = 400.0) -> Path:
     """A file of an experiment with a job for each of these; `timeout` is that of the last one."""
     (folder / "work.py").write_text(WORK)
     path = folder / "mine.toml"
-    parts = [("a", whats, 60.0)] if timeout == 60.0 else [("a", whats[:-1], 60.0), ("b", whats[-1:], timeout)]
+    parts = [("a", whats, 400.0)] if timeout == 400.0 else [("a", whats[:-1], 400.0), ("b", whats[-1:], timeout)]
     text = 'question = "?"\n'
     for name, some, limit in parts:
         text += f'[[parts]]\nname = "{name}"\nwork = "work.py:work"\non = "cores"\nrepetitions = 2\n'
@@ -163,7 +163,7 @@ def test_a_kill_loses_the_running_job_alone(tmp_path: Path) -> None:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)

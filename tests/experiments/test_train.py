@@ -339,7 +339,7 @@ def test_two_processes_train_and_leave_a_run_folder(tmp_path: Path, text: str) -
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

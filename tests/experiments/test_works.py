@@ -111,14 +111,14 @@ def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
         '{"schedule": "1f1b", "ranks": 2, "rounds": 1}, {"schedule": "2bw", "ranks": 2, "rounds": 1}]}'
     )
     work = Work(
-        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=120
+        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=400
     )
     outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
     assert outcome.status == 0, outcome.report
     figures = read_figures(tmp_path / "figures.jsonl")
     assert [figure.repetition for figure in figures if figure.name == "bubble"] == [0, 1, 0, 1]
     flush, *_ = (figure.value for figure in figures if figure.name == "bubble")
-    assert 0.3 < flush < 0.9
+    assert 0.3 < flush < 1
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
 
 

@@ -50,7 +50,7 @@ def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2) -> Plan
 )
 def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: int, chunks: int) -> None:
     before = planned(schedule, pipeline=pipeline, data=data, chunks=chunks)
-    after = reorder(before, profile(), seconds=60, evaluations=100)
+    after = reorder(before, profile(), seconds=400, evaluations=100)
     assert after.simulated_step_time is not None
     assert before.simulated_step_time is not None
     assert after.simulated_step_time < 0.97 * before.simulated_step_time
@@ -65,23 +65,23 @@ def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: in
 
 def test_halves_are_those_of_the_profile() -> None:
     before = planned("1f1b", pipeline=4, data=1)
-    stage = reorder(before, profile(), seconds=60, evaluations=100).stages[1]
+    stage = reorder(before, profile(), seconds=400, evaluations=100).stages[1]
     assert stage.input_grad_seconds == pytest.approx(stage.backward_seconds * 4 / 7)
-    stage = reorder(before, profile(split=False), seconds=60, evaluations=100).stages[1]
+    stage = reorder(before, profile(split=False), seconds=400, evaluations=100).stages[1]
     assert stage.input_grad_seconds == pytest.approx(stage.backward_seconds / 2)
 
 
 def test_what_has_no_better_order_stays_as_it_is() -> None:
     single = planned("gpipe", pipeline=1, data=4)
-    assert reorder(single, profile(), seconds=60, evaluations=100) is single
+    assert reorder(single, profile(), seconds=400, evaluations=100) is single
     stream = planned("2bw", pipeline=4, data=1)
-    assert reorder(stream, profile(), seconds=60, evaluations=100) is stream
-    once = reorder(planned("1f1b", pipeline=4, data=1), profile(), seconds=60, evaluations=100)
-    assert reorder(once, profile(), seconds=60, evaluations=100) is once
+    assert reorder(stream, profile(), seconds=400, evaluations=100) is stream
+    once = reorder(planned("1f1b", pipeline=4, data=1), profile(), seconds=400, evaluations=100)
+    assert reorder(once, profile(), seconds=400, evaluations=100) is once
 
 
 def test_an_order_that_is_none_is_refused() -> None:
-    found = reorder(planned("1f1b", pipeline=2, data=1), profile(), seconds=60, evaluations=100)
+    found = reorder(planned("1f1b", pipeline=2, data=1), profile(), seconds=400, evaluations=100)
     with pytest.raises(ScheduleError, match="1 programs for 2 ranks"):
         replace(found, order=found.order[:1]).build_schedule()
     with pytest.raises(ScheduleError, match="order of a plan: cannot read the action 'x'"):

@@ -188,7 +188,7 @@ def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> 
         profile(0.3), cluster(message_seconds=0.1), global_batch=6, schedules=("1f1b",), pipeline_sizes=(2,),
         data_sizes=(1,), max_grad_norm=1.0,
     )  # fmt: skip
-    better = reorder(found, seconds=10.0, evaluations=200)
+    better = reorder(found, seconds=400.0, evaluations=200)
     assert simulated(better).timeline.batch_seconds == better.simulated_step_time
     around = [(each.overhead, each.message_overhead) for each in (*searched, simulated(better).costs)]
     assert around == [(found.overheads, found.message_overheads)] * 2

@@ -415,7 +415,7 @@ def test_kills_leave_a_checkpoint_each(kills: int, tmp_path: Path, monkeypatch: 
     for number in range(kills):
         process = context.Process(target=save_for_ever, args=(str(tmp_path),))
         process.start()
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while not (tmp_path / "latest").exists() and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(pause.uniform(0.0, 0.3) + (0.5 if number else 0.0))

@@ -40,7 +40,7 @@ def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
     assert found[0] == found[1] == found[2]
     for text in found[0]["timelines"]:
         timeline = Timeline.from_json(text)
-        assert timeline.makespan < 30  # not 1234
+        assert timeline.makespan < 60  # not 1234
         assert timeline.clock_error[0] == 0.0
-        assert 0 < min(timeline.clock_error[1:]) <= max(timeline.clock_error[1:]) < 1
+        assert 0 < min(timeline.clock_error[1:]) <= max(timeline.clock_error[1:]) < 30
         assert all(each.seconds <= each.allowed for each in early_messages(timeline))

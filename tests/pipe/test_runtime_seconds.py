@@ -85,13 +85,15 @@ def test_a_timeline_has_what_a_step_takes(max_grad_norm: float | None) -> None:
         max_grad_norm=max_grad_norm,
     )
     x = torch.ones(4, 3)
+    longest = 0.0
     for _ in range(3):
         begun = time.perf_counter()
         timeline = pipe.train_step(x, x).timeline()
         assert timeline.makespan < timeline.batch_seconds < time.perf_counter() - begun
         assert timeline.batch_seconds == timeline.makespan + timeline.around
+        longest = max(longest, timeline.batch_seconds)
         assert Timeline.from_json(timeline.to_json()) == timeline
     costs = pipe.measured_costs()
-    assert 0 < costs.around < timeline.batch_seconds
+    assert 0 < costs.around < longest
     assert simulate(pipe.schedule, costs).around == costs.around
     assert pipe.forward_backward(x, x).timeline().around == 0.0

@@ -193,8 +193,8 @@ def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
     steps = read(tmp_path / "a", tmp_path / "b")
     assert [step.number for step in steps] == [3, 4]
     for _, timeline in steps:
-        assert timeline.makespan < 30
-        assert timeline.clock_error[0] == 0 < min(timeline.clock_error[1:]) < 1
+        assert timeline.makespan < 60
+        assert timeline.clock_error[0] == 0 < min(timeline.clock_error[1:]) < 30
         assert all(each.seconds <= each.allowed for each in early_messages(timeline))
     assert read_traces(find_traces([tmp_path / "b"])).steps[0].timeline.missing == (0,)
 

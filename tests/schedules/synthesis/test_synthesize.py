@@ -115,7 +115,7 @@ QUICK = [point for point in TABLE if point["ranks"] == "8" and point["memory"] =
 @pytest.mark.parametrize("point", QUICK, ids=lambda p: f"{p['source']} {p['microbatches']}".replace(" ", "-"))
 def test_at_or_below_the_published_table(point: dict[str, str]) -> None:
     """At the memory of 1F1B; the others are tried nightly."""
-    assert_at_or_below(point, seconds=30, evaluations=40)
+    assert_at_or_below(point, seconds=300, evaluations=40)
 
 
 @pytest.mark.nightly
@@ -230,7 +230,7 @@ def test_a_given_start_is_never_lost() -> None:
 def test_the_same_seed_and_evaluations_find_the_same() -> None:
     def find(seed: int) -> tuple[Schedule, list[tuple[int, float]]]:
         found = synthesize(
-            num_ranks=4, num_microbatches=6, costs=SLOPED, memory_limit=3, seed=seed, seconds=60, evaluations=3000
+            num_ranks=4, num_microbatches=6, costs=SLOPED, memory_limit=3, seed=seed, seconds=400, evaluations=3000
         )
         assert found.stopped in {"evaluations", "optimal"}
         return found.schedule, [(point.evaluations, point.value) for point in found.history]
