@@ -13,7 +13,8 @@ from torch import nn
 
 from ..comm import Guard
 from ..partition.graph.forms import Arguments
-from ..schedules import Schedule
+from ..schedules import Schedule, Timeline
+from ..schedules.timing.records import RankRecord, as_it_ran
 from .connecting import Connected, connect
 from .evaluation import Evaluation
 from .layout import Layout
@@ -220,9 +221,15 @@ def _state(ground: Ground, placed: Placed, connected: Connected, training: Train
 def _measurement(ground: Ground, placed: Placed, connected: Connected, training: Training) -> Measurement:
     rank = ground.layout.place.local_ranks[0]
     specs, settings = placed.train.inference.outputs(ground.microbatch)[0], ground.settings
+    update = connected.update
+
+    def put_together(records: Sequence[RankRecord]) -> Timeline:
+        return update.timeline(records, schedule=as_it_ran(update.schedule, records))
+
     return Measurement(
         list(connected.recorders.values()),
-        schedule=connected.update.schedule,
+        schedule=update.schedule,
+        assemble=put_together,
         drain=training.drain,
         one_way_seconds=lambda: connected.latency(rank, specs, settings),
         collectives=ground.collectives,

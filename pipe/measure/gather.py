@@ -11,7 +11,7 @@ from ...comm import Collectives, HostClocks
 from ...schedules import Costs, Schedule, Spread, Timeline, estimate_spread
 from ...schedules.timing.costs import CostTable
 from ...schedules.timing.estimate_spread import LEAST_STEPS
-from ...schedules.timing.records import RankRecord, as_it_ran, assemble_timeline
+from ...schedules.timing.records import RankRecord
 from .medians import costs_from_medians
 from .recorder import Recorder
 
@@ -71,9 +71,19 @@ def gather_costs(
 
 
 def gather_spread(
-    recorders: Sequence[Recorder], collectives: Collectives, costs: CostTable, *, schedule: Schedule, clocks: HostClocks
+    recorders: Sequence[Recorder],
+    collectives: Collectives,
+    costs: CostTable,
+    *,
+    schedule: Schedule,
+    assemble: Callable[[Sequence[RankRecord]], Timeline],
+    clocks: HostClocks,
 ) -> Spread | None:
-    """How the durations of the last steps vary around these costs, on every rank; None where too few were measured."""
+    """How the durations of the last steps vary around these costs, on every rank; None where too few were measured.
+
+    Arguments:
+        assemble: see `gather_records`.
+    """
     steps = [recorder.steps() for recorder in recorders]
     records = [recorder.records()[-_most_steps(schedule) :] for recorder in recorders]
     if len(recorders) == 1:
@@ -83,7 +93,7 @@ def gather_spread(
         steps, records = [each for each, _ in seen], [each for _, each in seen]
     number = min(map(len, records))
     together = zip(*(own[len(own) - number :] for own in records), strict=True)
-    timelines = [assemble_timeline(as_it_ran(schedule, step), step) for step in together]
+    timelines = [assemble(step) for step in together]
     return estimate_spread(steps, costs, timelines)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...comm import Collectives, Guard, HostClocks
-from ...schedules import Costs, Schedule, Spread
+from ...schedules import Costs, Schedule, Spread, Timeline
+from ...schedules.timing.records import RankRecord
 from .gather import gather_costs, gather_spread
 from .recorder import Recorder
 
@@ -16,6 +17,7 @@ class Measurement:
     Arguments:
         drain: makes the links quiet.
         one_way_seconds: measures the latency of a link; collective over the processes.
+        assemble: records of one step, or of a few of a stream, of all ranks put together.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class Measurement:
         schedule: Schedule,
         drain: Callable[[], None],
         one_way_seconds: Callable[[], float],
+        assemble: Callable[[Sequence[RankRecord]], Timeline],
         collectives: Collectives,
         guard: Guard,
         clocks: HostClocks,
@@ -33,6 +36,7 @@ class Measurement:
         self._schedule = schedule
         self._drain = drain
         self._one_way_seconds = one_way_seconds
+        self._assemble = assemble
         self._collectives = collectives
         self._guard = guard
         self._clocks = clocks
@@ -61,7 +65,12 @@ class Measurement:
         with self._guard.together():
             table = costs.table_for(self._schedule)
             return gather_spread(
-                self._recorders, self._collectives, table, schedule=self._schedule, clocks=self._clocks
+                self._recorders,
+                self._collectives,
+                table,
+                schedule=self._schedule,
+                assemble=self._assemble,
+                clocks=self._clocks,
             )
 
     def forget(self) -> None:

@@ -35,7 +35,8 @@ class Recorder:
     def __init__(self, clock: Clock, *, window: int = 1, takes_turns: bool = False) -> None:
         self.clock = clock
         self._takes_turns = takes_turns
-        self._is_alone = window == 1
+        self._window = window
+        self._unrecorded = 0  # steps that count behind the newest of `_records`, or since the window began anew
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
@@ -51,7 +52,7 @@ class Recorder:
         self._step: list[Stamp] = []  # where the step that runs was entered, and left
         self._step_norms = 0.0  # seconds of norms in the step that runs
         self._around: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
-        self._records: deque[Callable[[], RankRecord]] = deque(maxlen=_STEPS)
+        self._records: deque[Callable[[], RankRecord]] = deque(maxlen=_STEPS // window)
         self._is_kept = True  # whether the step that runs is to be one of them
         self._counts = True  # whether durations of the step that runs are remembered
 
@@ -74,8 +75,10 @@ class Recorder:
         self._remember()
         if self._actions and self._is_kept:
             self._steps.append(self._ran())
-            if self._is_alone:
+            self._unrecorded += 1
+            if self._unrecorded == self._window:
                 self._records.append(self.snapshot())
+                self._unrecorded = 0
             if len(self._step) == 2:
                 self._around.append(self._outside(*self._step))
         self._step, self._entered, self._step_norms = [] if self._entered is None else [self._entered], None, 0.0
@@ -83,6 +86,7 @@ class Recorder:
             self._before.append((self._actions, self._waits, self._collectives, self._fused))
         else:
             self._before.clear()
+            self._unrecorded = 0
         self._is_kept = self._counts = counts
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
         self._waited, self._fused = [], set()
@@ -101,6 +105,7 @@ class Recorder:
         of one of them."""
         self.begin()
         self._before.clear()
+        self._unrecorded = 0
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         """An action ran."""
@@ -173,14 +178,17 @@ class Recorder:
         return [*self._steps, *([self._ran()] if self._actions and self._is_kept else [])]
 
     def records(self) -> list[RankRecord]:
-        """The same steps with all their times, oldest first; none where batches overlap."""
-        newest = [self.snapshot()] if self._is_alone and self._actions and self._is_kept else []
+        """The same steps with all their times, oldest first; where batches overlap, so many in a row as a window has
+        together, and none of them twice."""
+        is_whole = self._unrecorded + 1 == self._window and self._actions and self._is_kept
+        newest = [self.snapshot()] if is_whole else []
         return [read() for read in (*self._records, *newest)]
 
     def forget(self) -> None:
         """Drop the durations (the first steps are slower)."""
         self._steps.clear()
         self._records.clear()
+        self._unrecorded = 0
         self._is_kept = not self._actions
         self._remembered = len(self._actions)
         self._durations.clear()

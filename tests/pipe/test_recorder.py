@@ -180,3 +180,25 @@ def test_what_evaluates_does_not_count() -> None:
     _step(recorder, 1.0)
     assert len(recorder.steps()) == 1
     assert recorder.medians()[(0,), Op.F] == 1.0
+
+
+def test_windows_of_overlapping_batches_have_each_step_once() -> None:
+    """Four steps together; the one that runs counts, evaluation begins a window anew, and so does forgetting."""
+    recorder = Recorder(HostClock(), window=4)
+
+    def run(steps: range) -> list[list[int]]:
+        for step in steps:
+            recorder.begin()
+            recorder.action(Action(0, Op.F, step), 10.0 * step, 10.0 * step + 1)
+        return [[span.what.index for span in record.compute] for record in recorder.records()]
+
+    assert run(range(3)) == []
+    assert run(range(3, 4)) == [[0, 1, 2, 3]]
+    assert run(range(4, 11)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    recorder.begin(counts=False)
+    assert run(range(11, 15)) == [[0, 1, 2, 3], [4, 5, 6, 7], [11, 12, 13, 14]]
+    recorder.forget()
+    assert run(range(15, 18)) == []
+    assert run(range(18, 19)) == [[15, 16, 17, 18]]
+    assert len(run(range(19, 219))) == 13  # of 50 steps, and the one that runs
+    assert len(recorder.steps()) == 51  # these, and the one that runs

@@ -199,6 +199,24 @@ def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
     assert read_traces(find_traces([tmp_path / "b"])).steps[0].timeline.missing == (0,)
 
 
+def spread_of_a_stream() -> tuple[int, int]:
+    """How many steps and messages of a stream are known to vary."""
+    with stream("2bw") as pipe:
+        for _ in range(44):
+            pipe.train_step(X, Y)
+        spread = pipe.measured_spread()
+        assert spread is not None
+        return len(spread.steps), len(spread.messages)
+
+
+@pytest.mark.gloo
+def test_messages_of_streams_vary(gloo: Pool) -> None:
+    """Eleven windows of four batches, in which each batch has its messages once."""
+    steps, messages = gloo.run(spread_of_a_stream, ranks=2)[0]
+    assert steps == 44
+    assert 0 < messages <= 256
+
+
 def test_headers_tell_the_same_stages_from_others(tmp_path: Path) -> None:
     """The split, and what is recomputed, a policy or not; nothing that differs from start to start."""
 
