@@ -41,6 +41,7 @@ _ALONE = (
     "ranks that share a host slow each other down, which is not in these seconds: `stagewright profile --ranks N` of "
     "each microbatch size measures on N ranks at once, and `plan --profile FILE...` takes its files"
 )
+DEFAULT_DEVICE = "a100"
 _EVERY = 1.0  # seconds between two lines of progress
 _OPTIONS = {  # as `plan` calls them
     "global_batch": "--batch",
@@ -70,7 +71,7 @@ class PlanOptions(OwnOptions):
     """A profile as PipeDream writes it; its minibatch counts as one sample."""
     transformer: str | None = None
     """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
-    device: str = "a100"
+    device: str = DEFAULT_DEVICE
     """Device of the transformer: a name or the beginning of one (of several the one with the most memory), or the JSON
     file of a DeviceModel."""
     cluster: str | None = None
@@ -297,6 +298,10 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
             f"{' and '.join(f'--{name}' for name in given) or 'no model'}: expected one of --profile FILE, --model "
             f"FUNCTION, --pipedream FILE, or --transformer {_FORM}"
         )
+    if options.device != DEFAULT_DEVICE and options.transformer is None:
+        raise ValueError(
+            f"--device {options.device} beside --{given[0]}: leave it away, it is the device of --transformer"
+        )
     if options.model is not None:
         return _profiled(options, cluster), None
     if options.transformer is not None:
@@ -354,9 +359,15 @@ def _profile(path: Path) -> Profile:
 
 def _device(name: str) -> DeviceModel:
     if name.endswith(".json"):
+        if not Path(name).exists():
+            expected = "expected what `DeviceModel.to_json` writes, or a name such as a100"
+            raise ValueError(f"--device {name}: no such file: {expected}")
         return read_file(Path(name), DeviceModel.load)
-    near = [each for each in PRESETS if each.name.lower().startswith(name.lower())]
-    return max(near, key=lambda each: each.memory_bytes) if near else DeviceModel.preset(name)
+    near = [each for each in PRESETS if name and each.name.lower().startswith(name.lower())]
+    try:
+        return max(near, key=lambda each: each.memory_bytes) if near else DeviceModel.preset(name)
+    except ValueError as error:
+        raise ValueError(f"--device takes a name or a .json file: {error}") from None
 
 
 def _transformer(text: str) -> Transformer:

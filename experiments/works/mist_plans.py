@@ -125,7 +125,10 @@ def measured(path: Path = MEASURED) -> Measurements:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}: expected a CSV file of measured plans") from None
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ValueError(
+            f"plans={path}: {why}: expected a CSV file of measured plans, as in --set plans=FILE.csv, or half"
+        ) from None
     numbered = [(at, line) for at, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     rows = zip(csv.DictReader(line for _, line in numbered), numbered[1:], strict=False)
     groups: dict[tuple[str, ...], list[_Row]] = {}

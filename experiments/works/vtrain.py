@@ -32,8 +32,17 @@ APART_MEAN, APART_WORST = "on average, layouts apart", "at worst, layouts apart"
 
 @cache
 def trainings(path: str = "") -> tuple[MeasuredTraining, ...]:
-    """The rows of a file in vTrain's form, in order; "": those of this repository."""
-    return read_trainings(path or _DATA / "vtrain_a100.csv", network=NETWORK)
+    """The rows of a file in vTrain's form, in order; "": those of this repository.
+
+    ValueError names the file, and in it the line and the column, where it cannot be read so.
+    """
+    try:
+        return read_trainings(path or _DATA / "vtrain_a100.csv", network=NETWORK)
+    except OSError as error:
+        raise ValueError(
+            f"trainings={path}: {error.strerror or error}: expected a CSV file with vTrain's columns, as in --set "
+            f"trainings=FILE.csv"
+        ) from None
 
 
 @cache

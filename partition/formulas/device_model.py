@@ -111,12 +111,11 @@ class DeviceModel:
             object.__setattr__(self, figure, number(f"{where}: {figure}", getattr(self, figure), positive=True))
         for constant in _FITTED:
             positive = constant not in _MAY_BE_ZERO
-            value = number(f"{where}: {constant}", getattr(self, constant), positive=positive)
-            if positive and value > 1:
-                fail(
-                    f"{where}: {constant}", value, "a number above 0 and at most 1 (a part of the data sheet's figure)"
-                )
-            object.__setattr__(self, constant, value)
+            value = getattr(self, constant)
+            if positive and not (isinstance(value, int | float) and 0 < value <= 1):
+                expected = "a number above 0 and at most 1 (a part of the data sheet's figure)"
+                fail(f"{where}: {constant}", value, expected)
+            object.__setattr__(self, constant, number(f"{where}: {constant}", value))
 
     @classmethod
     def preset(cls, name: str) -> DeviceModel:
@@ -265,12 +264,12 @@ class DeviceModel:
         record.version(_JSON_VERSION)
         name = record.text("name")
         sheet = ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth")
-        values = {each: record.number(each, positive=True) for each in sheet}
+        values = {each: record.take(each, "a finite number above 0") for each in sheet}
         defaults = {each.name: each.default for each in fields(cls)}
-        values |= {each: record.number(each, default=defaults[each]) for each in _FITTED}  # type: ignore[arg-type]
+        values |= {each: record.take(each, "a finite number", default=defaults[each]) for each in _FITTED}
         record.done()
         try:
-            return cls(name=name, **values)
+            return cls(name=name, **values)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 

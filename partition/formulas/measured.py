@@ -69,6 +69,7 @@ def read_trainings(path: str | Path, *, network: float, vocabulary: int = 51200)
     trainings = []
     for where, row in _rows(path, (*_TRAINING.values(), _MILLISECONDS)):
         sizes = {name: _whole(f"{where}: {column}", row[column]) for name, column in _TRAINING.items()}
+        milliseconds = _number(f"{where}: {_MILLISECONDS}", row[_MILLISECONDS])
         replica = sizes["data"] * sizes["microbatch_size"]
         if sizes["batch_size"] % replica:
             fail(
@@ -83,7 +84,7 @@ def read_trainings(path: str | Path, *, network: float, vocabulary: int = 51200)
                     vocabulary=vocabulary,
                     network=network,
                     sends_wait=True,
-                    seconds=_number(f"{where}: {_MILLISECONDS}", row[_MILLISECONDS]) / 1e3,
+                    seconds=milliseconds / 1e3,
                 )
             )
         except ValueError as error:

@@ -166,7 +166,19 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         ),
         (["--pipedream", "{vgg}", "--ranks", "2", "--out", "/"], "--out /: cannot write: Is a directory: expected a"),
         (["--profile", "{vgg}", "--ranks", "2"], "; PipeDream's text is read with --pipedream"),
-        (["--transformer", SHAPE, "--device", "a1000", "--ranks", "2"], "unknown device 'a1000'"),
+        (
+            ["--transformer", SHAPE, "--device", "a1000", "--ranks", "2"],
+            "--device takes a name or a .json file: unknown device 'a1000'",
+        ),
+        (["--transformer", SHAPE, "--device", "", "--ranks", "2"], "unknown device ''"),
+        (
+            ["--transformer", SHAPE, "--device", "no.json", "--ranks", "2"],
+            "--device no.json: no such file: expected what `DeviceModel.to_json` writes, or a name such as a100",
+        ),
+        (
+            ["--pipedream", "{vgg}", "--device", "v100", "--ranks", "2"],
+            "--device v100 beside --pipedream: leave it away, it is the device of --transformer",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -405,7 +405,10 @@ def test_sums_measured_by_themselves_give_bandwidth_and_start() -> None:
         (HEADER, r"no measurement: expected a line each"),
         (HEADER.replace("micro batch", "batch") + "\n" + LINE, r"no column 'micro batch': expected # GPUs"),
         (f"{HEADER}\n{LINE},1", r"line 2: 13: expected 12 cells, one a column"),
-        (f"{HEADER}\n\n{LINE.replace('3975.2', 'nan')}", r"line 3: iteration time \(ms\): 'nan': expected a finite"),
+        (
+            f"{HEADER}\n\n{LINE.replace('3975.2', 'nan')}",
+            r"^\S+, line 3: iteration time \(ms\): 'nan': expected a finite",
+        ),
         (f"{HEADER}\n{LINE.replace(',2,32,1,', ',2,32.0,1,')}", r"data parallelism: '32.0': expected a whole number"),
         (f"{HEADER}\n{LINE.replace(',512,8,', ',512,7,')}", r"global batch: 512: expected a multiple of 224"),
         (f"{HEADER}\n{LINE.replace(',64,512,', ',60,512,')}", r"num_devices: 60: expected 2 x 1 x 32 of them"),
@@ -443,9 +446,35 @@ def test_a_device_as_a_file(tmp_path: Path) -> None:
     assert DeviceModel.load(path) == device
     for old, new, message in (
         ('"memory_efficiency": 0.75', '"memory_efficiency": 1.5', r"memory_efficiency: 1.5: expected a number above 0"),
+        (
+            '"memory_efficiency": 0.75',
+            '"memory_efficiency": -1',
+            r"memory_efficiency: -1: expected a number above 0 and",
+        ),
+        ('"memory_efficiency": 0.75', '"memory_efficiency": NaN', r"memory_efficiency: nan: expected a number above 0"),
+        (
+            '"memory_efficiency": 0.75',
+            '"memory_efficiency": true',
+            r"memory_efficiency: True: expected a finite number",
+        ),
+        (
+            '"kernel_seconds": 0.0001',
+            '"kernel_seconds": -1',
+            r"kernel_seconds: -1: expected a finite number of at least 0",
+        ),
+        ('"kernel_seconds": 0.0001', '"kernel_seconds": null', r"kernel_seconds: None: expected a finite number"),
         ('"kernel_seconds"', '"kernel"', r"unknown field kernel: expected only"),
         ('"peak_flops": 312000000000000.0', '"peak_flops": "fast"', r"peak_flops: 'fast': expected a finite number"),
     ):
         path.write_text(device.to_json().replace(old, new), encoding="utf-8")
+        assert old in device.to_json()
         with pytest.raises(ValueError, match=f"a100.json.*{message}"):
             DeviceModel.load(path)
+
+
+def test_a_file_of_trainings_that_is_not_there() -> None:
+    expected = (
+        r"trainings=no.csv: No such file.*: expected a CSV file with vTrain's columns, as in --set trainings=FILE"
+    )
+    with pytest.raises(ValueError, match=expected):
+        vtrain.trainings("no.csv")
