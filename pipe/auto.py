@@ -107,6 +107,11 @@ class AutoLayout:
         if wanted is None and given.microbatches:
             wanted = len(given.microbatches)
         num_samples = check_batch(given, wanted or 1)
+        if self._settings.loss_fn is not None and self._settings.model_loss is None and given.target is None:
+            raise ValueError(
+                'schedule="auto" with a first batch without a target: its loss is profiled, too. Expected a '
+                "train_step, or build(inputs, target), in front of the first predict"
+            )
         if self._replans and wanted is None:
             raise ValueError(
                 'replan="batch" with a first batch that is not cut: expected train_step(microbatches=[...]), or '

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
 from .update.gradients import clip_gradients, norm_of, norm_part
@@ -25,20 +24,21 @@ def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> Optimize
     def make(parameters: NamedParameters) -> list[torch.optim.Optimizer]:
         optimizers = make_optimizers(factory, parameters, where="a unit")
         if optimizers:
-            _clip_before(optimizers[0], [p for _, p in parameters], limit)
+            _clip_before(optimizers, limit)
         return optimizers
 
     return named(make)
 
 
-def _clip_before(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], limit: float) -> None:
-    """Clip gradients in front of the optimizer's step, as a part of the update's cost."""
-    step = optimizer.step
+def _clip_before(optimizers: Sequence[torch.optim.Optimizer], limit: float) -> None:
+    """Clip gradients in front of the first one's step, as a part of the update's cost."""
+    step = optimizers[0].step
 
     def clip_and_step(*arguments: Any, **options: Any) -> Any:
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters]
         norm = norm_of(norm_part(gradients, device=parameters[0].device))
         clip_gradients(gradients, norm=norm, max_norm=limit)
         return step(*arguments, **options)
 
-    optimizer.step = clip_and_step  # type: ignore[method-assign]
+    optimizers[0].step = clip_and_step  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from ..comm import Collectives, Guard, HostClocks
+from ..partition.graph.forms import copied
 from ..schedules import Timeline
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
@@ -79,8 +80,8 @@ class Training:
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
         """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
-        with self._batch(given) as programs:
-            for part, goes_on in self._parts(programs):
+        with self._batch(given) as (batch, programs):
+            for part, goes_on in self._parts(batch, programs):
                 self._engine.run(part, goes_on=goes_on)
         with self._guard.together():
             known = self._update.step()
@@ -102,8 +103,8 @@ class Training:
     def accumulate(self, given: Given) -> StepResult:
         """See PipelineModule.forward_backward."""
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
-        with self._batch(given) as programs:
-            for part, goes_on in self._parts(programs):
+        with self._batch(given) as (batch, programs):
+            for part, goes_on in self._parts(batch, programs):
                 self._engine.run(part, goes_on=goes_on)
         return self._result(self._update.accumulated())
 
@@ -171,8 +172,8 @@ class Training:
         self._guard.close()
 
     @contextmanager
-    def _batch(self, given: Given) -> Iterator[Programs]:
-        """Programs of a batch, to be run within; after that its gradients are ready."""
+    def _batch(self, given: Given) -> Iterator[tuple[Batch, Programs]]:
+        """A batch and its programs, to be run within; after that its gradients are ready."""
         for local in self._engine.ranks:
             local.recorder.enter()
         batch = self._reader.read(given, step=self.num_steps)
@@ -186,7 +187,7 @@ class Training:
         for local in self._engine.ranks:
             local.recorder.begin()
         with self._under_way():
-            yield programs
+            yield batch, programs
         with self._guard.together():
             self._update.gradients_ready()
         self.num_steps += 1
@@ -200,7 +201,7 @@ class Training:
             local.worker.follow(schedule)
         self._replan_seconds = time.perf_counter() - begun
 
-    def _parts(self, programs: Programs) -> Iterator[tuple[Programs, bool]]:
+    def _parts(self, batch: Batch, programs: Programs) -> Iterator[tuple[Programs, bool]]:
         """Programs of a batch to run one after the other, each with whether it goes on: with weights that are not
         confirmed, the warm-up (again, where they were not right), then the rest."""
         begun = self._update.unconfirmed
@@ -208,6 +209,7 @@ class Training:
             yield programs, False
             return
         first = {rank: begun.first[rank] for rank in programs}
+        targets = [copied(target) for target in batch.targets]  # a loss may change them in place
         yield first, True
         try:
             is_right = self._update.confirm()
@@ -218,6 +220,7 @@ class Training:
             self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
             for local in self._engine.ranks:
                 local.recorder.begin_again()
+            batch.targets[:] = targets
             yield first, True
         yield {rank: begun.rest[rank] for rank in programs}, False
 

@@ -18,11 +18,12 @@ import copy
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from ..partition.graph.untouched import Kept
 from ..partition.plans.as_text import CHOSEN, describe
 from ..partition.plans.plan import Plan
 from ..partition.plans.tried import corrected_seconds, ratios, with_measured
-from ..partition.profiler.optimizers import NamedFactory, NamedParameters, make_optimizers, named
+from ..partition.profiler.optimizers import NamedFactory, NamedParameters, make_optimizers_of_copies, named
 from ..schedules import Costs, Timeline
 from ..schedules.registry import family
 from ..schedules.wording import count, duration, size
@@ -274,24 +275,31 @@ class Trials:
     def _copied(self) -> tuple[tuple[nn.Module, Settings] | None, str | None]:
         """A copy of the model, and the options of a trial; or why there is none."""
         settings = self._settings
+        copies: dict[int, Any] = {}  # by id of what was copied
         try:
-            model, loss, scaler = copy.deepcopy((self._model, settings.loss_fn, settings.grad_scaler))
+            model, loss, scaler = copy.deepcopy((self._model, settings.loss_fn, settings.grad_scaler), copies)
         except Exception as error:
             return None, f"the model cannot be copied: {type(error).__name__}: {error}"
         if Kept((model, loss), device=settings.device).reaches(list(self._model.parameters())):
             return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
         for parameter in model.parameters():
             parameter.grad = None
-        optimizer = None if settings.optimizer is None else named(self._optimizers)
+        own = {id(copies[id(each)]): each for each in _parameters(self._model, settings.loss_fn) if id(each) in copies}
+        optimizer = None if settings.optimizer is None else named(partial(self._optimizers, own))
         return (
             model,
             replace(settings, loss_fn=loss, optimizer=optimizer, lr_scheduler=None, grad_scaler=scaler, on_step=None),
         ), None
 
-    def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:
-        """The user's, that take their time and change nothing."""
+    def _optimizers(self, own: Mapping[int, nn.Parameter], parameters: NamedParameters) -> list[torch.optim.Optimizer]:
+        """The user's, that take their time and change nothing.
+
+        Arguments:
+            own: by id of a copy, the run's own parameter.
+        """
         assert self._settings.optimizer is not None
-        optimizers = make_optimizers(self._settings.optimizer, parameters, where="a stage")
+        called = [(name, own.get(id(each), each), each) for name, each in parameters]
+        optimizers = make_optimizers_of_copies(self._settings.optimizer, called, where="a stage")
         for group in (group for each in optimizers for group in each.param_groups):
             if "lr" in group:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
@@ -333,15 +341,21 @@ class Trials:
         """A step of a pipeline; it answers with what gives its timeline."""
         training = pipeline.training
         if self._settings.optimizer is not None:
-            return lambda: training.step(given, is_reported=False).timeline
+            return lambda: training.step(given.copied(), is_reported=False).timeline
 
         def accumulated() -> Callable[[], Timeline]:
-            result = training.accumulate(given)
+            result = training.accumulate(given.copied())
             for _, parameter in pipeline.state.ownership.named_parameters():
                 parameter.grad = None
             return result.timeline
 
         return accumulated
+
+
+def _parameters(*owners: object) -> Iterator[nn.Parameter]:
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            yield from owner.parameters()
 
 
 def _kind(error: BaseException) -> str:

@@ -213,6 +213,17 @@ def cut_tensor(x: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
     return list(parts) if dim == 0 or x.is_meta else [part.contiguous() for part in parts]
 
 
+def copied(value: object) -> object:
+    """A nested value with tensors of its own, for code that may change them in place."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def counted_changes(value: object) -> list[int]:
+    """By tensor of a nested value, how often it was changed in place so far; those of inference mode do not count."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
 def argument_name(path: Sequence[str]) -> str:
     """Name of a leaf of (args, kwargs) for people.
 

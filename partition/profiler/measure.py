@@ -16,7 +16,7 @@ from torch import nn
 from ...schedules.messages import ALONE_BYTES
 from ..graph.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
 from ..graph.chain import is_sequential
-from ..graph.forms import Arguments, Tensors
+from ..graph.forms import Arguments, Tensors, copied, counted_changes
 from ..graph.model_loss import MODEL, mean_of_model
 from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
@@ -25,7 +25,7 @@ from ..profile import Node, Profile
 from .clock import Clock, clock_for
 from .estimate import Estimate, typical
 from .memory import bytes_of, peaks
-from .optimizers import OptimizerFactory, make_optimizers
+from .optimizers import OptimizerFactory, make_optimizers_of_copies
 from .passes import Passes, Sample
 from .state import profiled
 from .traffic import Traffic
@@ -100,7 +100,7 @@ def profile_model(
         passes = Passes(
             model_units(model, arguments, enter_unit=None),
             arguments,
-            loss=None if loss is None else lambda output: (_loss(loss, output, target),),
+            loss=None if loss is None else _again_and_again(loss, target),
             apart=[*model.parameters(), *model.buffers()],
             autocast=autocast,
             clock=clock,
@@ -166,6 +166,22 @@ def _check(arguments: Arguments, target: object, loss_fn: object, repetitions: i
         raise ValueError(f"{given}= without {missing}=: expected both, or neither (the loss belongs to the last unit)")
     if repetitions < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"repetitions={repetitions}, seconds={seconds}: expected at least 1, and a number above 0")
+
+
+def _again_and_again(loss_fn: LossFunction, target: object) -> Callable[[Any], Tensors]:
+    """The loss of an output and of this target; where the first call changes it in place, of a copy each time."""
+    changes: bool | None = None
+
+    def run(output: Any) -> Tensors:
+        nonlocal changes
+        own = target if changes is False else copied(target)
+        before = counted_changes(own)
+        loss = _loss(loss_fn, output, own)
+        if changes is None:
+            changes = counted_changes(own) != before
+        return (loss,)
+
+    return run
 
 
 def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
@@ -250,8 +266,8 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[i
     for parameter, copy in zip(sample.parameters, copies, strict=True):
         copy.grad = _gradient(sample, parameter)
     pairs = list(zip(sample.parameters, copies, strict=True))
-    called = [(names.get(id(p), f"parameter {number}"), copy) for number, (p, copy) in enumerate(pairs)]
-    made = make_optimizers(optimizer, called, where=f"unit {sample.unit.name}")
+    called = [(names.get(id(own), f"parameter {number}"), own, copy) for number, (own, copy) in enumerate(pairs)]
+    made = make_optimizers_of_copies(optimizer, called, where=f"unit {sample.unit.name}")
     marks = []
     for _ in range(1 + UPDATES):
         for one in made:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 NamedParameters = list[tuple[str, nn.Parameter]]  # as model.named_parameters() gives them
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of parameters: some step an optimizer
 Made = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None]
 
 
@@ -91,6 +93,42 @@ def make_optimizers(
             )
         optimizers.append(optimizer)
     return optimizers
+
+
+def make_optimizers_of_copies(
+    factory: OptimizerFactory, parameters: Sequence[tuple[str, nn.Parameter, nn.Parameter]], *, where: str
+) -> list[torch.optim.Optimizer]:
+    """Optimizers as `make_optimizers` makes them of the user's own parameters, holding copies in the places of these.
+
+    A factory may know its parameters by identity (`{id(p) for p in model.head.parameters()}`), and copies by nothing.
+
+    Arguments:
+        parameters: (name, the user's own, its copy).
+    """
+    with _hooks_as_found([own for _, own, _ in parameters]):
+        made = make_optimizers(factory, [(name, own) for name, own, _ in parameters], where=where)
+    copies: dict[int, torch.Tensor] = {id(own): copy for _, own, copy in parameters}
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["params"] = [copies.get(id(parameter), parameter) for parameter in group["params"]]
+        for own in [each for each in optimizer.state if id(each) in copies]:  # Adagrad makes its state at once
+            optimizer.state[copies[id(own)]] = optimizer.state.pop(own)
+    return made
+
+
+@contextmanager
+def _hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, hooks may be registered on these; afterwards they have those that they had."""
+    before = [
+        (parameter, name, dict(getattr(parameter, name, None) or {})) for parameter in parameters for name in HOOKS
+    ]
+    try:
+        yield
+    finally:
+        for parameter, name, entries in before:
+            if table := getattr(parameter, name, None):  # emptied in place: autograd holds the table itself
+                table.clear()
+                table.update(entries)
 
 
 def required_arguments(method: Callable[..., object]) -> list[str]:

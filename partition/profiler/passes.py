@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..graph.fingerprint import tensor_form
 from ..graph.first_run import first_run, fresh_leaves, take
@@ -60,7 +61,7 @@ class Sample:
         return leaves, tuple(output for output in outputs if output.requires_grad)
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
         return [parameter for parameter in self.stage.module.parameters() if parameter.requires_grad]
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..graph.untouched import untouched
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of parameters: some step an optimizer
+from .optimizers import HOOKS
 
 
 @contextmanager
@@ -21,7 +20,7 @@ def profiled(*roots: nn.Module, device: torch.device) -> Iterator[None]:
     """
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     # Emptied in place: autograd holds the tables themselves.
-    tables_of_hooks = [table for p, _ in gradients for name in _HOOKS if (table := getattr(p, name, None))]
+    tables_of_hooks = [table for p, _ in gradients for name in HOOKS if (table := getattr(p, name, None))]
     hooks = [(table, dict(table)) for table in tables_of_hooks]
     with untouched(*roots, device=device):
         try:

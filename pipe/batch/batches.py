@@ -45,7 +45,7 @@ class Batch:
     """
 
     inputs: Sequence[Sequence[torch.Tensor | None]]
-    targets: Sequence[object]
+    targets: list[object]
     has_target: bool
     stages: Sequence[Sequence[StageModule]]
     specs: Sequence[OutputSpecs]

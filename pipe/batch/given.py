@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.graph.batch_dims import TARGET, BatchDims, parameter_names, with_dims
 from ...partition.graph.chain import is_sequential
-from ...partition.graph.forms import Arguments, Form, cut_tensor
+from ...partition.graph.forms import Arguments, Form, copied, cut_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,13 @@ class Given:
         target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.target)
         return replace(self, arguments=self.arguments.map(move), target=target)
 
+    def copied(self) -> Given:
+        """The same with targets of its own, for who runs a batch that will run again: a loss may change its target."""
+        if self.microbatches:
+            copies = tuple(part.copied() for part in self.microbatches)
+            return replace(copies[0], microbatches=copies)
+        return replace(self, target=copied(self.target))
+
     def cut(self, num_parts: int) -> list[Given]:
         """Microbatches, as `Arguments.cut` makes them; of the target each tensor is cut, anything else goes to all.
 
@@ -96,7 +103,9 @@ class Given:
                     f"{dim}; or batch_dims={{{TARGET!r}: ...}} with another dimension, or None where all microbatches "
                     f"share it"
                 )
-            columns.append(cut_tensor(leaf, num_parts, dim % leaf.dim()))
+            # A loss may change its target in place: autograd would take that for a change of all views of one tensor.
+            cut = cut_tensor(leaf, num_parts, dim % leaf.dim())
+            columns.append([part if part.requires_grad else part.data for part in cut])
         return [
             Given(
                 arguments=part,

@@ -18,9 +18,8 @@ from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from ...partition.graph.forms import Tensors
+from ...partition.graph.forms import Tensors, copied, counted_changes
 from ...partition.graph.split_backward import SplitBackward, WeightGradients
 from ...partition.graph.units import StageModule
 from .autocast import Autocast
@@ -338,13 +337,8 @@ class _Target:
 
     @classmethod
     def kept(cls, target: object) -> _Target:
-        copy = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, target)
-        return cls(target, copy, _versions(target))
+        return cls(target, copied(target), counted_changes(target))
 
     def seen_by_loss(self) -> object:
         """The target as it was; the copy is dropped where nothing changed."""
-        return self.given if _versions(self.given) == self.versions else self.copy
-
-
-def _versions(target: object) -> list[int]:
-    return [leaf._version for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor)]
+        return self.given if counted_changes(self.given) == self.versions else self.copy

@@ -104,7 +104,8 @@ class PlainModule:
         return dict(self.root.state_dict(keep_vars=True))
 
     def __call__(self, given: Arguments) -> object:
-        """The model's output."""
+        """The model's output for arguments like these, which it may change in place."""
+        given = given.map(torch.clone)
         if not self._given:
             output: object = given.call(self._model)
             return output

@@ -127,13 +127,13 @@ class Verifier:
         before = self._own_buffers()
         with self._left_as_it_was():
             with untouched(self._parts.root, device=self._settings.device):
-                outputs = self._evaluation.flat_outputs(given)
+                outputs = self._evaluation.flat_outputs(given.copied())
             with (
                 nullcontext() if self._regions is None else self._regions.seen(),
                 self._seeder.drawing_apart() as apart,
                 self._ownership.group.compared_by_verify(),
             ):
-                loss, own = self._train(given, step)
+                loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
             after = self._own_buffers()
         with self._guard.together():
@@ -240,7 +240,7 @@ class Verifier:
         found = []
         loss = self._settings.model_loss
         for replica, given in enumerate(batches):
-            parts = given.on(device).cut(own)
+            parts = given.copied().on(device).cut(own)
             microbatches = [part.arguments for part in parts]
             targets: Sequence[object] = [part.target for part in parts]
             if loss is not None:

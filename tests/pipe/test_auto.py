@@ -125,6 +125,8 @@ def test_nothing_is_known_before_the_first_batch() -> None:
     assert pipe.plan is None
     with pytest.raises(ValueError, match='schedule="auto" is not decided yet: expected a first train_step'):
         pipe.state_dict()
+    with pytest.raises(ValueError, match='schedule="auto" with a first batch without a target: its loss is profiled'):
+        pipe.predict(X)
     pipe.close()
 
 

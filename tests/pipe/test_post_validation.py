@@ -48,7 +48,7 @@ def model() -> nn.Sequential:
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output[:, 1:], target)
+    return F.mse_loss(output[:, 1:], target.mul_(2))  # in place: a batch that begins again needs what it was
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     if step in LARGE:
         which = LARGE[step]
         y, x[:, 0] = (y * 1000, -1) if which is None else (y, which)
-    return x.double(), y.double()
+    return x.double(), y.double() / 2
 
 
 def decay(optimizer: torch.optim.Optimizer) -> Any:

@@ -145,8 +145,8 @@ def test_nothing_is_left_of_a_trial() -> None:
 
     copies: list[weakref.ref[Tensor]] = []
 
-    def deepcopy(what: Any) -> Any:
-        found = copy.deepcopy(what)
+    def deepcopy(what: Any, memo: dict[int, Any]) -> Any:
+        found = copy.deepcopy(what, memo)
         copies.extend(weakref.ref(x) for x in found[0].parameters())
         return found
 
@@ -315,6 +315,51 @@ def test_a_batch_that_microbatches_do_not_divide() -> None:
     assert pipe.plan.microbatch_size == 3
     assert any(note.startswith("tried for ") for note in pipe.plan.notes)
     pipe.close()
+
+
+class Scales(nn.Module):
+    """A layer that changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(1.5)
+
+
+def test_a_batch_that_is_changed_in_place_and_parameters_known_by_identity() -> None:
+    hooked: list[str] = []
+
+    def train(**options: Any) -> list[Any]:
+        model = make_model().insert(0, Scales())
+        names = {parameter: name for name, parameter in model.named_parameters()}
+
+        def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            for parameter in parameters:
+                parameter.register_hook(lambda gradient: hooked.append("here"))
+            biases = [p for p in parameters if names[p].endswith("bias")]
+            others = [p for p in parameters if not names[p].endswith("bias")]
+            return torch.optim.Adagrad([{"params": biases, "lr": 0.01}, {"params": others}], lr=0.1)
+
+        pipe = PipelineModule(
+            model,
+            num_microbatches=2,
+            loss_fn=lambda output, target: F.mse_loss(output, target.add_(1)),
+            optimizer=optimizer,
+            max_grad_norm=1.0,
+            **options,
+        )
+        hooked.clear()
+        pipe.build(*make_batch())
+        assert (pipe.plan is not None) == bool(options)
+        assert pipe.plan is None or any(note.startswith("tried for ") for note in pipe.plan.notes)
+        assert not hooked or options
+        hooked.clear()
+        losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
+        found = [*states(model), losses, len(hooked)]
+        pipe.close()
+        return found
+
+    with mock.patch.object(auto, "PROFILE_SECONDS", 0.01):
+        with_trial = train(schedule="auto", trials=1)
+    assert_equal(with_trial, train())
 
 
 # Over processes

@@ -71,6 +71,29 @@ def test_what_modules_count_does_not_count_verified_batches(schedule: str) -> No
     assert [layer.calls for layer in model] == [2, 2]
 
 
+class Scales(nn.Linear):
+    """A layer that changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
+def test_a_batch_that_is_changed_in_place_is_trained_on_as_it_was() -> None:
+    def train(**options: Any) -> list[float | None]:
+        torch.manual_seed(0)
+        pipe = PipelineModule(
+            nn.Sequential(Scales(3, 3), nn.Linear(3, 3)),
+            mesh={"pipe": 2},
+            num_microbatches=2,
+            loss_fn=lambda output, target: F.mse_loss(output, target.add_(1)),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+            **options,
+        )
+        return [pipe.train_step(torch.ones(4, 3), torch.zeros(4, 3)).loss for _ in range(2)]
+
+    assert train(verify=True) == train()
+
+
 # Weights tied over ranks are refused under pipedream.
 # Each of these has a brother among the models: with masked tokens, as a traced model, as a chain.
 SELDOM = ("gpt", "batchnorm", "sequential-stages", "lstm")
