@@ -31,12 +31,14 @@ from ..partition.plans.replan import Replanner
 from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
+from .batch.agreement import check_agreement
 from .batch.given import Given, check_batch
 from .clipped import clipping
 from .layout import Layout, layout_of_plan
 from .replan import Replan, Sizer
 from .runtime_seconds import RuntimeSeconds, measure_runtime_seconds
 from .settings import Settings
+from .stages.shapes import Signature
 from .trial import Trials, to_try
 
 T = TypeVar("T")
@@ -117,6 +119,7 @@ class AutoLayout:
                 'replan="batch" with a first batch that is not cut: expected train_step(microbatches=[...]), or '
                 "num_microbatches= beside it"
             )
+        self._agree(given, wanted)
         if wanted is not None and (given.microbatches or self._replans):
             profiles = self._by_size(given.on(self._settings.device).cut(wanted))
         else:
@@ -151,6 +154,15 @@ class AutoLayout:
         if self._world.rank == 0:
             _log.info("%s", found.explain())
         return found
+
+    def _agree(self, given: Given, wanted: int | None) -> None:
+        """ValueError, on every rank alike, unless all pass such a batch and ask for the same. Collective."""
+        batch = "; ".join(dict.fromkeys(str(Signature.of(part.arguments)) for part in given.parts))
+        mine = (
+            f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
+            f"a batch of {batch}, trials={self._trials}, max_grad_norm={self._settings.max_grad_norm}"
+        )
+        check_agreement(mine, self._collectives, rank=self._world.rank)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         """The best of some plans, the one with the least predicted step first."""

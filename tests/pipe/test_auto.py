@@ -150,6 +150,26 @@ def test_a_bad_batch_is_refused_before_anything_is_measured() -> None:
         make_pipe(num_microbatches=9).train_step(X, Y)
 
 
+def _differ() -> list[str]:
+    """The errors of ranks that want different numbers of microbatches, of trials, and pass batches of other sizes."""
+    rank = torch.distributed.get_rank()
+    told = []
+    for options, size in (({"num_microbatches": 2 + rank}, 8), ({"trials": rank}, 8), ({}, 8 - 4 * rank)):
+        with pytest.raises(ValueError, match="expected the same model, schedule, options and batch sizes") as error:
+            make_pipe(**options).train_step(X[:size], Y[:size])
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.gloo
+def test_ranks_that_differ_are_told_before_anything_is_measured(gloo: Pool) -> None:
+    for rank, (microbatches, trials, batches) in enumerate(gloo.run(_differ, ranks=2)):
+        assert f"rank {rank} has schedule 'auto' for 2 ranks, M={2 + rank}, a batch of ((8, 6) torch" in microbatches
+        assert f"rank {1 - rank} has schedule 'auto' for 2 ranks, M=as planned" in trials
+        assert f"trials={1 - rank}" in trials
+        assert f"a batch of (({8 - 4 * rank}, 6) torch.float64)" in batches
+
+
 def _fails_on_one_rank() -> str:
     rank = torch.distributed.get_rank()
 
