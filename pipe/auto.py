@@ -23,6 +23,7 @@ from torch import nn
 from ..comm import Collectives, MeshPlace, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
+from ..partition.graph.untouched import untouched
 from ..partition.host_speeds import host_speeds, with_host_speeds
 from ..partition.planner import plan
 from ..partition.plans.plan import Plan
@@ -214,15 +215,18 @@ class AutoLayout:
         kind = settings.device.type
 
         def measure() -> tuple[str, str]:
-            found = profile_model(
-                self._model.to(settings.device),
-                first.arguments,
-                target=target,
-                loss_fn=loss,
-                optimizer=None if settings.optimizer is None else clipping(settings.optimizer, settings.max_grad_norm),
-                autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-                seconds=seconds,
-            )
+            with untouched(*settings.user_code, device=settings.device):
+                found = profile_model(
+                    self._model.to(settings.device),
+                    first.arguments,
+                    target=target,
+                    loss_fn=loss,
+                    optimizer=None
+                    if settings.optimizer is None
+                    else clipping(settings.optimizer, settings.max_grad_norm),
+                    autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+                    seconds=seconds,
+                )
             if self._runtime is None:
                 with torch.autocast(kind, enabled=False):  # its layers have no loss scale, which float16 asks for
                     self._runtime = measure_runtime_seconds(settings.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from ..partition.profiler.optimizers import OptimizerFactory
+from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from .batch.model_loss import ModelLoss
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
 from .measure.steps import StepRecord
@@ -80,6 +80,16 @@ class Settings:
             )
         if self.delay_correction is not None:
             self.delay_correction.refuse_flush(schedule)
+
+    @property
+    def user_code(self) -> list[object]:
+        """The user's own loss, and what makes the optimizers: what runs beside training puts back what they reach."""
+        loss, optimizer = self.loss_fn, self.optimizer
+        found = [
+            vars(loss) if isinstance(loss, ModelLoss) else loss,
+            optimizer.make if isinstance(optimizer, NamedFactory) else optimizer,
+        ]
+        return [each for each in found if each is not None]
 
     @property
     def model_loss(self) -> ModelLoss | None:

@@ -33,13 +33,12 @@ from ..partition.graph.untouched import Kept
 from ..partition.plans.as_text import CHOSEN, describe
 from ..partition.plans.plan import Plan
 from ..partition.plans.tried import corrected_seconds, ratios, with_measured
-from ..partition.profiler.optimizers import NamedFactory, NamedParameters, make_optimizers_of_copies, named
+from ..partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
 from ..schedules import Costs, Timeline
 from ..schedules.registry import family
 from ..schedules.wording import count, duration, size
 from .assembly import Pipeline, assemble
 from .batch.given import Given
-from .batch.model_loss import ModelLoss
 from .layout import layout_of_plan
 from .settings import Settings
 
@@ -254,13 +253,7 @@ class Trials:
     def _as_found(self) -> Iterator[None]:
         """Within, user code may run; afterwards gradients, generators and what it reaches are as they were."""
         settings, hook = self._settings, sys.excepthook
-        loss, optimizer = settings.loss_fn, settings.optimizer
-        roots = [
-            self._model,
-            vars(loss) if isinstance(loss, ModelLoss) else loss,
-            optimizer.make if isinstance(optimizer, NamedFactory) else optimizer,
-        ]
-        kept = Kept([each for each in roots if each is not None], device=settings.device)
+        kept = Kept([self._model, *settings.user_code], device=settings.device)
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None  # a loss may compute with the user's own parameters

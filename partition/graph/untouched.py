@@ -40,8 +40,8 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def untouched(*roots: nn.Module, device: torch.device, buffers: bool = True) -> Iterator[None]:
-    """Within: these modules may run; afterwards they, and the random generators, are as they were.
+def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Iterator[None]:
+    """Within: these modules and functions may run; afterwards they, and the random generators, are as they were.
 
     Arguments:
         device: of the run, whose generator counts beside the CPU's.

@@ -24,7 +24,7 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "fewer samples than microbatches": (
         (X[:3], Y[:3]),
-        r"a batch of 3 samples for 4 microbatches: expected at least one sample each; give larger batches .* or num_m.*=3",
+        r"a batch of 3 samples for 4 microbatches: expected at least one sample each; give larger .* or num_m.*=3",
     ),
     "inputs of other sizes": ((X, X[:4], Y), r"inputs have batch sizes \[8, 4\]: expected the same number of samples"),
     "target of another size": (

@@ -324,11 +324,11 @@ class Scales(nn.Module):
         return x.mul_(1.5)
 
 
-def test_a_batch_that_is_changed_in_place_and_parameters_known_by_identity() -> None:
+def test_code_that_changes_its_batch_counts_and_knows_its_parameters() -> None:
     hooked: list[str] = []
 
     def train(**options: Any) -> list[Any]:
-        model = make_model().insert(0, Scales())
+        model, counting, made = make_model().insert(0, Scales()), make_loss(), []
         names = {parameter: name for name, parameter in model.named_parameters()}
 
         def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -336,12 +336,13 @@ def test_a_batch_that_is_changed_in_place_and_parameters_known_by_identity() -> 
                 parameter.register_hook(lambda gradient: hooked.append("here"))
             biases = [p for p in parameters if names[p].endswith("bias")]
             others = [p for p in parameters if not names[p].endswith("bias")]
-            return torch.optim.Adagrad([{"params": biases, "lr": 0.01}, {"params": others}], lr=0.1)
+            made.append(torch.optim.Adagrad([{"params": biases, "lr": 0.01}, {"params": others}], lr=0.1))
+            return made[-1]
 
         pipe = PipelineModule(
             model,
             num_microbatches=2,
-            loss_fn=lambda output, target: F.mse_loss(output, target.add_(1)),
+            loss_fn=lambda output, target: counting(output, target.add_(1)),
             optimizer=optimizer,
             max_grad_norm=1.0,
             **options,
@@ -351,6 +352,7 @@ def test_a_batch_that_is_changed_in_place_and_parameters_known_by_identity() -> 
         assert (pipe.plan is not None) == bool(options)
         assert pipe.plan is None or any(note.startswith("tried for ") for note in pipe.plan.notes)
         assert not hooked or options
+        assert (len(made), counting.calls) == (1, [0])  # type: ignore[attr-defined]
         hooked.clear()
         losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
         found = [*states(model), losses, len(hooked)]
