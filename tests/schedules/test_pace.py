@@ -67,6 +67,16 @@ def test_chance_of_few_actions_is_no_part_of_a_step_but_the_pace_is() -> None:
     assert halves.own_variance == 0.0  # of little surprise in so even a walk all may be chance
 
 
+def test_steps_say_how_much_of_their_variance_is_chance() -> None:
+    """Nearly all where actions alone vary, little where steps do."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
+    for step, low, high in ((0.0, 0.6, 1.0), (0.3, 0.0, 0.1)):
+        machine = Machine(schedule, Costs(), 1, step=step, rank=0.0, action=0.2)
+        spread = estimate_spread(machine.ranks(100), machine.table)
+        assert spread is not None
+        assert low <= spread.chance <= high
+
+
 def test_rows_that_do_not_vary_are_drawn_as_they_are() -> None:
     assert simulate_spread(ONE, Costs(), Spread(actions={}), following=9, samples=3).range() == (3.0, 3.0)
     alike = Spread(actions={}, steps=[[0.5]] * 12)
