@@ -6,9 +6,10 @@
     buffers        of the nodes
     activations    of every microbatch in flight what is kept from F to B; of one what is made again (`stage_cost`)
     workspace      of the node that needs most, and the gradients of the stage's output and input
-    communication  receives posted ahead, sends not yet known to be received; behind a stage's last backward of the
-                   batch (in a stream always) the largest bucket of gradients being summed, and where the
-                   optimizer is divided, the parts of other ranks, of gradients and then of weights
+    communication  receives posted ahead, sends not yet known to be received, between ranks; behind a stage's last
+                   backward of the batch a bucket of small gradients being summed, and where the optimizer is divided,
+                   the parts of other ranks, of gradients and then of weights; in a stream always the gradients that
+                   replicas send each other
 
 `stage_bytes` gives the same figures of one stage each, of which `memory_curves` makes memory over time.
 `RankBytes` counts one rank exactly, from what is in flight in its own program, whatever is done about it;
@@ -122,7 +123,7 @@ def stage_parts(
     *,
     versions: Figures,
     optimizer: float,
-    has_replicas: Figures = False,
+    replicas: Figures = 1,
     divides: bool = False,
     recompute: str = "none",
     tensor: int = 1,
@@ -138,7 +139,7 @@ def stage_parts(
     Arguments:
         versions: of the weights.
         optimizer: bytes of its state a byte of parameters, on one rank.
-        has_replicas: whether gradients are summed over replicas.
+        replicas: over which gradients are summed.
         divides: whether the optimizer's state may be divided over them.
         sums_behind: whether nothing else is under way then, as with one stage a rank and a flush.
         streams: whether batches follow each other without a flush.
@@ -146,20 +147,34 @@ def stage_parts(
     share = tensor * num_chunks
     sent = sums.before * (RECEIVES_AHEAD + GRADIENTS_SENT) + sums.behind * RECEIVES_AHEAD
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
-    summed = _bucket(sums, streams=streams, share=num_chunks) + (sums.weights if divides else 0.0)
+    shards = np.where(divides, replicas, 1)
     under = sums.under(recompute)
     passing, each = workspace + sent / share + under.again, sums.behind / share + under.kept
-    bucket = np.where(has_replicas, summed, 0.0)
+    bucket = _summing(sums, replicas=replicas, shards=shards, streams=streams, share=num_chunks)
     kept = sums.weights * (versions + 1 + optimizer) + sums.buffers
     return kept + passing + (0.0 if sums_behind else bucket), each, np.asarray(kept + bucket)
 
 
-def _bucket(sums: StageSums, *, streams: bool, share: int = 1) -> Floats:
-    """Bytes of the largest bucket of gradients of each stage, elementwise, a `share`-th of what stages have in common:
-    the small ones together, or a large one, which is its own. In a stream all gradients travel as copies."""
+def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bool, share: int = 1) -> Floats:
+    """Bytes of each stage beside its gradients while its replicas add them up, elementwise; 0 without replicas.
+
+    Under a flush small gradients travel in buckets, as copies, of which one counts; a large one is summed where it is,
+    or, where the optimizer is divided, leaves part by part: a copy of the largest, and the parts of the others. A
+    stream sends copies of what others need, and gets as much (of a divided optimizer the weights that it has updated
+    leave, too); of whole gradients those of one other replica count, since a dynamic program does not know how many
+    there are.
+
+    Arguments:
+        shards: over which the optimizer's state is divided; 1: each holds all of it.
+        share: V; what the stages of a rank have in common counts with a V-th.
+    """
     if streams:
-        return np.asarray(np.minimum(sums.weights, BUCKET_BYTES / share))
-    return np.asarray(np.maximum(sums.largest / share, np.minimum(sums.small, BUCKET_BYTES / share)))
+        found = sums.weights * np.where(np.asarray(shards) > 1, 3 * (1 - 1 / np.asarray(shards)), 2.0)
+    else:
+        small = np.minimum(sums.small, BUCKET_BYTES / share)
+        divided = np.maximum(sums.largest / share, small) + sums.weights * (1 - 1 / np.asarray(shards))
+        found = np.where(np.asarray(shards) > 1, divided, small)
+    return np.asarray(np.where(np.asarray(replicas) > 1, found, 0.0))
 
 
 def stage_bytes(
@@ -180,12 +195,11 @@ def stage_bytes(
         streams: whether batches follow each other without a flush.
     """
     found, pipeline = [], len(memories)
-    bucket = _bucket(sums, streams=streams).tolist()
     for stage, weights in enumerate(sums.weights.tolist()):
         chunk, memory = stage // pipeline, memories[positions[stage]]
         treatment, held = memory.treatment, memory.held
         row, shards = sums.under(treatment.recompute[chunk]), treatment.shards[chunk]
-        has_replicas = replicas[positions[stage]] > 1
+        summing = _summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
         found.append(
             StageBytes(
                 weights=weights,
@@ -196,7 +210,7 @@ def stage_bytes(
                 again=float(row.again[stage]),
                 workspace=float(sums.workspace[stage] + sums.before[stage] + sums.behind[stage]),
                 output=float(sums.behind[stage]) / tensor,
-                summing=bucket[stage] + weights * (1 - 1 / shards) if has_replicas else 0.0,
+                summing=float(summing[stage]),
             )
         )
     return tuple(found)
@@ -280,20 +294,24 @@ class RankBytes:
 
     @cached_property
     def messages(self) -> float:
-        """Bytes received ahead and sent."""
+        """Bytes received ahead and sent; stages on the same rank send each other nothing."""
         num_messages = self.in_flight.num_microbatches * self.num_chunks
         received, returned = min(RECEIVES_AHEAD, num_messages), min(GRADIENTS_SENT, num_messages)
-        behind = float(self.behind.max()) * received + float((self.behind * self.most).sum())
-        return (float(self.before.max()) * (received + returned) + behind) / self.place.tensor
+        comes, goes = ([stage + step not in self.own for stage in self.own] for step in (-1, 1))
+        before, behind = np.where(comes, self.before, 0.0), np.where(goes, self.behind, 0.0)
+        sent = float(behind.max()) * received + float((behind * self.most).sum())
+        return (float(before.max()) * (received + returned) + sent) / self.place.tensor
 
     def _summing(self, shards: Sequence[int]) -> Floats:
         """[V] bytes beside the gradients while they are summed: parts of other ranks, and one bucket in all."""
-        if self.place.replicas == 1:
+        replicas, divided = self.place.replicas, np.array(shards, dtype=np.float64)
+        if replicas == 1:
             return np.zeros_like(self.weights)
-        small = self._all_weights if self.place.streams else float(self.sums.small[self.own].sum())
-        largest = 0.0 if self.place.streams else float(self.sums.largest[self.own].max())
-        bucket = max(largest, min(small, BUCKET_BYTES)) / (self._all_weights or 1.0)
-        return np.asarray(self.weights * (1 - 1 / np.array(shards, dtype=np.float64) + bucket))
+        if self.place.streams:
+            return np.asarray(self.weights * np.where(divided > 1, 3 * (1 - 1 / divided), 2.0))
+        largest = float(np.where(divided > 1, self.sums.largest[self.own], 0.0).max())
+        bucket = max(largest, min(float(self.sums.small[self.own].sum()), BUCKET_BYTES)) / (self._all_weights or 1.0)
+        return np.asarray(self.weights * (1 - 1 / divided + bucket))
 
     @cached_property
     def largest_workspace(self) -> float:

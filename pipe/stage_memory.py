@@ -5,16 +5,17 @@ with watch(pipeline, device) as watched: a step        stage_bytes(pipeline, wat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from ..partition.profiler.memory import bytes_of
 from ..schedules import StageBytes
-from ..schedules.messages import BUCKET_BYTES
 from .assembly import Pipeline
 from .run.action_memory import ActionMemory, watching
+from .update.gradients import buckets_of
 
 
 @contextmanager
@@ -39,9 +40,6 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
         for stage, figures in one.items():
             for name, size in figures.items():
                 merged[stage][name] = max(size, merged[stage].get(name, 0.0))
-    for stage, figures in merged.items():
-        if len(schedule.owners[stage]) > 1:
-            figures["summing"] = min(figures.get("weights", 0.0), BUCKET_BYTES)
     return tuple(StageBytes(**merged[stage]) for stage in range(schedule.num_stages))
 
 
@@ -60,4 +58,22 @@ def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
         "gradients": bytes_of(p for p in parameters if p.requires_grad),
         "optimizer": max((bytes_of(each.tensors()) for each in optimizers), default=0),
         "buffers": bytes_of(module.buffers()),
+        "summing": _summing(pipeline, stage, [p for p in parameters if p.requires_grad]),
     }
+
+
+def _summing(pipeline: Pipeline, stage: int, parameters: Sequence[nn.Parameter]) -> float:
+    """Bytes beside these gradients while the replicas of a stage add them up."""
+    replicas = len(pipeline.schedule.owners[stage])
+    if replicas == 1:
+        return 0.0
+    parts = [
+        part for one in pipeline.state.update.stages if one.stage == stage for part in one.optimizers.parts.values()
+    ]
+    divided = [p for p in parameters if any(part.whole is p for part in parts)]
+    whole = [p for p in parameters if not any(part.whole is p for part in parts)]
+    if pipeline.schedule.is_asynchronous:  # copies for each of the others, and from each; updated parts
+        return (replicas - 1) * (2 * bytes_of(whole) + 3 * bytes_of(divided) / replicas)
+    copied = sum(bytes_of(whole[i] for i in bucket) for bucket in buckets_of(whole) if len(bucket) > 1)
+    largest = max((bytes_of(divided[i] for i in bucket) for bucket in buckets_of(divided)), default=0)
+    return copied + largest + bytes_of(divided) * (1 - 1 / replicas)

@@ -161,7 +161,7 @@ class _EvenCosts:
                 self.sums,
                 versions=versions,
                 optimizer=self.rules.optimizer_ratio / (counts if "full" in self.rules.sharding else 1),
-                has_replicas=counts > 1,
+                replicas=counts,
                 divides="full" in self.rules.sharding,
                 recompute=recompute,
                 tensor=self.c.tensor,

@@ -157,16 +157,16 @@ class RangeCosts:
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
         """Bytes on each device."""
-        fixed, each, behind = self.parts(sums, has_replicas=at.replicas > 1)
+        fixed, each, behind = self.parts(sums, replicas=at.replicas)
         return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
 
-    def parts(self, sums: StageSums, *, has_replicas: Any = False) -> tuple[Floats, Floats, Floats]:
+    def parts(self, sums: StageSums, *, replicas: Any = 1) -> tuple[Floats, Floats, Floats]:
         """Bytes on each device of a stage in any case, for each microbatch in flight, and behind a batch."""
         fixed, each, behind = stage_parts(
             sums,
             versions=self.versions,
             optimizer=self.optimizer_ratio,
-            has_replicas=has_replicas,
+            replicas=replicas,
             sums_behind=not self.rule.is_asynchronous,
             streams=self.rule.is_asynchronous,
         )

@@ -168,8 +168,8 @@ class _Search:
         costs = self.costs
         sums = costs.cuts.stages(first, lasts)
         found = []
-        for has_replicas in (False, True):
-            fixed, each, after = costs.parts(sums, has_replicas=has_replicas)
+        for least in (1, 2):
+            fixed, each, after = costs.parts(sums, replicas=least)
             replicas = self._least_for_room(costs.limit - fixed, each, behind)
             found.append(np.where(after <= costs.limit, replicas, np.inf))
         return found[0], found[1]

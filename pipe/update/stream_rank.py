@@ -369,9 +369,9 @@ class StreamRank(RankUpdate):
             group.added.add(position)
             own = self.weights[stage].gradients(index)
             mine = own[number]
-            by_rank[self._rank] = None if mine is None else self._part(position, self._rank, mine)
-            present = [gradient for rank in ranks if (gradient := by_rank[rank]) is not None]
-            own[number] = None
+            whole = by_rank | {self._rank: None if mine is None else self._part(position, self._rank, mine)}
+            present = [gradient for rank in ranks if (gradient := whole[rank]) is not None]
+            own[number] = None  # `parts` holds none of this rank's: each goes when its sum is there
             if present and present[0].numel():
                 total = present[0].clone()
                 for gradient in present[1:]:

@@ -154,7 +154,8 @@ def stage_seconds(
     held += max(node.workspace_bytes for node in own) + before + behind  # gradients of output and input, while B runs
     # Four receives ahead on either side, two gradients sent, and an activation sent for each microbatch in flight.
     held += before * (4 + 2) + behind * (4 + depth)
-    bucket = min(weights, 2.0**24) if r > 1 else 0.0  # of gradients that are being summed: behind a flush alone
+    # Gradients that are being summed: behind a flush a bucket; in a stream copies sent and received.
+    bucket = (min(weights, 2.0**24) if schedule == "1f1b" else 2 * weights) if r > 1 else 0.0
     held = max(held, kept + bucket) if schedule == "1f1b" else held + bucket
     return max(compute, talk) if held <= limit * (1 + 1e-12) else math.inf
 
