@@ -55,7 +55,7 @@ def test_a_file_that_reads_again(form: str, capsys: pytest.CaptureFixture[str], 
 
 def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
     """Costs of the plain stage; the figures are those of the chunks that won, and the others stand beside them."""
-    argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "any", "--seconds", "1"]
+    argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "any", "--seconds", "60"]
     assert main([*argv, "--forward", "2", "--input-grad", "2", "--weight-grad", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     tried = {each["placement"]: each for each in answer["search"]["placements"]}
