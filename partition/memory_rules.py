@@ -14,7 +14,7 @@ from operator import mul
 
 from .in_flight import InFlight
 from .recompute_choice import Choice, Option, cheaper, in_turn
-from .stage_cost import StageSums
+from .stage_cost import StageSums, num_buckets
 from .stage_memory import RankBytes, RankMemory, RankPlace, Treatment, Way
 from .topology import Floats
 
@@ -76,17 +76,22 @@ class _Treatments:
         replicas = self.bytes.place.replicas
         may_shard = "full" in sharding and replicas > 1
         must = "none" not in sharding and replicas > 1
-        rounds = [self._gather_seconds(weights) for weights in self.bytes.weights.tolist()]
+        rounds = self._gather_seconds() if may_shard and not must else [0.0] * len(update)
         saved = [seconds * (1 - 1 / replicas) for seconds in update.tolist()]
         pairs = zip(saved, rounds, strict=True)
         wanted = tuple(replicas if must or (may_shard and saves > costs) else 1 for saves, costs in pairs)
         sharded = (replicas if may_shard else 1,) * len(wanted)
         return (wanted,) if wanted == sharded else (wanted, sharded)
 
-    def _gather_seconds(self, weights: float) -> float:
-        """Seconds of gathering a stage's updated weights: half of what sums of its gradients take."""
-        ring = self.bytes.place.ring
-        return 0.0 if ring is None or not weights else ring.seconds(weights) / 2
+    def _gather_seconds(self) -> list[float]:
+        """[V] seconds of gathering each stage's updated weights."""
+        exchange, weights = self.bytes.place.exchange, self.bytes.weights
+        if exchange is None:
+            return [0.0] * len(weights)
+        own = list(self.bytes.place.stages)
+        numbers = num_buckets(weights, small=self.bytes.sums.small[own], largest=self.bytes.sums.largest[own])
+        pairs = zip(weights.tolist(), numbers.tolist(), strict=True)
+        return [exchange.seconds(each, number=number) if each else 0.0 for each, number in pairs]
 
     def options(self, names: Sequence[str]) -> list[list[Option]]:
         """[V] options of each stage."""

@@ -10,10 +10,10 @@ Seconds of a stage on its ranks, of one microbatch:
 
 and of one update:
 
-    ring      gradients summed over the D replicas (`Topology.ring`), a sum for each bucket in which they travel; half
-              of that where the optimizer's state is divided, and each rank gets the sums of its share alone
+    ring      gradients summed over the D replicas (`Topology.ring`), a sum for each bucket in which they travel;
+              where the optimizer's state is divided, each rank gets the sums of its share alone (`Topology.exchange`)
     step      the optimizer's step, a share of it where its state is divided
-    gather    the other half behind the step, with which the updated weights go round
+    gather    there another exchange behind the step, with which the updated weights go round
     held      the busy share of both: for so long they keep their ranks from computing
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
@@ -92,13 +92,6 @@ class StageSums:
     def work(self) -> Floats:
         """F + B [s]."""
         return self.forward + self.backward
-
-    @property
-    def travelling(self) -> Indices:
-        """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one,
-        of which there are at least as many as if all were as large as the largest."""
-        large = np.ceil(np.maximum(self.weights - self.small, 0.0) / np.maximum(self.largest, ALONE_BYTES) - 1e-9)
-        return np.asarray(np.maximum(large + np.ceil(self.small / BUCKET_BYTES), 1), dtype=np.intp)
 
     def under(self, recompute: str) -> Recomputed:
         """The row of the table of recomputation."""
@@ -200,6 +193,20 @@ def pace(*, work: Floats, links: Floats) -> Floats:
     return np.maximum(work, links)
 
 
+def num_buckets(weights: Floats, *, small: Floats, largest: Floats) -> Indices:
+    """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one, of
+    which there are at least as many as if all were as large as the largest. Bytes, elementwise."""
+    large = np.ceil(np.maximum(weights - small, 0.0) / np.maximum(largest, ALONE_BYTES) - 1e-9)
+    return np.asarray(np.maximum(large + np.ceil(small / BUCKET_BYTES), 1), dtype=np.intp)
+
+
+def round_seconds(sums: StageSums, ways: Sequence[TransferTime]) -> Floats:
+    """[S] seconds of all that stages hold, once round their replicas in as many buckets as gradients have."""
+    numbers = num_buckets(sums.weights, small=sums.small, largest=sums.largest)
+    every = zip(ways, sums.weights.tolist(), numbers.tolist(), strict=True)
+    return np.array([way.seconds(weights, number=number) if weights > 0 else 0.0 for way, weights, number in every])
+
+
 def stage_seconds(
     sums: StageSums,
     *,
@@ -207,6 +214,7 @@ def stage_seconds(
     inward: Sequence[TransferTime],
     outward: Sequence[TransferTime],
     rings: Sequence[TransferTime],
+    exchanges: Sequence[TransferTime],
     tensor: int,
     recompute: Sequence[str],
     shards: Floats,
@@ -216,25 +224,23 @@ def stage_seconds(
 
     Arguments:
         speeds: [S] of the slowest device, times that of the profile's.
-        inward, outward, rings: [S] to the stage in front and behind, over the replicas.
+        inward, outward, rings, exchanges: [S] to the stage in front and behind, over the replicas.
         tensor: T; each of T ranks sends its share of a message.
         recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
         action: seconds of the runtime around each action, messages apart.
     """
     links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
-    whole = zip(rings, sums.weights.tolist(), sums.travelling.tolist(), strict=True)
-    around = np.array([ring.seconds(weights, number=number) if weights > 0 else 0.0 for ring, weights, number in whole])
-    gather = np.where(shards > 1, around / 2, 0.0)
+    whole, parts = (round_seconds(sums, ways) for ways in (rings, exchanges))
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
     return StageSeconds(
         forward=sums.forward / speeds,
         backward=(sums.backward + sums.seconds_again(recompute)) / speeds,
         message=np.array([each.latency for each in outward]) + sent_out,
         sending=sent_in + sent_out,
-        ring=around - gather,
+        ring=np.where(shards > 1, parts, whole),
         step=sums.update / speeds / shards,
-        gather=gather,
+        gather=np.where(shards > 1, parts, 0.0),
         sum_busy=np.array([each.busy_share for each in rings]),
         overhead=np.full(len(outward), action),
         message_overhead=np.array(message_overheads([link.busy for link in outward[:-1]])),

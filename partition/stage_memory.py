@@ -104,7 +104,7 @@ class RankPlace:
     """A rank as its memory sees it: its V stages, replicas D, tensor ranks T, memory of its device [bytes].
 
     Arguments:
-        ring: over the replicas; None: what they send each other takes no time.
+        exchange: of updated weights over the replicas; None: it takes no time.
         streams: whether batches follow each other without a flush.
         beside: of its memory, what is certain to go to others than tensors (`allocator.certain`) [bytes].
     """
@@ -113,7 +113,7 @@ class RankPlace:
     replicas: int
     tensor: int
     limit: float
-    ring: TransferTime | None = None
+    exchange: TransferTime | None = None
     streams: bool = False
     beside: float = 0.0
 

@@ -27,6 +27,14 @@ Two members have one connection for both ways, and what one asks for stands behi
 the last line has 1 / bandwidth once more. `tests/partition/test_flat_rings.py` carries gloo's allreduce.cc out step by
 step.
 
+Where the optimizer's state is divided, gradients and then weights are exchanged: each member sends every other one a
+part of its own, all at once, of b bytes b / N each (`Topology.exchange`). Those to members beyond a level's group cross
+it, one after the other from one device; in a flat ring's cluster all of a host's k members share its card:
+
+    seconds = latency + b / N sum over levels (members that it joins) / bandwidth        k times that outside of a host
+
+On one level that is half a ring's bytes; over several it is more, since nothing is summed on the way.
+
 A level's `reduce_latency` and `reduce_bandwidth` say what was measured.
 """
 
@@ -72,11 +80,10 @@ class TransferTime:
 
     def seconds(self, num_bytes: float, *, number: int = 1) -> float:
         """Seconds of so many bytes, in so many transfers that are begun together."""
-        if not self.limits:
-            return self.latency + num_bytes * self.seconds_a_byte
-        at_once = self.at_once or number
-        rounds, together = -(-number // at_once), min(number, at_once)
-        return max(rounds * fixed + num_bytes * (sent + waited / together) for fixed, sent, waited in self.limits)
+        rounds = 1 if self.at_once is None else -(-number // self.at_once)
+        together = min(number, self.at_once or number)
+        limits = self.limits or ((self.latency, self.seconds_a_byte, 0.0),)
+        return max(rounds * fixed + num_bytes * (sent + waited / together) for fixed, sent, waited in limits)
 
 
 NO_TRANSFER = TransferTime(latency=0.0, seconds_a_byte=0.0)
@@ -172,6 +179,33 @@ class Topology:
             busy_share=spanned[-1].sum_busy if spanned else 0.0,
         )
 
+    def exchange(self, ranks: Sequence[int]) -> TransferTime:
+        """Each of these ranks sends every other one its part, by the bytes of all parts together; see above."""
+        members = np.unique(_indices(ranks))
+        at_once = SUMS_AT_ONCE if self.is_flat else None
+        if len(members) == 1:
+            return replace(NO_TRANSFER, at_once=at_once)
+        slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
+        near, per_byte, size, spanned = np.ones(len(members)), np.zeros(len(members)), 1, 0
+        sharing: Floats = np.ones(len(members))  # of a host's cards
+        is_partial = False
+        for number, (level, ring) in enumerate(zip(self.cluster.levels, self.rings, strict=True)):
+            size *= level.size
+            _, group, counts = np.unique(members // size, return_inverse=True, return_counts=True)
+            joined = counts[group] - near
+            pace = ring.seconds_a_byte * (slowness if number else 1.0) / (level.partial_reduce if is_partial else 1.0)
+            per_byte += sharing * joined * pace
+            near = counts[group].astype(np.float64)
+            if number == 0:
+                sharing, is_partial = near if self.is_flat else sharing, bool(1 < near.min() < size)
+            spanned = number if joined.any() else spanned
+        return TransferTime(
+            latency=self.rings[spanned].latency,
+            seconds_a_byte=float(per_byte.max()) / len(members),
+            busy_share=self.cluster.levels[spanned].sum_busy,
+            at_once=at_once,
+        )
+
     def small_sum(self, ranks: Sequence[int]) -> float:
         """Seconds of the sum of a number or two over these ranks, as of the global norm.
 
@@ -186,11 +220,15 @@ class Topology:
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
-        """Sums over `size` ranks, `stride` apart, of each group of that width that has a place of its own."""
+        """Sums over each of the `groups`."""
+        return [self.ring(group) for group in self.groups(size, stride=stride)]
+
+    def groups(self, size: int, *, stride: int = 1) -> list[range]:
+        """Groups of `size` ranks, `stride` apart: one for each that has a place of its own."""
         width = size * stride
         inner = self.num_devices // self.level_sizes[-1]  # places repeat from one outermost group to the next
         starts = {start % inner: start for start in range(0, self.num_devices - width + 1, width)}
-        return [self.ring(range(start, start + width, stride)) for start in starts.values()]
+        return [range(start, start + width, stride) for start in starts.values()]
 
     def ring_of_ranges(self, first: Index, last: Index, slowness: Floats | float) -> Floats:
         """Seconds a byte of sums over the devices first..last, elementwise; latency is left out.
@@ -222,25 +260,22 @@ class Topology:
             return replace(NO_TRANSFER, at_once=SUMS_AT_ONCE)
         step, per_byte = self.rings[level].latency, self.rings[level].seconds_a_byte * (slowness if level else 1.0)
         steps, part = 2 * (number - 1), (number - 1) / number
-        sent, waited = _of_large(number, step, per_byte)
-        limits = (steps * step, per_byte, 0.0), (2 * step, 2 * part * per_byte, 0.0), (0.0, float(sent), float(waited))
+        large = (2 if number == 2 else 1) * part * per_byte, part * step / SEGMENT_BYTES  # sent, and waited beside it
+        limits = (steps * step, per_byte, 0.0), (2 * step, 2 * part * per_byte, 0.0), (0.0, *large)
         return TransferTime(
             latency=steps * step,
-            seconds_a_byte=max(sent + waited / SUMS_AT_ONCE for _, sent, waited in limits),
+            seconds_a_byte=2 * part * per_byte,
             busy_share=self.cluster.levels[level].sum_busy,
             limits=limits,
             at_once=SUMS_AT_ONCE,
         )
 
     def _flat_seconds_a_byte(self, first: Index, last: Index, number: Index, slowness: Floats | float) -> Floats:
-        """Seconds a byte of large sums in one ring over so many devices; `first` and `last` are farthest apart."""
+        """Seconds a byte of one ring over so many devices, of which `first` and `last` are farthest apart."""
         levels = self.levels_between(first, last)
-        steps, per_byte = (
-            np.array([getattr(ring, name) for ring in self.rings])[levels] for name in ("latency", "seconds_a_byte")
-        )
+        per_byte = np.array([ring.seconds_a_byte for ring in self.rings])[levels]
         per_byte = np.where(levels > 0, per_byte * slowness, per_byte)
-        sent, waited = _of_large(number, steps, per_byte)
-        return np.asarray(np.maximum(2 * (number - 1) / number * per_byte, sent + waited / SUMS_AT_ONCE))
+        return np.asarray(2 * (number - 1) / number * per_byte, dtype=np.float64)
 
     def _ring_seconds_a_byte(self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float) -> Floats:
         """`counts`: by level, members in its largest and in its smallest group."""
@@ -255,14 +290,6 @@ class Topology:
             seconds = seconds + 2 * (most - 1) / most * part * per_byte
             part = part / least
         return np.asarray(seconds, dtype=np.float64)
-
-
-def _of_large(number: Index, step: Index, per_byte: Index) -> tuple[Floats, Floats]:
-    """Seconds a byte of sums so large that all segments of gloo's ring are SEGMENT_BYTES, elementwise: sent, and waited
-    where one sum is under way alone."""
-    part = (np.asarray(number) - 1) / number
-    sent = np.where(np.asarray(number) == 2, 2 * part, part) * per_byte
-    return sent, np.asarray(part * step / SEGMENT_BYTES, dtype=np.float64)
 
 
 def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices, Indices]:

@@ -46,6 +46,7 @@ class _Nodes:
         counts: [K] nodes of each kind.
         work, parameters, update: [K] F + B [s], bytes, optimizer's step [s]; of the cheapest where kinds were joined.
         sizes: [n] nodes in each cut, ascending.
+        every: seconds of the updates of all nodes, and bytes of their parameters.
         forward, both: [n] the least F, and F + B, of any cut with as many nodes as that or more [s].
     """
 
@@ -56,6 +57,7 @@ class _Nodes:
     sizes: Floats
     forward: Floats
     both: Floats
+    every: tuple[Floats, Floats]
 
 
 class LeastSeconds:
@@ -70,7 +72,7 @@ class LeastSeconds:
         self._fast = topology.with_fast_cards()
         self._least_busy = min(link.busy for link in topology.links)
         self._nodes: dict[int, tuple[Model, _Nodes]] = {}
-        self._rings: dict[tuple[int, int, bool], float] = {}  # seconds a byte
+        self._rings: dict[tuple[int, int, bool], tuple[float, float]] = {}  # seconds a byte
         self._known_passes: dict[object, float] = {}
         self._known_works: dict[object, float] = {}
 
@@ -110,9 +112,14 @@ class LeastSeconds:
         is_split = family(c.schedule).splits_backward
         both = there if is_split else own + nodes.both[head] / speed + stages * around
         least = _through(total, nodes.counts, work, both)
-        update, updates = nodes.update / speed / c.data, float(model.cuts.update[-1]) / speed / c.data
-        ring = self._ring(c)
-        update, updates = update + nodes.parameters * ring, updates + float(model.cuts.parameters[-1]) * ring
+        rounds = self._rounds(c)
+        if c.num_stages == 1:  # it has shared weights once
+            whole = model.stages((0, len(model.cuts) - 1))
+            return max(
+                least, total + float(_updates(whole.update / speed, whole.weights, c.data, rounds)[0] + there[0])
+            )
+        update = _updates(nodes.update / speed, nodes.parameters, c.data, rounds)
+        updates = float(_updates(nodes.every[0] / speed, nodes.every[1], c.data, rounds).sum())
         return max(least, _through(total + updates, nodes.counts, work + update, there))
 
     def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
@@ -127,6 +134,8 @@ class LeastSeconds:
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
         """Bytes of parameters that the fullest rank has, at least."""
         nodes = self._nodes_of(model)
+        if c.num_stages == 1:  # it has shared weights once
+            return float(model.stages((0, len(model.cuts) - 1)).weights[0])
         return _through(float(model.cuts.parameters[-1]), nodes.counts, nodes.parameters, np.zeros(c.pipeline))
 
     def _passes(self, c: Configuration, m: int) -> float:
@@ -140,15 +149,29 @@ class LeastSeconds:
             self._nodes[id(model)] = model, _nodes(model)
         return self._nodes[id(model)][1]
 
-    def _ring(self, c: Configuration) -> float:
-        """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have; of several
-        chunks those that keep a rank busy."""
+    def _rounds(self, c: Configuration) -> tuple[float, float]:
+        """Seconds a byte of sums over D ranks, and of an exchange of gradients and one of weights, in the best of the
+        places that stages of D T ranks may have; of several chunks those that keep a rank busy."""
         is_one = c.num_chunks == 1
         key = (c.data, c.tensor, is_one)
         if key not in self._rings:
-            rings = self._fast.rings_of_groups(c.data, stride=c.tensor)
-            self._rings[key] = min(ring.seconds_a_byte * (1.0 if is_one else ring.busy_share) for ring in rings)
+            groups = self._fast.groups(c.data, stride=c.tensor)
+            found = (
+                [(1, self._fast.ring(group)) for group in groups],
+                [(2, self._fast.exchange(group)) for group in groups],
+            )
+            whole, parts = (
+                min(times * way.seconds_a_byte * (1.0 if is_one else way.busy_share) for times, way in each)
+                for each in found
+            )
+            self._rings[key] = whole, parts
         return self._rings[key]
+
+
+def _updates(update: Floats, parameters: Floats, data: int, rounds: tuple[float, float]) -> Floats:
+    """Seconds of updates and what goes round for them, whether they are divided or not, elementwise."""
+    whole, parts = rounds
+    return np.asarray(np.minimum(update + parameters * whole, update / data + parameters * parts), dtype=np.float64)
 
 
 def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: int) -> float:
@@ -218,4 +241,5 @@ def _nodes(model: Model) -> _Nodes:
         sizes=sizes,
         forward=forward,
         both=both,
+        every=(rows[:, 2], rows[:, 1]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from ...schedules.registry import family
 from ..allocator import certain
 from ..in_flight import InFlight
 from ..memory_rules import MemoryRules
-from ..stage_cost import StageSeconds, StageSums, stage_seconds
+from ..stage_cost import StageSeconds, StageSums, round_seconds, stage_seconds
 from ..stage_memory import RankMemory, RankPlace
 from ..topology import Topology
 from .built import BuiltSchedules
@@ -128,6 +129,9 @@ class Evaluator:
             shards=[counts[p] if may_shard else 1 for p in c.positions],
             action=model.profile.action_seconds,
         )
+        if may_shard:  # or not divided, where that is faster
+            whole = round_seconds(sums, [place.rings[p] for p in c.positions])
+            seconds = replace(seconds, ring=np.minimum(seconds.around, whole), gather=np.zeros_like(whole))
         again = np.zeros(c.pipeline)
         if flights is not None:
             least = self._by_rank(
@@ -159,7 +163,7 @@ class Evaluator:
                     replicas=counts[p],
                     tensor=c.tensor,
                     limit=place.limits[p],
-                    ring=place.rings[p],
+                    exchange=place.exchanges[p],
                     streams=family(c.schedule).rule.is_asynchronous,
                     beside=certain(self.model(c).profile.device),
                 )
@@ -188,6 +192,7 @@ def _seconds(
         inward=place.inward,
         outward=place.outward,
         rings=[place.rings[p] for p in group],
+        exchanges=[place.exchanges[p] for p in group],
         tensor=c.tensor,
         recompute=recompute,
         shards=np.array(shards, dtype=np.float64),

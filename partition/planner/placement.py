@@ -17,7 +17,7 @@ class Placement:
 
     Arguments:
         inward, outward: [S] links to the stage in front and behind; none at the ends.
-        rings: [P] over the replicas of a stage.
+        rings, exchanges: [P] over the replicas of a stage.
         speeds: [P] of the slowest device of a stage, times that of the profile's.
         limits: [P] memory of its smallest device [bytes].
     """
@@ -25,6 +25,7 @@ class Placement:
     inward: tuple[TransferTime, ...]
     outward: tuple[TransferTime, ...]
     rings: tuple[TransferTime, ...]
+    exchanges: tuple[TransferTime, ...]
     speeds: tuple[float, ...]
     limits: tuple[float, ...]
 
@@ -78,6 +79,7 @@ class Placements:
             inward=(NO_TRANSFER, *between),
             outward=(*between, NO_TRANSFER),
             rings=tuple(topology.ring(each[:: c.tensor]) for each in ranks),
+            exchanges=tuple(topology.exchange(each[:: c.tensor]) for each in ranks),
             speeds=tuple(map(topology.speed, ranks)),
             limits=tuple(map(topology.memory, ranks)),
         )

@@ -95,11 +95,22 @@ def _costs(plan: PlanRecord) -> Costs:
         forward=[stage.forward_seconds for stage in plan.stages],
         input_grad=input_grad,
         weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, input_grad, strict=True)],
-        update=[stage.update_seconds for stage in plan.stages],
+        update=_updates(plan),
         overhead=plan.overheads,
         message_overhead=plan.message_overheads,
         norm=plan.norm_seconds,
     )
+
+
+def _updates(plan: PlanRecord) -> list[float]:
+    """[S] seconds behind the last backward of a stage until its ranks are through. The first of several that share
+    weights is the last to begin their sum, behind which all of them update; the search knows no such sums."""
+    own = [stage.update_seconds for stage in plan.stages]
+    steps = [each.optimizer_seconds for each in plan.traffic] or own
+    found = [*own]
+    for stages, seconds in plan.tied:
+        found[stages[0]] = max(found[stages[0]], seconds + max(steps[s] for s in stages))
+    return found
 
 
 def _is_plain(schedule: Schedule) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...schedules.messages import ALONE_BYTES
 from ..profile import Node, Profile
 from ..stage_cost import Recomputed, StageSums
 from ..topology import Floats
@@ -36,6 +37,7 @@ class Cuts:
         taken, half_taken: [n] bytes of the tensors of which some node that runs again and is in it takes one, and of
             those that nodes outside take, too [bytes].
         notes: what was left out, for people; empty where all cuts are there.
+        tied: pairs of nodes that share weights, and bytes of these: a stage with both has them once.
     """
 
     members: Bools
@@ -51,6 +53,7 @@ class Cuts:
     taken: Floats
     half_taken: Floats
     notes: tuple[str, ...] = ()
+    tied: tuple[tuple[int, int, float], ...] = ()
 
     def __len__(self) -> int:
         return len(self.crossing)
@@ -65,17 +68,45 @@ class Cuts:
         return StageSums(
             forward=_between(self.forward, first, last),
             backward=_between(self.backward, first, last),
-            update=_between(self.update, first, last),
-            weights=_between(self.parameters, first, last),
+            update=self._less_twice(_between(self.update, first, last), first, last, self._update_twice),
+            weights=self.weights(first, last),
             buffers=_between(self.buffers, first, last),
             stash=_between(self.stash, first, last),
             before=np.asarray(self.crossing[first]),
             behind=np.asarray(self.crossing[last]),
             workspace=np.asarray(self._workspace[first, last]),
             largest=np.asarray(self._parameters[first, last]),
-            small=_between(self._small, first, last),
+            small=self._less_twice(_between(self._small, first, last), first, last, self._small_twice),
             by_node=partial(self._recomputed, first, last),
         )
+
+    def weights(self, first: Cut, last: Cut) -> Floats:
+        """Bytes of parameters of the stages between these cuts, elementwise."""
+        twice = [shared for *_, shared in self.tied]
+        return self._less_twice(_between(self.parameters, first, last), first, last, twice)
+
+    def _less_twice(self, figures: Floats, first: Cut, last: Cut, twice: Sequence[float]) -> Floats:
+        """The figures less what a stage counts twice, by pair of `tied`, where it has both nodes."""
+        for (one, other, _), more in zip(self.tied, twice, strict=True):
+            has_both = np.ones(figures.shape, dtype=bool)
+            for node in (one, other):
+                has_both = has_both & self.members[last, node] & ~self.members[first, node]
+            figures = np.maximum(figures - more * has_both, 0.0)
+        return figures
+
+    @cached_property
+    def _update_twice(self) -> list[float]:
+        """By pair of `tied`, the part of the second node's update that goes to what it shares [s]."""
+        others = [(self.nodes[other], shared) for _, other, shared in self.tied]
+        return [node.update_seconds * min(1.0, shared / (node.parameter_bytes or 1.0)) for node, shared in others]
+
+    @cached_property
+    def _small_twice(self) -> list[float]:
+        """By pair of `tied`, bytes of the second node's small parameters that are shared."""
+        others = [(self.nodes[other].small_parameter_bytes, shared) for _, other, shared in self.tied]
+        return [
+            shared if small is None else min(small, shared if shared < ALONE_BYTES else 0.0) for small, shared in others
+        ]
 
     def _recomputed(self, first: Cut, last: Cut, recompute: str) -> Recomputed:
         """Stages whose nodes run again one by one, "layer" or "selective".
@@ -182,6 +213,7 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
     def of(chosen: Bools, figure: str) -> Floats:
         return total(chosen, np.array([getattr(node, figure) for node in profile.nodes]))
 
+    place = {node.name: at for at, node in enumerate(profile.nodes)}
     return Cuts(
         members=members,
         forward=of(members, "forward_seconds"),
@@ -196,6 +228,7 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         taken=of(taken, "activation_bytes"),
         half_taken=of(half_taken, "activation_bytes"),
         notes=notes,
+        tied=tuple((*(place[name] for name in names), shared) for names, shared in profile.tied),  # type: ignore[misc]
     )
 
 

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from stagewright import partition as package
-from stagewright.partition import Cluster, Node, Profile, partition
+from stagewright.partition import Cluster, Node, Profile, partition, plan
 from stagewright.partition.memory_rules import MemoryRules
 from stagewright.partition.planner.evaluate import Evaluator, MisfitError
 from stagewright.partition.planner.evaluated import Evaluated
@@ -158,3 +158,28 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
                 higher[least > plain] += again
     assert higher[True] > 60
     assert higher[True] > 2 * higher[False]
+
+
+def test_one_stage_has_tied_weights_once() -> None:
+    """As if the second of the two nodes had none of them; stages apart have them both."""
+
+    def ends(parameters: float, update: float, **more: object) -> Profile:
+        nodes = [
+            Node(name="in", forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=30.0, update_seconds=3.0),
+            Node(name="mid", forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=10.0, update_seconds=1.0),
+            Node(
+                name="out", forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=parameters, update_seconds=update
+            ),
+        ]
+        return Profile(nodes=nodes, **more)  # type: ignore[arg-type]
+
+    twice, once = ends(40.0, 4.0, tied=((("in", "out"), 30.0),)), ends(10.0, 1.0)
+    cluster = Cluster.parse("2:net=10B/s@1s")
+    for data in (1, 2):
+        options = {"global_batch": 4, "pipeline_sizes": (1,), "data_sizes": (data,), "schedules": "1f1b"}
+        found, wanted = (plan(each, cluster, **options) for each in (twice, once))  # type: ignore[arg-type]
+        assert found.simulated_step_time == wanted.simulated_step_time
+        assert found.memory_bytes == wanted.memory_bytes
+        assert found.stages[0].update_seconds == wanted.stages[0].update_seconds
+    apart = Model(twice, optimizer_ratio=2.0).stages((0, 1, 3))
+    assert (apart.weights.tolist(), apart.update.tolist()) == ([30.0, 50.0], [3.0, 5.0])

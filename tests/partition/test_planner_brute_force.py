@@ -111,6 +111,29 @@ def sum_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float) -> f
     return max(latency + num_bytes * a_byte * len(members) / steps, 2 * latency / steps + num_bytes * a_byte)
 
 
+def exchange_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float) -> float:
+    """Seconds for which the busiest member sends every other one its part, message by message."""
+    if not num_bytes or len(members) == 1:
+        return 0.0
+    in_node = Counter(member // cluster.levels[0].size for member in members)
+    is_partial = 1 < min(in_node.values()) < cluster.levels[0].size
+    worst, latency = 0.0, 0.0
+    for a in members:
+        seconds = 0.0
+        for b in (other for other in members if other != a):
+            joined = cluster.level_between(a, b)
+            way = cluster.levels[: joined + 1]
+            each = num_bytes / len(members) / min(level.reduce_bandwidth or level.bandwidth for level in way)
+            if joined:
+                each *= in_node[a // cluster.levels[0].size] if cluster.rings == "flat" else 1
+                each /= way[-1].partial_reduce if is_partial else 1.0
+            seconds += each
+            steps = (level.latency if level.reduce_latency is None else level.reduce_latency for level in way)
+            latency = max(latency, *steps)
+        worst = max(worst, seconds)
+    return latency + worst
+
+
 def network(
     pairs: list[list[tuple[int, int]]],
     hops: list[tuple[float, float]],
@@ -118,24 +141,23 @@ def network(
     groups: list[list[int]],
     rings: list[float],
     *,
-    shards: Sequence[int],
+    gathers: list[float],
 ) -> Links:
-    """A card a rank; by hop the pairs of ranks, latency and seconds a byte, bytes; by stage its ranks and its sum, half
-    of which is the gathering of updated weights where these are updated in parts."""
+    """A card a rank; by hop the pairs of ranks, latency and seconds a byte, bytes; by stage its ranks, its sum, and the
+    gathering of updated weights."""
     ways = {}
     for each, (latency, seconds) in zip(pairs, hops, strict=True):
         for a, b in (pair for pair in each if pair[0] != pair[1]):
             for src, dst in ((a, b), (b, a)):
                 ways[src, dst] = Way(latency=latency, seconds_per_byte=seconds, sending=src, receiving=dst)
     sums = []
-    for s, (members, seconds, count) in enumerate(zip(groups, rings, shards, strict=True)):
+    for s, (members, seconds, gather) in enumerate(zip(groups, rings, gathers, strict=True)):
         if seconds == 0:
             continue  # no weights, no sum that would queue
         around = tuple(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else ()
         for src, dst in around:
             ways.setdefault((src, dst), Way(sending=src, receiving=dst))
-        gather = seconds / 2 if count > 1 else 0.0
-        sums.append(Sum(stage=s, seconds=seconds - gather, gather=gather, ways=around))
+        sums.append(Sum(stage=s, seconds=seconds, gather=gather, ways=around))
     return Links(network=ways, activation_bytes=tuple(crossing), sums=tuple(sums))
 
 
@@ -167,11 +189,13 @@ def step(
     pairs = [[(here + d, there + d) for d in range(data)] for here, there in pairwise(firsts)]
     every = [[(a * tensor + t, b * tensor + t) for a, b in each for t in range(tensor)] for each in pairs]
     hops = [hop(cluster, each) for each in every]
-    rings = []
+    rings, gathers = [], []
     for s, first in enumerate(firsts):
         weights = sum(node.parameter_bytes for node in own[s])
         members = range(first * tensor, (first + data) * tensor, tensor)
-        rings.append(sum_seconds(cluster, members, weights))
+        parts = exchange_seconds(cluster, members, weights) if shards > 1 else 0.0
+        rings.append(parts or sum_seconds(cluster, members, weights))
+        gathers.append(parts)
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
     costs = Costs(
         forward=forward,
@@ -185,7 +209,7 @@ def step(
     return simulate(
         replicate(single, data),
         costs,
-        network(pairs, hops, [each / tensor for each in crossing[1:-1]], groups, rings, shards=[shards] * num_stages),
+        network(pairs, hops, [each / tensor for each in crossing[1:-1]], groups, rings, gathers=gathers),
     ).makespan
 
 
@@ -447,17 +471,24 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     hops = [hop(cluster, each) for each in pairs]
     weights = {node.name: node.parameter_bytes for node in profile.nodes}
     held = [sum(weights[name] for name in stage.nodes) for stage in stages]
-    rings = [sum_seconds(cluster, stage.ranks, w) for stage, w in zip(stages, held, strict=True)]
+    gathers = [
+        exchange_seconds(cluster, stage.ranks, w) if stage.optimizer_shards > 1 else 0.0
+        for stage, w in zip(stages, held, strict=True)
+    ]
+    rings = [
+        parts or sum_seconds(cluster, stage.ranks, w) for stage, w, parts in zip(stages, held, gathers, strict=True)
+    ]
     costs = Costs(
         forward=[stage.forward_seconds for stage in stages],
         backward=[stage.backward_seconds for stage in stages],
-        update=[max(0.0, stage.update_seconds - seconds) for stage, seconds in zip(stages, rings, strict=True)],
+        update=[
+            max(0.0, stage.update_seconds - seconds - parts)
+            for stage, seconds, parts in zip(stages, rings, gathers, strict=True)
+        ],
     )
     crossing = [output[stage.nodes[-1]] for stage in stages[:-1]]
     groups = [list(stage.ranks) for stage in stages]
-    return simulate(
-        schedule, costs, network(pairs, hops, crossing, groups, rings, shards=[s.optimizer_shards for s in stages])
-    ).makespan
+    return simulate(schedule, costs, network(pairs, hops, crossing, groups, rings, gathers=gathers)).makespan
 
 
 @settings(max_examples=30, deadline=None)

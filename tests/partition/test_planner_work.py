@@ -22,7 +22,8 @@ def test_bounds_leave_most_configurations_uncut() -> None:
     found = transformer(cluster, layers=32, hidden=4096, batch=7)
     assert found.searched is not None
     assert found.searched.considered == 306
-    assert found.searched.cut <= 20
+    # 19 where an exchange of divided updates counted as half a sum: the first plans are slower, and more look better.
+    assert found.searched.cut <= 21
     assert (
         found.searched.simulated <= 11
     )  # 9 with a head of its own: bounds of cuts know the sum of tied weights, those before not

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.plans.reorder import reorder
+from stagewright.partition.plans.record import PlanRecord, PlanStage
+from stagewright.partition.plans.reorder import _costs, reorder
 from stagewright.partition.plans.simulated import simulated
-from stagewright.schedules import ScheduleError, check
+from stagewright.partition.plans.to_schedule import one_pipeline
+from stagewright.schedules import ScheduleError, check, simulate
 from stagewright.schedules.ir import Op
 
 CLUSTER = Cluster.parse("1x4:nvlink=10GB/s@10us,net=1GB/s@10us")
@@ -88,3 +90,34 @@ def test_an_order_that_is_none_is_refused() -> None:
         replace(found, order=("x", found.order[1])).build_schedule()
     with pytest.raises(ScheduleError, match="missing"):
         replace(found, order=("0F0", found.order[1])).build_schedule()
+
+
+def test_the_search_waits_for_sums_of_tied_weights() -> None:
+    """Updates of both ends come behind the sum of what they share, which the first stage is the last to begin."""
+    stages = tuple(
+        PlanStage(
+            nodes=(f"n{i}",),
+            ranks=(i,),
+            forward_seconds=1.0,
+            backward_seconds=2.0,
+            update_seconds=0.25 * (i + 1),
+            step_seconds=3.0,
+        )
+        for i in range(3)
+    )
+    plan = PlanRecord(
+        stages=stages,
+        num_devices=3,
+        cost_model="default",
+        predicted_step_time=3.0,
+        bound=0.0,
+        schedule="1f1b",
+        num_microbatches=4,
+        tied=(((0, 2), 5.0),),
+    )
+    alone = replace(plan, tied=())
+    halves = replace(plan, stages=tuple(replace(stage, input_grad_seconds=1.0) for stage in stages))
+    costs, schedule = _costs(halves), one_pipeline(plan, num_microbatches=4)
+    assert list(costs.update) == [5.0 + 0.75, 0.5, 0.75]  # type: ignore[arg-type]
+    assert simulate(schedule, costs).batch_seconds == simulated(plan).timeline.batch_seconds
+    assert simulated(plan).timeline.batch_seconds == simulated(alone).timeline.batch_seconds + 5.5

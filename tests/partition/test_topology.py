@@ -93,6 +93,22 @@ def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
         assert flat.ring(members).seconds(1e5) == pytest.approx(by_levels.ring(members).seconds(1e5))
 
 
+def test_an_exchange_sends_every_other_rank_its_part() -> None:
+    """Nothing is summed on the way: of two nodes with two ranks each, half of the bytes cross from each rank."""
+    levels = (
+        Level(name="in", size=2, bandwidth=8.0, latency=0.5),
+        Level(name="out", size=2, bandwidth=2.0, latency=3.0),
+    )
+    topology, flat = Topology(Cluster(levels=levels)), Topology(Cluster(levels=levels, rings="flat"))
+    assert topology.exchange(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 20 / 2)
+    assert topology.exchange((0, 1)).seconds(80.0) == pytest.approx(0.5 + 40 / 8) == flat.exchange((2, 3)).seconds(80.0)
+    assert topology.exchange((1, 2)).seconds(80.0) == pytest.approx(3.0 + 40 / 2)
+    assert topology.exchange((0, 1, 2)).seconds(90.0) == pytest.approx(3.0 + 2 * 30 / 2)  # the one that is alone
+    assert topology.exchange((2,)).seconds(80.0) == 0.0
+    assert flat.exchange(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 2 * 20 / 2)  # one card a host
+    assert flat.exchange(range(4)).seconds(80.0, number=3) == pytest.approx(6.0 + 20 / 8 + 2 * 2 * 20 / 2)
+
+
 def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:
     """From the last member to the first, and on to the second: each hop at the pace of its own link."""
     levels = (
