@@ -195,9 +195,11 @@ def pace(*, work: Floats, links: Floats) -> Floats:
 
 def num_buckets(weights: Floats, *, small: Floats, largest: Floats) -> Indices:
     """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one, of
-    which there are at least as many as if all were as large as the largest. Bytes, elementwise."""
+    which there are at least as many as if all were as large as the largest; 1 where that is not known. Bytes,
+    elementwise."""
     large = np.ceil(np.maximum(weights - small, 0.0) / np.maximum(largest, ALONE_BYTES) - 1e-9)
-    return np.asarray(np.maximum(large + np.ceil(small / BUCKET_BYTES), 1), dtype=np.intp)
+    found = np.where(largest > 0, large + np.ceil(small / BUCKET_BYTES), 1)
+    return np.asarray(np.maximum(found, 1), dtype=np.intp)
 
 
 def round_seconds(sums: StageSums, ways: Sequence[TransferTime]) -> Floats:

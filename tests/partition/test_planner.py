@@ -59,17 +59,17 @@ def test_heavy_gradients_on_slow_links_make_a_pipeline_with_chunks() -> None:
 def test_one_ring_over_two_hosts_changes_the_plan() -> None:
     """A sum over three ranks takes four steps over the network instead of two: unequal replicas no longer pay."""
     nodes = (
-        Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1, parameter_bytes=3e9),
-        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e12),
+        Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1, parameter_bytes=3e6),
+        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e9),
     )
 
     def found(cluster: str) -> Plan:
         options = {"global_batch": 24, "schedules": "1f1b", "runnable": True}
         return plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse(cluster), **options)
 
-    near, far = "2x2:in=100GB/s,out=10GB/s@1s", "2x2:in=100GB/s,out=10GB/s@8s"
+    near, far = "2x2:in=100MB/s,out=10MB/s@1s", "2x2:in=100MB/s,out=10MB/s@8s"
     sums = [found(cluster).stages[0].traffic.sum_seconds for cluster in (near, f"{near}:flat")]  # type: ignore[union-attr]
-    assert sums == pytest.approx([2 * 1 / 2 * 0.03 + 2 * 1 / 2 * 0.3 + 2 * 1, 2 * 2 / 3 * 0.3 + 4 * 1])
+    assert sums == pytest.approx([2 * 1 / 2 * 0.03 + 2 * 1 / 2 * 0.3 + 2 * 1, 4 * 1 + 0.3])
     assert [found(cluster).replicas for cluster in (far, f"{far}:flat")] == [(3, 1), (2,)]
 
 

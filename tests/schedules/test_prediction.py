@@ -11,7 +11,6 @@ from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Costs, Links, Op, Schedule, Sum, Way, build, simulate
 from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.timing.costs import by_owner
 from stagewright.schedules.timing.inputs import Cause, predicted_inputs, replaced
 from stagewright.schedules.timing.measured_inputs import measured_inputs
 from stagewright.schedules.timing.prediction import PredictionCheck, check_prediction
@@ -146,21 +145,6 @@ def test_as_predicted_nothing_is_named() -> None:
         assert each.ratio is None or each.what.kind == "message" or each.ratio == pytest.approx(1.0)
 
 
-def test_replicas_are_held_against_their_own_predictions() -> None:
-    """A plan that knows the slower replica: nothing is wrong where it is as slow as that, and it alone if it is not."""
-    schedule = build("1f1b", num_ranks=3, num_microbatches=6, replicas=(2, 1))
-    costs = Costs(forward=by_owner(schedule, [(2.0, 3.0), (1.0,)]), backward=by_owner(schedule, [(3.0, 5.0), (1.0,)]))
-    predicted = simulate(schedule, costs)
-    expected = {("F", 0): 2.0, ("F", 1): 3.0, ("B", 0): 3.0, ("B", 1): 5.0}
-    known = predicted_inputs(schedule, costs, None)
-    assert {(e.kind, e.at[1]): v for e, v in known.items() if e.kind in "FB" and e.at[0] == 0} == expected
-    assert check_prediction(predicted, [recorded(predicted)] * 3, costs=costs).wrong == ()
-    slower = replace(costs, backward=by_owner(schedule, [(3.0, 7.0), (1.0,)]))
-    found = check_prediction(predicted, [recorded(simulate(schedule, slower))] * 3, costs=costs)
-    assert [str(each.what) for each in found.wrong] == ["backward of stage 0 on rank 1"]
-    assert found.wrong[0].predicted == 5.0
-
-
 def test_what_varies_is_spread_and_no_input() -> None:
     """One action in a hundred takes ten times as long: medians do not know it, and no input is named for it."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=8)
@@ -292,6 +276,16 @@ def test_sums_of_tied_weights_that_no_plan_knows() -> None:
     found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
     assert [str(each.what) for each in found.wrong] == ["sum of stages 0, 1"]
     assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0)
+
+
+def test_sums_of_tied_weights_stand_beside_what_a_plan_says_of_them() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    costs = Costs(update=0.5, tied=[((0, 1), 1.0)])
+    truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
+    found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
+    (own,) = [each for each in found.inputs if str(each.what) == "sum of stages 0, 1"]
+    assert (own.predicted, own.measured, own.ratio) == (1.0, pytest.approx(2.0), pytest.approx(2.0))
+    assert found.cause(Cause.SUMS).seconds == pytest.approx(1.0)
 
 
 def test_steps_of_another_schedule_are_refused() -> None:
