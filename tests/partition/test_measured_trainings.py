@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import vtrain, vtrain_report
+from stagewright.experiments.works import vtrain
 from stagewright.partition import Cluster, Plan, Profile, plan
 from stagewright.partition.formulas import (
     DeviceModel,
@@ -20,7 +18,6 @@ from stagewright.partition.formulas import (
     fit_measured,
     fit_sums,
     read_sums,
-    read_trainings,
 )
 from stagewright.partition.formulas.agreement import least_errors
 from stagewright.partition.formulas.layers import LAYER_KERNELS, transformer_profile
@@ -30,12 +27,6 @@ from stagewright.partition.formulas.transformer import Head
 from stagewright.partition.plans.simulated import simulated as simulated_plan
 from stagewright.partition.topology import Topology
 from stagewright.schedules import simulate
-
-HEADER = (
-    "Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
-    "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
-)
-LINE = "3.6,64,512,8,3072,32,30,2048,2,32,1,3975.2"
 
 
 def training(tensor: int, data: int, pipeline: int, size: int, *, hidden: int = 3072, layers: int = 32) -> Training:
@@ -260,82 +251,6 @@ def test_half_of_vtrains_rows_predicts_the_other_half() -> None:
         assert simulated(rows[at], vtrain.fitted(known)) == pytest.approx(estimated(rows[at], vtrain.fitted(known)))
 
 
-def test_the_report_names_rows_and_says_why(tmp_path: Path) -> None:
-    """Rows 22 to 29 as a file of a user's own: 25 took 3 s more than its sizes, 26 has none of its sizes beside it."""
-    lines = (Path(vtrain.__file__).parent / "data" / "vtrain_a100.csv").read_text(encoding="utf-8").splitlines()
-    own = tmp_path / "own.csv"
-    own.write_text("\n".join([lines[2], *lines[24:32], lines[34]]), encoding="utf-8")
-    cases = [Case.of({"rows": which, "trainings": str(own)}) for which in ("odd", "even")]
-    figures = [figure for case in cases for figure in vtrain.rows(case, 1)]
-    assert len(figures) == 4 * 9
-    assert sorted(figure.case.count("row") for figure in figures)[::4] == list(range(1, 10))
-    halves = list(vtrain.half(Case.of({"split": "even, odd", "trainings": str(own)}), 1))
-    agree = list(vtrain.agreement(Case.of({"rows": "all", "trainings": str(own)}), 1))
-    said = vtrain_report.findings([*figures, *halves, *agree])
-    assert said[0].startswith("2 halves, each predicted by a device that the other rows gave: ")
-    assert any(" of 9 rows off by more than 10%." in line for line in said)
-    far = {line.split(" (")[0]: line for line in said if line.startswith("row ")}
-    alone, late = far["row 5"], far["row 4"]
-    assert alone.startswith("row 5 (h = 8192, T = 2, 16 replicas, P = 16, microbatches of 3): ")
-    assert "1.49 times as long as row 4 (T = 4, P = 8), predicted " in alone
-    assert late.startswith("row 4 (h = 8192, T = 4, 16 replicas, P = 8, microbatches of 3): ")
-    assert "1.09 times as long as row 9 (microbatches of 6), predicted 0.79; " in late
-    assert "Likely: this run (a slow device, a busy network)" in late
-    assert "rows of h = 8192 with T = 4 on 512 GPUs contradict each other" in said[-1]
-    assert "Where each layout (replicas and P) may have a step, a microbatch and a sequence of its own" in said[-1]
-    for work, case, message in (
-        (vtrain.rows, {"rows": "all"}, "expected odd or even"),
-        (vtrain.half, {"split": "third"}, "expected none, 'even, odd', or the number"),
-        (vtrain.agreement, {"rows": "odd"}, "rows: expected all"),
-        (vtrain.rows, {"rows": "odd", "trainings": str(tmp_path / "none.csv")}, "none.csv"),
-    ):
-        with pytest.raises((ValueError, OSError), match=message):
-            list(work(Case.of(case), 1))
-
-
-def reported(
-    number: int, layout: tuple[int, int, int], size: int, *, predicted: float, of_all: float = 0.5
-) -> list[Figure]:
-    """Figures of a row that took 10 s with a batch of 64, (T, replicas, P) and microbatches of `size`."""
-    sizes = dict(zip(("tensor", "data", "pipeline"), layout, strict=True))
-    model = {"gpus": layout[0] * layout[1] * layout[2], "hidden": 1024, "layers": 24, "batch": 64}
-    case = Case.of({"row": number, **model, **sizes, "microbatch": size})
-    values = {"predicted / measured": predicted, "fitted to all / measured": of_all}
-    simulated_ = [Figure(case=case, name=n, value=v, unit="ratio", how=How.SIMULATED) for n, v in values.items()]
-    return [Figure(case=case, name="step", value=10.0, unit="s", how=How.PUBLISHED), *simulated_]
-
-
-def test_likely_causes_by_what_rows_beside_one_say() -> None:
-    """Each row that is off has the cause that the rows beside it leave; row 6 has none, row 10 agrees with row 11."""
-    late, other = (2, 4, 4), (4, 2, 4)  # 16 / 8 microbatches in 19 / 11 slots, of 1 and 2
-    said = vtrain_report.findings(
-        [
-            *reported(1, late, 1, predicted=1 - 0.019 * 8),
-            *reported(2, late, 2, predicted=1 - 0.011 * 8),
-            *reported(3, other, 1, predicted=0.99),
-            *reported(4, (8, 1, 4), 1, predicted=0.8),
-            *reported(5, other, 4, predicted=0.8),
-            *reported(6, (1, 8, 8), 1, predicted=0.8),
-            *reported(7, (8, 16, 1), 1, predicted=1.2, of_all=1.2),
-            *reported(8, (8, 8, 2), 1, predicted=0.7, of_all=1.01),
-            *reported(10, (2, 32, 4), 1, predicted=0.88),
-            *reported(11, (2, 32, 4), 2, predicted=0.95),
-        ]
-    )
-    far = {line.split(" (")[0]: line for line in said if line.startswith("row ")}
-    assert set(far) == {"row 1", "row 4", "row 5", "row 6", "row 7", "row 8", "row 10"}
-    assert "Likely: one cause for all runs of this layout: rows 1 and 2 lack 0.08 and 0.08 s for each" in far["row 1"]
-    assert "as long as row 3 (T = 4, 2 replicas), predicted 0.86" in far["row 1"]
-    assert "It took 1.00 times as long as row 3 (T = 4, 2 replicas), predicted 0.81" in far["row 4"]
-    assert "Likely: this run (a slow device, a busy network), or a cost that only rows like it have." in far["row 4"]
-    assert "Likely: this run (a slow device, a busy network): other microbatches in the same layout" in far["row 5"]
-    assert "Likely: a cost of these sizes that the model does not have: no row beside" in far["row 6"]
-    assert "It took" not in far["row 6"]
-    assert "Likely: a cost of these sizes that the model does not have: no row beside" in far["row 10"]
-    assert "Likely: a cost that rows like it do not have" in far["row 7"]
-    assert "Likely: a constant that it shows and the half does not; fitted to all rows it is 1.0% off." in far["row 8"]
-
-
 def test_rows_that_no_seconds_of_their_parts_explain() -> None:
     """Trainings that the model made agree, and those of T = 8; one that took a third longer contradicts the others."""
     runs = [
@@ -398,84 +313,8 @@ def test_sums_measured_by_themselves_give_bandwidth_and_start() -> None:
         fit_sums(device, sums[:1], num_devices=8)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"empty: expected a line of columns"),
-        (HEADER, r"no measurement: expected a line each"),
-        (HEADER.replace("micro batch", "batch") + "\n" + LINE, r"no column 'micro batch': expected # GPUs"),
-        (f"{HEADER}\n{LINE},1", r"line 2: 13: expected 12 cells, one a column"),
-        (
-            f"{HEADER}\n\n{LINE.replace('3975.2', 'nan')}",
-            r"line 3: iteration time \(ms\): 'nan': expected a finite",
-        ),
-        (f"{HEADER}\n{LINE.replace(',2,32,1,', ',2,32.0,1,')}", r"data parallelism: '32.0': expected a whole number"),
-        (f"{HEADER}\n{LINE.replace(',512,8,', ',512,7,')}", r"global batch: 512: expected a multiple of 224"),
-        (f"{HEADER}\n{LINE.replace(',64,512,', ',60,512,')}", r"num_devices: 60: expected 2 x 1 x 32 of them"),
-        (f"{HEADER}\n{LINE.replace(',2,32,1,', ',1,32,2,').replace(',30,', ',31,')}", r"layers: 31: expected equally"),
-    ],
-)
-def test_files_that_are_none_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"rows.csv.*{message}") as error:
-        read_trainings(path, network=12.5e9)
-    assert str(error.value).count("rows.csv") == 1
-
-
-def test_a_file_of_trainings() -> None:
-    first, *_, last = vtrain.trainings()
-    assert (first.seconds, first.num_microbatches, first.cluster.num_devices) == (3.5665, 1, 64)
-    assert (last.hidden, last.pipeline, last.num_microbatches, last.seconds) == (12288, 32, 128, 62.6368)
-    assert first.cluster.levels[1].bandwidth == 12.5e9
-    for training_, waits in ((first, False), (last, True)):  # one stage sends nothing
-        apart = replace(training_, sends_wait=False)
-        assert (estimated(apart, vtrain.typical()) < estimated(training_, vtrain.typical())) is waits
-
-
 @pytest.mark.nightly
 def test_the_preset_is_the_fit_to_all_rows() -> None:
     preset, found = DeviceModel.preset("DGX-A100"), vtrain.fitted(vtrain.all_rows())
     for constant in (*CONSTANTS, "link_efficiency", "wave_outputs"):
         assert getattr(preset, constant) == pytest.approx(getattr(found, constant), rel=0.01), constant
-
-
-def test_a_device_as_a_file(tmp_path: Path) -> None:
-    device = vtrain.typical()
-    path = tmp_path / "a100.json"
-    path.write_text(device.to_json(), encoding="utf-8")
-    assert DeviceModel.load(path) == device
-    for old, new, message in (
-        ('"memory_efficiency": 0.75', '"memory_efficiency": 1.5', r"memory_efficiency: 1.5: expected a number above 0"),
-        (
-            '"memory_efficiency": 0.75',
-            '"memory_efficiency": -1',
-            r"memory_efficiency: -1: expected a number above 0 and",
-        ),
-        ('"memory_efficiency": 0.75', '"memory_efficiency": NaN', r"memory_efficiency: nan: expected a number above 0"),
-        (
-            '"memory_efficiency": 0.75',
-            '"memory_efficiency": true',
-            r"memory_efficiency: True: expected a finite number",
-        ),
-        (
-            '"kernel_seconds": 0.0001',
-            '"kernel_seconds": -1',
-            r"kernel_seconds: -1: expected a finite number of at least 0",
-        ),
-        ('"kernel_seconds": 0.0001', '"kernel_seconds": null', r"kernel_seconds: None: expected a finite number"),
-        ('"kernel_seconds"', '"kernel"', r"unknown field kernel: expected only"),
-        ('"peak_flops": 312000000000000.0', '"peak_flops": "fast"', r"peak_flops: 'fast': expected a finite number"),
-    ):
-        path.write_text(device.to_json().replace(old, new), encoding="utf-8")
-        assert old in device.to_json()
-        with pytest.raises(ValueError, match=f"a100.json.*{message}"):
-            DeviceModel.load(path)
-
-
-def test_a_file_of_trainings_that_is_not_there() -> None:
-    expected = (
-        r"trainings=no.csv: No such file.*: expected a CSV file with vTrain's columns, as in --set trainings=FILE"
-    )
-    with pytest.raises(ValueError, match=expected):
-        vtrain.trainings("no.csv")

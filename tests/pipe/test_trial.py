@@ -6,8 +6,6 @@ import copy
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,9 +13,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from support.pool import Pool
+from support.trials import BATCH, WIDTH, Draws, fails, make_batch, make_loss, make_model, make_pipe, profiled, seen
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives, MeshPlace, join_world
@@ -26,51 +23,12 @@ from stagewright.partition.graph.forms import Arguments
 from stagewright.partition.plans.simulated import simulated
 from stagewright.partition.profiler.optimizers import named
 from stagewright.pipe import PipelineModule, auto, trial
-from stagewright.pipe.auto import AutoLayout
 from stagewright.pipe.batch.given import Given
 from stagewright.pipe.settings import Settings
 from stagewright.pipe.trial import Trials, to_try
 from stagewright.schedules import Costs
 
-WIDTH, BATCH = 6, 8
 CPU = torch.device("cpu")
-seen: list[str] = []  # by a hook of the model
-
-
-class Draws(nn.Module):
-    """A layer with a generator, a counter and a buffer, that draws from all generators there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.own = torch.Generator().manual_seed(3)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        noise = torch.rand(x.shape, generator=self.own) + torch.rand(x.shape) + random.random() + np.random.rand()
-        out: Tensor = F.dropout(self.norm(self.linear(x)), 0.1) + 1e-3 * noise.to(x.dtype)
-        return out
-
-
-def make_model(num_layers: int = 4) -> nn.Sequential:
-    torch.manual_seed(2)
-    model = nn.Sequential(*[Draws() for _ in range(num_layers)]).double()
-    model[0].register_forward_hook(lambda module, args, out: seen.append("hook"))
-    return model
-
-
-def make_loss() -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss that changes from call to call."""
-    calls = [0]
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        calls[0] += 1
-        return F.mse_loss(output, target) * (1 + 0.01 * calls[0])
-
-    loss_fn.calls = calls  # type: ignore[attr-defined]
-    return loss_fn
 
 
 def make_settings(**options: Any) -> Settings:
@@ -85,12 +43,6 @@ def make_settings(**options: Any) -> Settings:
         "timeout": 120.0,
     }
     return Settings(**(given | options))
-
-
-def make_batch(step: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
-    return x, y
 
 
 def given() -> Given:
@@ -273,17 +225,6 @@ def limited(found: Plan) -> Plan:
     return replace(found, stages=tuple(replace(s, memory_limit=s.memory_bytes) for s in found.stages))
 
 
-def fails(error: BaseException, *, on: int = 0) -> Any:
-    """An optimizer whose step raises on a rank."""
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            if not dist.is_initialized() or dist.get_rank() == on:
-                raise error
-
-    return lambda parameters: Failing(parameters, lr=0.1)
-
-
 def test_errors_are_those_of_the_run() -> None:
     model = make_model()
     with pytest.raises(KeyError, match="of the user"):
@@ -362,114 +303,6 @@ def test_code_that_changes_its_batch_counts_and_knows_its_parameters() -> None:
     with mock.patch.object(auto, "PROFILE_SECONDS", 0.01):
         with_trial = train(schedule="auto", trials=1)
     assert_equal(with_trial, train())
-
-
-# Over processes
-
-
-def make_pipe(num_layers: int = 4, **options: Any) -> PipelineModule:
-    def warmed_up(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
-
-    settings: dict[str, Any] = {
-        "schedule": "auto",
-        "loss_fn": make_loss(),
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        "lr_scheduler": warmed_up,
-        "max_grad_norm": 0.5,
-        "timeout": 120.0,
-    }
-    return PipelineModule(make_model(num_layers), **(settings | options))
-
-
-@contextmanager
-def profiled() -> Iterator[None]:
-    """A profile and links by formula, so that every run has the same plan."""
-
-    def profile(auto: AutoLayout, first: Given, seconds: float) -> Profile:
-        del seconds
-        samples = first.arguments.num_samples
-        nodes = [
-            Node(
-                name=str(i),
-                forward_seconds=1e-4 * samples,
-                backward_seconds=2e-4 * samples,
-                parameter_bytes=float(sum(p.numel() * p.element_size() for p in child.parameters())),
-            )
-            for i, child in enumerate(auto._model.children())
-        ]
-        return Profile(nodes=nodes, microbatch_size=samples)
-
-    def cluster(auto: AutoLayout) -> Cluster:
-        return Cluster.from_levels([(auto._world.size, 1e9)])
-
-    with mock.patch.object(AutoLayout, "_profile", profile), mock.patch.object(AutoLayout, "_cluster", cluster):
-        yield
-
-
-Trained = tuple[list[float], dict[str, Tensor], list[Any], str]
-
-
-def train_with_and_without() -> tuple[Trained, Trained]:
-    return train(1), train(0)
-
-
-def train(trials: int) -> Trained:
-    groups = len(dist.distributed_c10d._world.pg_map)
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    with profiled():
-        pipe = make_pipe(trials=trials, num_microbatches=4)
-        losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
-    drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
-    state, found = pipe.full_state_dict(), pipe.plan
-    drawn.append(len(dist.distributed_c10d._world.pg_map) - groups)
-    assert found is not None
-    pipe.close()
-    return [loss for loss in losses if loss is not None], state, drawn, found.to_json()
-
-
-@pytest.mark.gloo
-def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
-    with_trial, without = zip(*gloo.run(train_with_and_without, ranks=2), strict=True)
-    for one, other in zip(with_trial, without, strict=True):
-        assert one[0] == other[0]
-        assert len(one[0]) == 3
-        assert one[1].keys() == other[1].keys()
-        assert all(torch.equal(one[1][name], value) for name, value in other[1].items())
-        assert one[2] == other[2]
-        assert one[3] == with_trial[0][3]  # the same plan on every rank
-        tried, untried = (Plan.from_json(each[3]) for each in (one, other))
-        assert [stage.nodes for stage in tried.stages] == [stage.nodes for stage in untried.stages]
-        assert any(note.startswith("tried for ") for note in tried.notes)
-        assert not any("tried for " in note for note in untried.notes)
-
-
-def train_with_failures() -> tuple[str, str]:
-    """Outcome of a trial whose rank 1 has no memory left, and of one in which the user's code fails there."""
-    lost = torch.OutOfMemoryError("CUDA out of memory")
-    return _with_a_failure(lost), _with_a_failure(KeyError("of the user"))
-
-
-def _with_a_failure(error: Exception) -> str:
-    with profiled():
-        pipe = make_pipe(optimizer=fails(error, on=1), num_microbatches=4, trials=1)
-        try:
-            pipe.build(*make_batch())
-        except Exception as failed:
-            return f"{type(failed).__name__}: {failed}"
-        assert pipe.plan is not None
-        return "; ".join(pipe.plan.notes)
-
-
-@pytest.mark.gloo
-def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
-    of_memory, own = zip(*gloo.run(train_with_failures, ranks=2), strict=True)
-    assert own[1] == "KeyError: 'of the user'"
-    assert "of the user" in own[0]
-    for each in of_memory:
-        assert "out of memory on rank 1: CUDA out of memory" in each
 
 
 def in_float16(trials: int) -> list[Any]:
