@@ -158,6 +158,9 @@ def test_large_sums_over_a_long_link_wait_for_each_pair_of_segments(ranks: int) 
     found, wire = predicted(ranks, 64 * MIB, step=5 * STEP), 2 * (ranks - 1) / ranks * 64 * MIB / BANDWIDTH
     assert found == pytest.approx(carried_out(ranks, 64 * MIB, step=5 * STEP), rel=0.3 if ranks == 2 else 0.1)
     assert found > 1.5 * wire
+    pair = predicted(ranks, 64 * MIB, number=2, step=5 * STEP)
+    assert wire < pair / 2 < found  # two sums wait side by side
+    assert predicted(ranks, 64 * MIB, number=8, step=5 * STEP) == pytest.approx(4 * pair)  # and no more than two
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

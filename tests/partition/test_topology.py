@@ -25,6 +25,8 @@ def test_messages_between_ranks() -> None:
     assert topology.between((0, 1, 2), (3,), tensor=1) == near
     assert topology.between((2, 3), (4, 5), tensor=2) == far
     assert topology.ring(range(4)).seconds(20) == pytest.approx(6 * 1 + 6 / 4 * 2)
+    slow_inside = Topology(Cluster.parse("2x4:in=10B/s@3s,out=2B/s@1s"))  # a message goes through both
+    assert slow_inside.between((0,), (4,), tensor=1).seconds(20) == 13.0
 
 
 def test_a_slow_network_card() -> None:
@@ -38,6 +40,18 @@ def test_a_slow_network_card() -> None:
     assert topology.ring((0, 1, 2, 3)).seconds_a_byte == 2 * 1 / 2 / 8 + 2 * 1 / 2 / 2 * 1.0
 
 
+def test_sums_of_tied_weights_are_as_slow_as_the_slowest_pair() -> None:
+    """Over the outermost level that a pair crosses, and of these pairs over the slowest card of either end."""
+    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
+    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=3, bandwidth=4.0))
+    topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "fast", "slow")))
+    assert topology.pair((4,), (5,), tensor=1).seconds_a_byte == 1 / 8
+    assert topology.pair((0,), (2,), tensor=1).seconds_a_byte == 1 / 4
+    for src, dst in (((0, 0), (2, 4)), ((0, 0), (4, 2)), ((0, 4), (2, 5)), ((4, 0), (2, 3))):
+        slowest = 1.0 if {(0, 4), (4, 2)} & set(zip(src, dst, strict=True)) else 1 / 4
+        assert topology.pair(src, dst, tensor=1).seconds_a_byte == slowest
+
+
 def test_a_sum_over_two_levels_goes_inside_first() -> None:
     levels = (
         Level(name="in", size=8, bandwidth=100.0, latency=0.5),
@@ -48,6 +62,12 @@ def test_a_sum_over_two_levels_goes_inside_first() -> None:
     outside = 2 * 3 * (2.0 + 100 / 4 / 10)
     assert topology.ring(range(32)).seconds(800.0) == pytest.approx(inside + outside)
     assert topology.ring((5,)) == NO_TRANSFER
+
+
+def test_a_sum_keeps_its_ranks_from_computing_as_its_outermost_level_does() -> None:
+    levels = (Level(name="in", size=2, bandwidth=8.0, sum_busy=0.9), Level(name="out", size=2, bandwidth=4.0))
+    topology = Topology(Cluster(levels=(levels[0], replace(levels[1], sum_busy=0.2))))
+    assert [topology.ring(ranks).busy_share for ranks in ((0,), (0, 1), (0, 2), range(4))] == [0.0, 0.9, 0.2, 0.2]
 
 
 def test_eight_gigabytes_over_eight_nodes_of_eight() -> None:
@@ -119,6 +139,8 @@ def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:
     inside, across = 1.2e-4, 2.6e-3
     assert flat.small_sum(range(4)) == pytest.approx(3 * inside + 3 * across)  # 3-2-1-0, 0-3-2-1
     assert flat.small_sum(range(6)) == pytest.approx(5 * inside + 5 * across)
+    assert flat.small_sum(range(3)) == pytest.approx(1 * inside + 3 * across)  # 2-1-0, 0-2-1
+    assert flat.small_sum((1, 2, 3)) == pytest.approx(2 * inside + 2 * across)  # 3-2-1, 1-3-2
     assert flat.small_sum((0, 2, 4)) == pytest.approx(4 * across)
     assert flat.small_sum((1, 2)) == pytest.approx(2 * across)
     assert flat.small_sum((3,)) == 0.0
@@ -132,6 +154,21 @@ def test_a_flat_ring_over_a_slow_network_card() -> None:
     assert topology.ring(range(4)).seconds_a_byte == 2 * 3 / 4 * 1.0
     assert topology.ring((2, 3)).seconds_a_byte == 2 * 1 / 2 / 8
     assert topology.ring_of_ranges([0, 2], [3, 3], 4.0).tolist() == [2 * 3 / 4 * 1.0, 2 * 1 / 2 / 8]
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_latency_is_that_of_empty_sums_and_no_sum_has_fewer_seconds_a_byte(number: int) -> None:
+    """On a long and fast link segments wait, which takes more, less of it where two sums are under way."""
+    for bandwidth, waits in ((1e9, True), (1e7, False)):
+        level = Level(name="net", size=number, bandwidth=bandwidth, latency=1e-3, reduce_latency=4e-3)
+        topology = Topology(Cluster(levels=(level,), rings="flat"))
+        ring = topology.ring(range(number))
+        assert ring.seconds(0.0) == ring.latency == 2 * (number - 1) * 4e-3
+        assert topology.ring_of_ranges(0, number - 1, 1.0) == pytest.approx(ring.seconds_a_byte)
+        one, two, more = (ring.seconds(1e15, number=at_once) / 1e15 for at_once in (1, 2, 6))
+        assert more == pytest.approx(two)
+        assert one >= two >= ring.seconds_a_byte * (1 - 1e-12)
+        assert (two > 1.1 * ring.seconds_a_byte) == waits
 
 
 def test_sums_have_a_bandwidth_of_their_own() -> None:
