@@ -9,11 +9,13 @@ class PipelineError(RuntimeError):
     """A run that cannot go on. The message names the ranks and actions concerned.
 
     peers: the ranks that were waited for.
+    is_explained: whether the message names the cause, which was looked for.
     """
 
-    def __init__(self, message: str, *, peers: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, *, peers: Sequence[int] = (), is_explained: bool = False) -> None:
         super().__init__(message)
         self.peers = tuple(peers)
+        self.is_explained = is_explained
 
 
 class PipelineTimeout(PipelineError):  # noqa: N818 - a time-out says it all

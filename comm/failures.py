@@ -82,7 +82,7 @@ class FailureBoard:
 
     def explain(self, error: BaseException) -> BaseException:
         """The error to raise: this rank's own, with the cause at the end of the chain of reports."""
-        if not isinstance(error, PipelineError) or not error.peers:
+        if not isinstance(error, PipelineError) or not error.peers or error.is_explained:
             return error
         patience = _Patience(_LATER if isinstance(error, PipelineTimeout) else _SOON)
         reports: dict[int, Account] = {self._rank: Account.of(error)}
@@ -99,7 +99,7 @@ class FailureBoard:
             if settled or patience.is_over():
                 break
             time.sleep(_POLL)
-        return type(error)(f"{error}\ncause: {cause}", peers=error.peers)
+        return type(error)(f"{error}\ncause: {cause}", peers=error.peers, is_explained=True)
 
     def linger(self) -> None:
         """Rank 0 may host the store: let the others read before it leaves."""

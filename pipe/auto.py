@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..comm import Collectives, MeshPlace, World
+from ..comm import Collectives, Guard, MeshPlace, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.graph.untouched import untouched
@@ -55,6 +55,7 @@ class AutoLayout:
     """Decides on a layout by measuring.
 
     Arguments:
+        guard: tells all processes what failed on one of them.
         num_ranks: to plan for.
         num_microbatches: M of the whole batch; None: the planner decides, or the first batch, which comes cut.
         replans: whether each batch is to have an order of its own.
@@ -70,6 +71,7 @@ class AutoLayout:
         world: World,
         settings: Settings,
         *,
+        guard: Guard,
         num_ranks: int,
         num_microbatches: int | None,
         replans: bool = False,
@@ -79,6 +81,7 @@ class AutoLayout:
         self._model = model
         self._world = world
         self._settings = settings
+        self._guard = guard
         self._num_ranks = num_ranks
         self._num_microbatches = num_microbatches
         self._replans = replans
@@ -88,6 +91,7 @@ class AutoLayout:
         self._runtime: RuntimeSeconds | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
         self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
+        guard.on_failure(self._collectives.abort)
 
     def decide(self, given: Given) -> Layout:
         """The layout for batches like this one. Collective over the processes."""
@@ -104,7 +108,8 @@ class AutoLayout:
         Arguments:
             restrictions: of the planner's search, see `stagewright.partition.plan`.
 
-        Raises ValueError, on every rank alike, for a batch without a target and where nothing fits.
+        Raises ValueError, on every rank alike, for a batch without a target, where nothing fits, and for what a profile
+        raised on one of them.
         """
         wanted = self._num_microbatches
         if wanted is None and given.microbatches:
@@ -120,6 +125,11 @@ class AutoLayout:
                 'replan="batch" with a first batch that is not cut: expected train_step(microbatches=[...]), or '
                 "num_microbatches= beside it"
             )
+        with self._guard.together():
+            return self._measured_plan(given, num_samples, wanted, restrictions)
+
+    def _measured_plan(self, given: Given, num_samples: int, wanted: int | None, restrictions: dict[str, Any]) -> Plan:
+        """The plan for a batch of so many samples, cut into so many microbatches where that is wanted."""
         self._agree(given, wanted)
         if wanted is not None and (given.microbatches or self._replans):
             profiles = self._by_size(given.on(self._settings.device).cut(wanted))
@@ -270,18 +280,25 @@ class AutoLayout:
     def _together(self, run: Callable[[], T], *, what: str) -> list[T]:
         """By rank what `run` returns there; where it fails on one rank, ValueError on all."""
         mine: T | None = None
+        failed: Exception | None = None
         story = ""
         try:
             mine = run()
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
             if not self._world.distributed:
                 raise
-            story = str(error) or type(error).__name__
+            failed, story = error, _told(error)
         answers = self._collectives.gather((mine, story), what=what)
-        failed = next((rank for rank, (_, its) in enumerate(answers) if its), None)
-        if failed is not None:
-            raise ValueError(f"{what} failed on rank {failed}: {answers[failed][1]}")
+        rank = next((rank for rank, (_, its) in enumerate(answers) if its), None)
+        if rank is not None:
+            raise ValueError(f"{what} failed on rank {rank}: {answers[rank][1]}") from failed
         return [answer for answer, _ in answers]  # type: ignore[misc]
+
+
+def _told(error: Exception) -> str:
+    """An error in a sentence about it: with its kind, unless its text was written to be read alone."""
+    text = str(error)
+    return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class Building:
             self._model,
             self._world,
             self._settings,
+            guard=self._guard,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             replans=replans,

@@ -269,10 +269,14 @@ class Trials:
         """A copy of the model, and the options of a trial; or why there is none."""
         settings = self._settings
         copies: dict[int, Any] = {}  # by id of what was copied
-        try:
-            model, loss, scaler = copy.deepcopy((self._model, settings.loss_fn, settings.grad_scaler), copies)
-        except Exception as error:
-            return None, f"the model cannot be copied: {type(error).__name__}: {error}"
+        originals = {"the model": self._model, "loss_fn": settings.loss_fn, "grad_scaler": settings.grad_scaler}
+        copied: list[Any] = []
+        for name, original in originals.items():
+            try:
+                copied.append(copy.deepcopy(original, copies))
+            except Exception as error:
+                return None, f"{name} cannot be copied: {type(error).__name__}: {error}"
+        model, loss, scaler = copied
         if Kept((model, loss), device=settings.device).reaches(list(self._model.parameters())):
             return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
         for parameter in model.parameters():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm import join_world
+from ...comm import join_world, make_guard
 from ...partition.graph.forms import Arguments
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
@@ -44,7 +44,14 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
         device=device,
         timeout=TIMEOUT,
     )
-    layout = AutoLayout(problem.make_model(), world, settings, num_ranks=world.size, num_microbatches=num_microbatches)
+    layout = AutoLayout(
+        problem.make_model(),
+        world,
+        settings,
+        guard=make_guard(world),
+        num_ranks=world.size,
+        num_microbatches=num_microbatches,
+    )
     return layout.plan(Given(arguments=Arguments.of((problem.inputs,)), target=problem.target), **restrictions)
 
 

@@ -32,7 +32,7 @@ from ..own_task import Batch
 from .checkpoints import Checkpoints, may_go_on
 from .corpus import bits_per_byte
 from .options import TrainOptions
-from .pipeline import make_pipe, may_verify
+from .pipeline import check_samples, make_pipe, may_verify
 from .progress import Progress, make_progress, speed
 from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
@@ -200,6 +200,7 @@ class _Training:
         bubbles: dict[int, _Bubble | None] = {}  # the newest when a step had run
         for step in range(first, self.options.steps):
             batch = next(self.source)
+            check_samples(batch, num_microbatches=self.pipe.schedule.num_microbatches, task=self.task)
             if step == 1:
                 self.pipe.measured_costs()  # the link's latency: measured while little is under way
             if step == first + FIRST_TRACED:

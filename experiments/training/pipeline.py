@@ -31,11 +31,8 @@ def make_pipe(
 ) -> PipelineModule:
     """The pipeline that the options describe, for batches like this one."""
     samples, parts = batch.num_samples, None if what is None else what.num_microbatches
-    if parts is not None and samples < parts:
-        raise ValueError(
-            f"{task.source} gives batches of {samples} for {count(parts, 'microbatch')}: one would be empty; expected "
-            f"{parts} samples or more, or --microbatches {samples}"
-        )
+    if parts is not None:
+        check_samples(batch, num_microbatches=parts, task=task)
     if (
         isinstance(what, Plan)
         and parts is not None
@@ -76,6 +73,16 @@ def make_pipe(
         timeout=options.timeout,
         on_step=on_step,
     )
+
+
+def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
+    """ValueError for a batch that is too small for so many microbatches."""
+    if batch.num_samples < num_microbatches:
+        raise ValueError(
+            f"{task.source} gives a batch of {batch.num_samples} for {count(num_microbatches, 'microbatch')}: one "
+            f"would be empty; expected {num_microbatches} samples or more (a DataLoader's last batch is smaller "
+            f"without drop_last=True), or --microbatches {max(1, batch.num_samples)}"
+        )
 
 
 def _correction(options: TrainOptions) -> ErrorFeedback | None:

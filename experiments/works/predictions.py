@@ -121,7 +121,7 @@ def _planned(
     predicted it. Collective over the processes."""
     import torch
 
-    from ...comm import join_world
+    from ...comm import join_world, make_guard
     from ...partition.graph.forms import Arguments
     from ...pipe.auto import AutoLayout
     from ...pipe.batch.given import Given
@@ -138,7 +138,15 @@ def _planned(
         device=device,
         timeout=TIMEOUT,
     )
-    layout = AutoLayout(model, world, settings, num_ranks=world.size, num_microbatches=num_microbatches, trials=TRIALS)
+    layout = AutoLayout(
+        model,
+        world,
+        settings,
+        guard=make_guard(world),
+        num_ranks=world.size,
+        num_microbatches=num_microbatches,
+        trials=TRIALS,
+    )
     plan = layout.plan(Given(arguments=Arguments.of(inputs), target=target), **restrictions)
     assert layout.predicted is not None
     return plan, layout.predicted

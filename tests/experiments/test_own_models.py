@@ -86,6 +86,9 @@ MINE = """
     def empty():
         return []
 
+    def uneven():
+        return [few()[0], [x[:3] for x in few()[1]]]
+
     def alone():
         return [torch.zeros(8, 4)]
 
@@ -305,7 +308,11 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
             "--optimizer own_mine:model: takes 0 arguments: expected a function of 1",
         ),
         ((*OWN, "--optimizer", "own_mine:plain_sgd", "--lr", "1"), "has no parameter lr: leave --lr away"),
-        ((*OWN, "--microbatches", "9"), "own_mine:few gives batches of 8 for 9 microbatches"),
+        ((*OWN, "--microbatches", "9"), "own_mine:few gives a batch of 8 for 9 microbatches: .* --microbatches 8"),
+        (
+            ("--model", "own_mine:model", "--data", "own_mine:uneven", "--no-verify"),
+            r"a batch of 3 for 8 microbatches: .* 8 samples or more \(.* drop_last=True\), or --microbatches 3",
+        ),
         (("--model", "own_mine:model", "--data", "own_mine:empty"), "--data own_mine:empty gave no batch"),
         (("--model", "own_mine:model", "--data", "own_mine:alone"), "gave a batch that is Tensor: expected"),
         (("--model", "own_mine:model", "--data", "own_mine:words"), "whose input 0 is str: expected a tensor"),

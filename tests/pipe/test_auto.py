@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.pool import Pool
 from torch import Tensor, nn
 
+from stagewright.comm import PeerLost
 from stagewright.partition import Node, Plan, Profile
 from stagewright.partition.plans.simulated import simulated
 from stagewright.pipe import PipelineModule
@@ -170,25 +171,37 @@ def test_ranks_that_differ_are_told_before_anything_is_measured(gloo: Pool) -> N
         assert f"a batch of (({8 - 4 * rank}, 6) torch.float64)" in batches
 
 
-def _fails_on_one_rank() -> str:
-    rank = torch.distributed.get_rank()
+def _fails_on_one_rank() -> list[tuple[str, str]]:
+    """Kind and text of what is raised here where the loss raises on rank 1."""
+    rank, found = torch.distributed.get_rank(), []
+    for error in (ValueError("no loss here"), KeyError("weight"), KeyboardInterrupt("by hand")):
 
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        if rank == 1:
-            raise ValueError("no loss here")
-        return F.mse_loss(output, target)
+        def loss_fn(output: Tensor, target: Tensor, error: BaseException = error) -> Tensor:
+            if rank == 1:
+                raise error
+            return F.mse_loss(output, target)
 
-    try:
-        make_pipe(loss_fn=loss_fn).train_step(X, Y)
-    except ValueError as error:
-        return str(error)
-    return "went on"
+        with pytest.raises((ValueError, KeyboardInterrupt, PeerLost)) as told:
+            make_pipe(loss_fn=loss_fn).train_step(X, Y)
+        assert rank == 0 or error in (told.value, told.value.__cause__)
+        found.append((told.typename, str(told.value)))
+    return found
 
 
 @pytest.mark.gloo
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
-    for answer in gloo.run(_fails_on_one_rank, ranks=2):
-        assert answer == "profiling the model failed on rank 1: no loss here"
+    first, second = gloo.run(_fails_on_one_rank, ranks=2)
+    assert (
+        first[:2]
+        == second[:2]
+        == [
+            ("ValueError", "profiling the model failed on rank 1: no loss here"),
+            ("ValueError", "profiling the model failed on rank 1: KeyError: 'weight'"),
+        ]
+    )
+    assert second[2] == ("KeyboardInterrupt", "by hand")
+    assert first[2][0] == "PeerLost"
+    assert first[2][1].endswith("cause: rank 1 failed: KeyboardInterrupt: by hand")
 
 
 def test_the_median_of_several_ranks() -> None:

@@ -197,6 +197,7 @@ def test_what_is_not_tried_says_why() -> None:
     itself = {"loss_fn": lambda output, target: F.mse_loss(output, target) + model[0].linear.weight.square().sum()}
     cases: list[tuple[str, nn.Module, Plan, dict[str, Any]]] = [
         ("on rank 0 the model cannot be copied: TypeError: cannot pickle", nn.Sequential(Locked()), one, {}),
+        ("on rank 0 loss_fn cannot be copied: TypeError: cannot pickle", make_model(), one, {"loss_fn": Locked()}),
         ("loss_fn, or a hook, computes with parameters of the model itself", model, one, itself),
         ("loss_fn, or a hook, computes with parameters of the", MODEL, one, {"loss_fn": with_a_global}),
         ("compile= would compile", make_model(), one, {"compile": {}}),

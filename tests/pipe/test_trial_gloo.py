@@ -54,18 +54,19 @@ def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
         assert not any("tried for " in note for note in untried.notes)
 
 
-def train_with_failures() -> tuple[str, str]:
-    """Outcome of a trial whose rank 1 has no memory left, and of one in which the user's code fails there."""
+def train_with_failures() -> tuple[str, ...]:
+    """Outcome of a trial whose rank 1 has no memory left, of one in which the user's code fails there, and of one that
+    the user interrupts there."""
     lost = torch.OutOfMemoryError("CUDA out of memory")
-    return _with_a_failure(lost), _with_a_failure(KeyError("of the user"))
+    return tuple(_with_a_failure(each) for each in (lost, KeyError("of the user"), KeyboardInterrupt("by hand")))
 
 
-def _with_a_failure(error: Exception) -> str:
+def _with_a_failure(error: BaseException) -> str:
     with profiled():
         pipe = make_pipe(optimizer=fails(error, on=1), num_microbatches=4, trials=1)
         try:
             pipe.build(*make_batch())
-        except Exception as failed:
+        except BaseException as failed:
             return f"{type(failed).__name__}: {failed}"
         assert pipe.plan is not None
         return "; ".join(pipe.plan.notes)
@@ -73,8 +74,11 @@ def _with_a_failure(error: Exception) -> str:
 
 @pytest.mark.gloo
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
-    of_memory, own = zip(*gloo.run(train_with_failures, ranks=2), strict=True)
+    of_memory, own, interrupted = zip(*gloo.run(train_with_failures, ranks=2), strict=True)
     assert own[1] == "KeyError: 'of the user'"
-    assert "of the user" in own[0]
+    assert interrupted[1] == "KeyboardInterrupt: by hand"
+    for each, cause in ((own[0], "KeyError: 'of the user'"), (interrupted[0], "KeyboardInterrupt: by hand")):
+        assert each.count("cause: ") == 1
+        assert each.endswith(f"cause: rank 1 failed: {cause}")
     for each in of_memory:
         assert "out of memory on rank 1: CUDA out of memory" in each
