@@ -140,6 +140,40 @@ def test_what_was_not_measured_is_corrected_by_the_step() -> None:
     assert "compute +" in took.notes[-1]
 
 
+def test_the_middle_step_is_told_and_how_far_actions_varied() -> None:
+    """F of the n-th of eight microbatches takes n tenths more: its quartiles are 0.35 apart around 1.35."""
+    found = planned("pipeline")
+    predicted, costs, links = simulated(found)
+    forward = [[stage.forward_seconds * (1 + k / 10) for k in range(8)] for stage in found.stages]
+    step = simulate(predicted.schedule, replace(costs, forward=forward), links)
+    steps = [replace(step, around=around) for around in (1e-3, 9e-3, 2e-3)]
+    took = with_measured(found, steps, known(found))
+    assert took.tried_seconds == steps[2].batch_seconds != took.simulated_step_time
+    assert took.around_seconds == 2e-3
+    for own, was, around in zip(took.stages, found.stages, around_actions(costs, 4), strict=True):
+        whole = 1.35 * was.forward_seconds + was.backward_seconds + 2 * around
+        assert own.spread == pytest.approx(0.175 * was.forward_seconds / whole)
+
+
+def test_causes_of_a_hundredth_of_the_step_are_named() -> None:
+    found = planned("pipeline")
+    took = with_measured(found, [simulated(as_it_is(found, compute=0.5)).timeline], known(found))
+    assert "compute -" in took.notes[-1]
+    assert "update +6.00 ms" in took.notes[-1]
+    assert "messages" not in took.notes[-1]  # thrice as slow, but 1 ms of 292
+
+
+def test_what_is_left_of_a_step_and_around_it_is_as_far_off_in_other_plans() -> None:
+    found = replace(planned("pipeline"), around_seconds=1e-3)
+    took = with_measured(found, [replace(simulated(found).timeline, around=3e-3)], known(found))
+    by = ratios(found, took, step=2 * (took.simulated_step_time or 0.0))
+    assert (by.around, by.step) == pytest.approx((3.0, 2.0))
+    assert ratios(found, replace(took, around_seconds=0.0), step=1.0).around == 1.0  # nothing was seen of it
+    other = replace(planned("replicas"), around_seconds=2e-3)
+    alone = simulated(other).timeline.batch_seconds
+    assert corrected_seconds(other, Ratios(around=3.0, step=2.0)) == pytest.approx(2 * (alone + 4e-3))
+
+
 def test_another_plan_is_corrected_by_what_was_off() -> None:
     """Sums that take five times as long are no reason against a plan without any."""
     data, pipeline = planned("data"), planned("pipeline")

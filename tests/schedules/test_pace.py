@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp, log, sqrt
+from math import cos, exp, log, pi, sin, sqrt
 from random import Random
 from statistics import fmean
 
@@ -53,6 +53,33 @@ def test_ranks_that_vary_together_tell_no_more_than_one() -> None:
     assert twice == pytest.approx(alone)
     others = [exp(each + random.gauss(0, 0.02)) for each in walk]
     assert paces_of(list(zip(noisy, others, strict=True)))[1][0] < alone[0]  # steadiness is less probable
+
+
+def test_a_pace_is_as_probable_as_the_steps_of_ranks_that_vary_by_themselves_say() -> None:
+    """One in three that it does not wander, else any drive and tau, before the steps; three ranks of waves that have
+    nothing in common tell thrice as much as one."""
+    waves = [[exp(0.1 * wave(k * n * pi / 10)) for wave, k in ((cos, 1), (sin, 1), (cos, 2))] for n in range(20)]
+    for rows, times in ((waves, 3), ([[first] * 3 for first, _, _ in waves], 1)):
+        paces, shares = paces_of(rows)
+        told = [times * (pace.likelihood - paces[0].likelihood) for pace in paces]
+        others = len(paces) - 1
+        assert others == 8 * 7
+        assert [log(share / shares[0]) for share in shares[1:]] == pytest.approx(
+            [log(2 / others) + x for x in told[1:]]
+        )
+
+
+def test_draws_are_as_far_apart_as_students_distribution_is() -> None:
+    """The mean square of Student's distribution is that of a normal one times (N - 1) / (N - 3); each measured step is
+    drawn as often as any other."""
+    random = np.random.default_rng(5)
+    paces, _ = paces_of([[exp(0.1 * each)] for each in (-1, 2, 0, 1, -2, 1, -1, 0, 1, 7)])
+    for pace, ahead in ((paces[0], 0), (paces[30], 4)):
+        off = [log(pace.draw(random, ahead)[0]) - pace.middle(ahead)[0] for _ in range(20_000)]
+        surprises = pace.surprises[:, 0]
+        square = fmean(surprises**2) * 10 / 9 * (9 / 7) * pace.variance(ahead)
+        assert fmean(each**2 for each in off) == pytest.approx(square, rel=0.05)
+        assert fmean(off) == pytest.approx(fmean(surprises) * sqrt(pace.variance(ahead)), abs=0.05 * sqrt(square))
 
 
 def test_chance_of_few_actions_is_no_part_of_a_step_but_the_pace_is() -> None:
