@@ -190,7 +190,7 @@ def total_by_hand(case: tuple[StageSums, InFlight, float], choice: tuple[str, ..
     most = max(
         float(np.dot(row, kept)) + again[chunk] for row, chunk in zip(flight.in_backward, flight.running, strict=True)
     )
-    received = float(sums.before[0]) * (4 + 2)  # inputs ahead, and gradients sent back; other stages are on the same rank
+    received = float(sums.before[0]) * (4 + 2)  # ahead, and gradients sent back: of one rank the first stage alone
     return most + received + float(sums.before.max())  # the gradient of an input
 
 
