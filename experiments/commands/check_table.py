@@ -98,9 +98,11 @@ def _command(each: InputCheck, found: CheckedRun) -> str | None:
     what, plan = each.what, found.plan
     if what.kind == "norm" and plan.norm_seconds is None:
         return f"stagewright plan ... --clip {_clip(found.config):g}"  # made as if nobody clipped
-    if what.kind == "norm" or (what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"):
+    if (what.kind == "norm" and plan.norm_seconds) or (
+        what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"
+    ):
         return None  # clipping beside the latencies of the norm, and sums of tied weights: no one input
-    if what.kind in _OF_LINKS or (what.kind == "overhead" and _is_of_messages(each, plan)):
+    if what.kind == "norm" or what.kind in _OF_LINKS or (what.kind == "overhead" and _is_of_messages(each, plan)):
         if len(found.ranks_by_host) > 1:
             return "torchrun ... -m stagewright profile --links --out cluster.json"
         return f"stagewright profile --links --ranks {plan.num_devices} --out cluster.json"

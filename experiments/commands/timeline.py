@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import tyro
 
 from ...schedules import StepSamples
-from ...schedules.wording import count
+from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
 from ..help_text import plain_help
 from .exhibits import read_exhibits
@@ -100,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
         print(render_terminal(exhibits))
     for exhibit in () if options.terminal else exhibits:
         for caption, timeline in exhibit.timelines:
-            taken = f"{timeline.batch_seconds:.6g} s a batch, bubble {timeline.bubble:.1%}"
+            taken = f"{duration(timeline.batch_seconds)} a batch, bubble {timeline.bubble:.1%}"
             if timeline is exhibit.predicted and (sampled := exhibit.sampled) is not None:
                 taken = f"{sampled} a batch, bubble {sampled.bubble:.1%}"
             print(f"{exhibit.name}, {caption}: {taken}")

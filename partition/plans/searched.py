@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schedules.wording import duration
+
 OUTSIDE = (
     "replicas that do not divide the microbatches or differ by stage, but for those of the dynamic program (1F1B, no "
     "tensor ranks)",
@@ -57,7 +59,7 @@ class Searched:
         lines = [f"{done}; by their bounds {rest}, in the cuts that are tried"]
         if self.least > 0:
             lines.append(
-                f"whatever the cuts, no configuration takes less than {self.least:.4g} s a batch: the plan is at most "
-                f"{max(0.0, seconds / self.least - 1):.2%} slower"
+                f"whatever the cuts, no configuration takes less than {duration(self.least)} a batch: the plan is "
+                f"at most {max(0.0, seconds / self.least - 1):.2%} slower"
             )
         return [*lines, f"not among them: {'; '.join(OUTSIDE)}"]

@@ -27,7 +27,7 @@ _SMALL = 500  # actions of a problem in which slides find what policies cannot
 _BEFORE = 6  # policies that come before the named schedules, where there is a start
 _NEAR = 1.1  # a named schedule within this of the best is worth a second try
 _ELITES = 4
-CLOSE = 1e-12  # a value so near to the bound, in parts of it, meets it
+CLOSE = 1e-9  # a value so near to the bound, in parts of it, meets it: limits of memory leave as much for rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from ..ir import Schedule
 from ..timing.costs import Costs
 from ..timing.links import Links
 from ..timing.timeline import Timeline
-from ..wording import duration
+from ..wording import count, duration
 from .asked import Asked, asked
 from .contest import Contest
 from .judge import Judged
@@ -98,9 +98,10 @@ class Synthesis:
             "evaluations": "best so far, the evaluations were spent",
             "tried": "best of all that was tried",
         }[self.stopped]
+        orders = count(self.evaluations, "order")
         return (
             f"{self.problem.objective} {duration(self.value)}, at most {self.gap:.2%} above the best possible; {why} "
-            f"({self.evaluations:,} orders in {duration(self.seconds)})"
+            f"({orders} in {duration(self.seconds)})"
         )
 
 

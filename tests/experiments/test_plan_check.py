@@ -206,6 +206,10 @@ def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(capsys: pytes
     )
     (advice,) = answer(capsys, "two")["measure_again"]
     assert advice["command"] is None
+    free = replace(planned(max_grad_norm=0.5, **TWO_BY_TWO), norm_seconds=0.0)  # made without --cluster
+    write_run(Path("free"), free, costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
+    (advice,) = answer(capsys, "free")["measure_again"]
+    assert advice["command"] == "stagewright profile --links --ranks 4 --out cluster.json"
     write_run(Path("three"), planned(**TWO_BY_TWO), costs=times(3.0, "forward"), config={"clip": 0.5})
     (advice,) = answer(capsys, "three")["measure_again"]
     assert "--ranks 4 --clip 0.5 --out profile.json" in advice["command"]

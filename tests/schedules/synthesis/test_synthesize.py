@@ -238,6 +238,16 @@ def test_the_same_seed_and_evaluations_find_the_same() -> None:
     assert find(1) == find(1)
 
 
+def test_a_bound_that_leaves_room_for_rounding_is_met() -> None:
+    """Limits of memory leave 1e-9 of themselves for it, and a bound over several chunks is lower by as much."""
+    thirds = Costs(forward=0.5, input_grad=0.5, weight_grad=0.5, latency=0.1)
+    many = {"memory_limit": 8, "evaluations": 20_000, "seconds": 400}
+    found = synthesize(num_ranks=4, num_microbatches=8, placement="v", costs=thirds, **many)
+    assert found.lower_bound < found.value < found.lower_bound * (1 + 1e-9)
+    assert found.is_optimal
+    assert found.evaluations < 20_000
+
+
 def test_time_that_is_over_leaves_the_best_so_far_and_says_so() -> None:
     told = []
     found = synthesize(
