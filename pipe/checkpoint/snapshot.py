@@ -154,7 +154,8 @@ class Writers:
 
 
 def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Mapping[str, Any] | None) -> Snapshot:
-    """State of this process; the tensors are those that train.
+    """State of this process; the tensors are those that train. What several stages here hold of a tied weight is in it
+    once.
 
     Raises ValueError for state that a checkpoint has no name or no form for.
     """
@@ -186,7 +187,7 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
         kind="training",
         names=tuple(ownership.names()),
         tied=tied,
-        pieces=tuple(pieces),
+        pieces=tuple({(piece.key, piece.start): piece for piece in pieces}.values()),
         values=values,
         by_process=by_process,
     )
