@@ -17,6 +17,7 @@ from stagewright.partition.planner.model import Model
 from stagewright.partition.recompute_choice import Option, in_turn
 from stagewright.partition.stage_cost import RECOMPUTE, Recomputed, StageSums
 from stagewright.partition.stage_memory import RankMemory, RankPlace
+from stagewright.partition.topology import TransferTime
 
 from .small import TENTHS, profiles
 
@@ -249,6 +250,41 @@ def test_bytes_at_the_peak(data: st.DataObject) -> None:
     choice = tuple(data.draw(st.sampled_from(RECOMPUTE)) for _ in case[0].stash)
     forced = fitted_alone((case[0], case[1], 0.0), choice)
     assert forced.total == pytest.approx(total_by_hand(case, choice))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "replicas", "update", "limit", "shards"),
+    [
+        (("none",), 4, 9.0, 1e9, 1),
+        (("full",), 4, 0.0, 1e9, 4),
+        (("full",), 1, 9.0, 1e9, 1),
+        (("none", "full"), 4, 4.1, 1e9, 4),  # three quarters of the update are more than the 3 s of the exchange
+        (("none", "full"), 4, 4.0, 1e9, 1),  # and just as much
+        (("none", "full"), 4, 4.0, 300.0, 4),  # but the 200 bytes of the optimizer's state do not fit
+        (("none",), 4, 9.0, 300.0, 1),
+        (("none", "full"), 1, 9.0, 300.0, 1),
+    ],
+)
+def test_where_the_optimizer_is_divided(
+    allowed: tuple[str, ...], replicas: int, update: float, limit: float, shards: int
+) -> None:
+    """100 bytes of weights, as many of gradients: where that saves seconds, or bytes that there are not."""
+    none, one = np.zeros(1), np.ones(1)
+    weights = {"weights": 100 * one, "small": 100 * one, "update": update * one}
+    others = ("forward", "backward", "buffers", "stash", "before", "behind", "workspace", "largest")
+    known = Recomputed(kept=none, again=none, seconds=none)
+    sums = StageSums(**weights, **dict.fromkeys(others, none), by_node=lambda _: known)
+    held = np.ones((1, 1))
+    flight = InFlight(
+        **dict.fromkeys(("held", "graded", "summed", "in_backward", "graded_backward", "summed_backward"), held),
+        running=np.zeros(1, dtype=int),
+        versions=1,
+        num_microbatches=4,
+    )
+    exchange = TransferTime(latency=1.0, seconds_a_byte=0.02)
+    place = RankPlace(stages=(0,), replicas=replicas, tensor=1, limit=limit, exchange=exchange)
+    found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).fit(sums, flight, place)
+    assert found.treatment.shards == (shards,)
 
 
 # Plans.

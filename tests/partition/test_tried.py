@@ -123,6 +123,10 @@ def test_what_was_not_measured_is_corrected_by_the_step() -> None:
     ratio = (took.simulated_step_time or 0.0) / (found.simulated_step_time or 1.0)
     assert ratio > 1.1
     assert took.bound == pytest.approx(found.bound * ratio)
+    assert took.predicted_step_time == pytest.approx(found.predicted_step_time * ratio)
+    assert [each.predicted_step_time for each in took.runners_up] == [
+        pytest.approx(each.predicted_step_time * ratio) for each in found.runners_up
+    ]
     assert [each.simulated_step_time for each in took.runners_up] == [
         pytest.approx((each.simulated_step_time or 0.0) * ratio) for each in found.runners_up
     ]
@@ -172,6 +176,82 @@ def test_what_is_left_of_a_step_and_around_it_is_as_far_off_in_other_plans() -> 
     other = replace(planned("replicas"), around_seconds=2e-3)
     alone = simulated(other).timeline.batch_seconds
     assert corrected_seconds(other, Ratios(around=3.0, step=2.0)) == pytest.approx(2 * (alone + 4e-3))
+
+
+def test_each_input_of_another_plan_is_as_far_off_as_it_was() -> None:
+    """One after the other by a factor, in a plan with all of them; each changes its step."""
+    options = {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": ("interleaved-zb",), "chunk_sizes": (2,)}
+    found = plan(PROFILE, CLUSTER, global_batch=8, microbatch_sizes=(1,), optimizer_sharding=("none",), **options)
+    stages = [
+        replace(s, input_grad_seconds=0.4 * s.backward_seconds, traffic=replace(way, sum_busy=0.4, sum_seconds=0.05))
+        for s in found.stages
+        if (way := s.traffic) is not None
+    ]
+    found = replace(found, stages=tuple(stages))
+    before = simulated(found).timeline.batch_seconds
+    actions = ("forward_seconds", "backward_seconds", "input_grad_seconds")
+    cases: list[tuple[dict[str, float], tuple[str, ...], float]] = [
+        ({"compute": 2.0}, actions, 2.0),
+        ({"runtime": 2.0}, ("action_seconds",), 2.0),
+        ({"message_seconds": 7.0}, ("message_seconds",), 7.0),
+        ({"messages": 70.0}, ("latency", "seconds_per_byte"), 70.0),
+        ({"sums": 2.0}, ("sum_seconds",), 2.0),
+        ({"sum_busy": 2.0}, ("sum_busy",), 2.0),
+        ({"sum_busy": 4.0}, ("sum_busy",), 2.5),  # not more than all of the sum
+        ({"update": 2.0}, ("optimizer_seconds",), 2.0),
+    ]
+    for by, names, ratio in cases:
+        other = scaled(found, names, ratio)
+        after = simulated(other).timeline.batch_seconds
+        assert after != pytest.approx(before, rel=1e-3), by
+        assert corrected_seconds(found, Ratios(**by)) == pytest.approx(after), by  # type: ignore[arg-type]
+        ((kind, _),) = by.items()
+        assert getattr(ratios(found, other, step=1.0), kind) == pytest.approx(ratio)
+    bytes_alone = ratios(found, scaled(found, ("seconds_per_byte",), 3.0), step=1.0)
+    assert bytes_alone.messages == pytest.approx((1e-4 + 3e-4) / 2e-4)
+
+
+def scaled(found: Plan, names: tuple[str, ...], ratio: float) -> Plan:
+    """The plan with these figures of its stages, or of their traffic, so many times."""
+    stages = []
+    for stage in found.stages:
+        way: Any = stage.traffic
+        own = {name: getattr(stage, name) * ratio for name in names if hasattr(stage, name)}
+        sent = {name: getattr(way, name) * ratio for name in names if hasattr(way, name)}
+        stages.append(replace(stage, traffic=replace(way, **sent), **own))
+    return replace(found, stages=tuple(stages))
+
+
+def test_a_rank_is_slow_by_the_seconds_of_its_stages() -> None:
+    found = planned("replicas")
+    stages = [replace(s, ranks=(0, 1), forward_ratios=(1.5, 0.5), backward_ratios=(1.5, 0.5)) for s in found.stages]
+    even = replace(stages[1], forward_seconds=0.1, backward_seconds=0.2, forward_ratios=(1, 1), backward_ratios=(1, 1))
+    first = stages[0].forward_seconds + stages[0].backward_seconds
+    both = replace(found, stages=(stages[0], even), num_chunks=2)
+    by = ratios(both, both, step=1.0).by_rank
+    assert by == pytest.approx({0: (1.5 * first + 0.3) / (first + 0.3), 1: (0.5 * first + 0.3) / (first + 0.3)})
+
+
+def test_measured_halves_of_a_backward() -> None:
+    """I and W by themselves where the schedule runs them, B in their proportion where it does not."""
+    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), "pipeline_sizes": (4,), "data_sizes": (1,)}
+    split, whole = (
+        plan(PROFILE, CLUSTER, global_batch=8, schedules=(schedule,), **options) for schedule in ("zb-h1", "1f1b")
+    )
+    split = scaled(split, ("action_seconds", "message_seconds"), 0.0)
+    half = replace(split, stages=tuple(replace(s, input_grad_seconds=0.5 * s.backward_seconds) for s in split.stages))
+    truth = replace(split, stages=tuple(replace(s, input_grad_seconds=0.3 * s.backward_seconds) for s in split.stages))
+    took = with_measured(half, [simulated(truth).timeline] * 3, Costs())
+    for own, real in zip(took.stages, truth.stages, strict=True):
+        assert own.input_grad_seconds == pytest.approx(real.input_grad_seconds)
+        assert own.backward_seconds == pytest.approx(real.backward_seconds)
+    third = replace(whole, stages=tuple(replace(s, input_grad_seconds=0.3 * s.backward_seconds) for s in whole.stages))
+    took = with_measured(third, [simulated(as_it_is(third)).timeline] * 3, known(third))
+    for own, was in zip(took.stages, third.stages, strict=True):
+        assert own.backward_seconds > 1.2 * was.backward_seconds
+        assert own.input_grad_seconds == pytest.approx(0.3 * own.backward_seconds)
+        computed = (own.forward_seconds + own.backward_seconds) / (was.forward_seconds + was.backward_seconds)
+        assert own.step_seconds == pytest.approx(was.step_seconds * computed)
 
 
 def test_another_plan_is_corrected_by_what_was_off() -> None:

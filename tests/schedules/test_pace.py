@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import cos, exp, log, pi, sin, sqrt
 from random import Random
@@ -12,7 +13,7 @@ import pytest
 from support.noisy_machine import Machine
 
 from stagewright.schedules import Costs, Op, Spread, build, estimate_spread, simulate_spread
-from stagewright.schedules.timing.pace import paces_of, steady_pace
+from stagewright.schedules.timing.pace import Pace, paces_of, steady_pace
 
 ONE = build("gpipe", num_ranks=1, num_microbatches=1)  # F of 1 s, B of 2 s
 
@@ -131,6 +132,26 @@ def test_steps_that_follow_begin_at_the_pace_of_the_last() -> None:
     random.shuffle(rows)
     low, high = simulate_spread(ONE, Costs(), Spread(actions={}, steps=rows), following=50, samples=600).range()
     assert (low, high) == pytest.approx(ends(0), rel=0.25)
+
+
+def test_any_of_the_steps_that_follow_is_meant_under_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as often as another, each pace as often as it is probable; of chance as much is left out as was told."""
+    drawn: list[tuple[Pace, int]] = []
+    monkeypatch.setattr(Pace, "draw", lambda self, _, ahead: drawn.append((self, ahead)) or np.ones(1))
+    random = Random(4)
+    spread = Spread(actions={}, steps=[[exp(random.gauss(0, 0.1))] for _ in range(12)], chance=0.5)
+    simulate_spread(ONE, Costs(), spread, following=5, samples=1000)
+    times = Counter(ahead for _, ahead in drawn)
+    assert sorted(times) == [1, 2, 3, 4, 5]
+    assert min(times.values()) > 150
+    steady = [pace for pace, _ in drawn if pace.drive == 0]
+    _, shares = paces_of(spread.steps, 0.5)
+    assert 0.2 < shares[0] < 0.8
+    assert len(steady) == pytest.approx(1000 * shares[0], abs=60)
+    drawn.clear()
+    simulate_spread(ONE, Costs(), spread, samples=9)
+    assert {(pace.drive, ahead) for pace, ahead in drawn} == {(0.0, 0)}
+    assert {round(pace.own_variance, 9) for pace in (steady[0], drawn[0][0])} == {0.5}
 
 
 Steps = Callable[[Random, int], list[float]]  # logarithms of so many steps
