@@ -32,7 +32,7 @@ _FIGURES = (
     "backward_sum_bytes",
     "largest_parameter_bytes",
 )
-Tied = tuple[tuple[str, str], float]  # two nodes, bytes of the weights that they share
+Tied = tuple[tuple[str, ...], float]  # two nodes or more, bytes of the weights that all of them share
 _SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
 _PROFILE_FIGURES = (
     "optimizer_ratio",
@@ -151,11 +151,12 @@ class Profile:
             the batch that is cut, losses and results [s]; 0 when not measured.
         max_grad_norm: to which the run that it is for clips gradients, which is in its seconds of an update; 0: it does
             not clip; None when unknown.
-        tied: ((node, node), bytes) of weights that two nodes share. Each counts them among its own; where the two stand
-            on different ranks, their gradients are summed in front of the update.
+        tied: (nodes, bytes) of weights that two nodes or more share. Each counts them among its own, a rank with
+            several of the nodes has them once, and where several ranks hold them, their gradients are summed in front
+            of the update.
 
     Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), a graph in several parts that
-    nothing connects, and for `tied` of other than two of its nodes.
+    nothing connects, and for `tied` of other than two or more of its nodes.
 
     >>> chain = Profile(nodes=[Node(name=n, forward_seconds=1, backward_seconds=2) for n in "ab"])
     >>> chain.edges, Profile.from_json(chain.to_json()) == chain
@@ -250,7 +251,7 @@ class Profile:
         if unknown:
             raise ValueError(f"node {unknown[0]!r} is not in the profile: expected names of its nodes")
         own = [node for node in self.nodes if names is None or node.name in names]
-        parameters = sum(node.parameter_bytes for node in own)
+        parameters = sum(node.parameter_bytes for node in own) - self.counted_again([node.name for node in own])
         return MemoryUse(
             parameters=parameters,
             gradients=parameters,
@@ -259,6 +260,10 @@ class Profile:
             workspace=max((node.workspace_bytes for node in own), default=0.0),
             buffers=sum(node.buffer_bytes for node in own),
         )
+
+    def counted_again(self, names: Collection[str]) -> float:
+        """Bytes of weights that several of these nodes share, beyond the first time that they count."""
+        return sum(shared * max(0, len({*nodes} & {*names}) - 1) for nodes, shared in self.tied)
 
     def order(self) -> tuple[int, ...]:
         """Positions in `nodes`, each behind what it needs; of several possible ones always the lowest first."""
@@ -402,9 +407,10 @@ class Profile:
 
 def _tied(pair: object, known: Collection[str]) -> Tied:
     match pair:
-        case [[str(one), str(other)], shared] if one != other and {one, other} <= set(known):
-            return (one, other), number(f"tied: {one}, {other}", shared)
-    return fail("tied", pair, "pairs of two of the profile's nodes and bytes")
+        case [[_, _, *_] as nodes, shared] if set(names := tuple(map(str, nodes))) <= set(known):
+            if len(set(names)) == len(names):
+                return names, number(f"tied: {', '.join(names)}", shared)
+    return fail("tied", pair, "pairs of two or more of the profile's nodes, and bytes")
 
 
 def _node(record: Fields) -> Node:

@@ -42,7 +42,7 @@ Under "layer" and "selective" a node that does not run again (`Node.runs_again`)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -72,6 +72,8 @@ class StageSums:
         before, behind: of tensors that cross the cut in front of the stage and behind it [bytes].
         workspace: of the node that needs most while it runs [bytes].
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
+        apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
+            too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
     """
 
@@ -87,11 +89,19 @@ class StageSums:
     largest: Floats
     small: Floats
     by_node: Callable[[str], Recomputed]
+    apart: Floats = field(default_factory=lambda: np.zeros(1))
+    small_apart: Floats = field(default_factory=lambda: np.zeros(1))
 
     @property
     def work(self) -> Floats:
         """F + B [s]."""
         return self.forward + self.backward
+
+    @property
+    def summed(self) -> Floats:
+        """Weights whose gradients replicas of the stage alone sum [bytes]."""
+        own = self.weights - self.apart
+        return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
     def under(self, recompute: str) -> Recomputed:
         """The row of the table of recomputation."""
@@ -203,9 +213,9 @@ def num_buckets(weights: Floats, *, small: Floats, largest: Floats) -> Indices:
 
 
 def round_seconds(sums: StageSums, ways: Sequence[TransferTime]) -> Floats:
-    """[S] seconds of all that stages hold, once round their replicas in as many buckets as gradients have."""
-    numbers = num_buckets(sums.weights, small=sums.small, largest=sums.largest)
-    every = zip(ways, sums.weights.tolist(), numbers.tolist(), strict=True)
+    """[S] seconds of all that stages hold alone, once round their replicas in as many buckets as gradients have."""
+    numbers = num_buckets(sums.summed, small=np.maximum(sums.small - sums.small_apart, 0.0), largest=sums.largest)
+    every = zip(ways, sums.summed.tolist(), numbers.tolist(), strict=True)
     return np.array([way.seconds(weights, number=number) if weights > 0 else 0.0 for way, weights, number in every])
 
 

@@ -153,13 +153,6 @@ class Topology:
         per_byte = np.array([each.seconds_a_byte for each in self.links])[levels]
         return replace(link, seconds_a_byte=float(np.max(np.where(levels > 0, per_byte / speeds, per_byte))))
 
-    def pair(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
-        """The slowest sum over two ranks, one of each stage, of what both hold; pairs as in `between`."""
-        first, last = (ranks.ravel() for ranks in _pairs(src, dst, tensor))
-        speeds = np.minimum(self.link_speeds[first], self.link_speeds[last])
-        at = np.lexsort((-speeds, self.levels_between(first, last)))[-1]
-        return self.ring((int(first[at]), int(last[at])))
-
     def ring(self, ranks: Sequence[int]) -> TransferTime:
         """A sum over these ranks, by the bytes that each of them holds."""
         members = np.unique(_indices(ranks))

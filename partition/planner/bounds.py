@@ -44,9 +44,11 @@ class _Nodes:
 
     Arguments:
         counts: [K] nodes of each kind.
-        work, parameters, update: [K] F + B [s], bytes, optimizer's step [s]; of the cheapest where kinds were joined.
+        work, parameters, update: [K] F + B [s], bytes, optimizer's step [s], without what other nodes share; of the
+            cheapest where kinds were joined.
         sizes: [n] nodes in each cut, ascending.
-        every: seconds of the updates of all nodes, and bytes of their parameters.
+        every: seconds of the updates of all nodes, and bytes of their parameters; what several share is updated once,
+            and has no bytes.
         forward, both: [n] the least F, and F + B, of any cut with as many nodes as that or more [s].
     """
 
@@ -133,10 +135,8 @@ class LeastSeconds:
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
         """Bytes of parameters that the fullest rank has, at least."""
-        nodes = self._nodes_of(model)
-        if c.num_stages == 1:  # it has shared weights once
-            return float(model.stages((0, len(model.cuts) - 1)).weights[0])
-        return _through(float(model.cuts.parameters[-1]), nodes.counts, nodes.parameters, np.zeros(c.pipeline))
+        nodes, last = self._nodes_of(model), len(model.cuts) - 1
+        return _through(float(model.cuts.weights(0, last)), nodes.counts, nodes.parameters, np.zeros(c.pipeline))
 
     def _passes(self, c: Configuration, m: int) -> float:
         key = (c.schedule, c.pipeline, c.num_chunks, m)
@@ -228,6 +228,11 @@ def _nodes(model: Model) -> _Nodes:
     rows = np.array(
         [(n.forward_seconds + n.backward_seconds, n.parameter_bytes, n.update_seconds) for n in model.profile.nodes]
     )
+    for (nodes, shared), updates in zip(model.cuts.tied, model.cuts.shared_update, strict=True):
+        rows[list(nodes), 1] -= shared
+        rows[list(nodes), 2] -= updates
+    rows = np.maximum(rows, 0.0)
+    once = [min(updates) for updates in model.cuts.shared_update]
     kinds, counts = np.unique(rows, axis=0, return_counts=True)  # the least work first
     groups = np.array_split(np.arange(len(kinds)), min(len(kinds), _KINDS))
     work, parameters, update = (np.array([kinds[at, column].min() for at in groups]) for column in range(3))
@@ -241,5 +246,5 @@ def _nodes(model: Model) -> _Nodes:
         sizes=sizes,
         forward=forward,
         both=both,
-        every=(rows[:, 2], rows[:, 1]),
+        every=(np.array([*rows[:, 2], *once]), np.array([*rows[:, 1], *(0.0 for _ in once)])),
     )

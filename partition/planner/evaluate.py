@@ -81,7 +81,7 @@ class Evaluator:
             flights: by stage of the first chunk, in place of what the schedule says.
         """
         model, place, positions = self.model(c), self.placements.of(c), c.positions
-        sums, rules = model.stages(ends), self._rules_of(model)
+        sums, rules = model.stages(ends, positions), self._rules_of(model)
         if flights is None:
             flights = self.schedules.in_flight(c, exact=exact)
         memories = self._by_rank(c, ends, flights, self._memories, lambda p, rank: rules.fit(sums, flights[p], rank))
@@ -120,7 +120,7 @@ class Evaluator:
         if c.num_microbatches is None:
             return 0.0
         model, counts, place, rules = self.model(c), c.counts, self.placements.of(c), self._rules_of(self.model(c))
-        sums, may_shard = model.stages(ends), "full" in rules.sharding
+        sums, may_shard = model.stages(ends, c.positions), "full" in rules.sharding
         seconds = _seconds(
             c,
             sums,

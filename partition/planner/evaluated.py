@@ -19,7 +19,7 @@ class Evaluated:
     """A configuration with cuts that fits.
 
     Arguments:
-        tied: ((stage, stage), seconds) of sums of gradients of weights that two stages on different ranks share.
+        tied: (stages, seconds) of sums of gradients of weights that stages on different ranks share.
         bottleneck: pace of the slowest rank [s a microbatch].
         bound: no order of this work is faster [s]; 0 where the number of microbatches is open.
     """

@@ -33,7 +33,6 @@ class Model:
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
-        self._place = {node.name: at for at, node in enumerate(profile.nodes)}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
 
     @cached_property
@@ -63,19 +62,44 @@ class Model:
             self._beyond[reach] = float(work[longer].min(initial=np.inf))
         return self._beyond[reach]
 
-    def stages(self, ends: Sequence[int]) -> StageSums:
-        """[S] between neighbours among these cuts, S + 1 of them from 0 to the last."""
-        at = np.asarray(ends)
-        return self.cuts.stages(at[:-1], at[1:])
+    def stages(self, ends: Sequence[int], positions: Sequence[int] | None = None) -> StageSums:
+        """[S] between neighbours among these cuts, S + 1 of them from 0 to the last.
 
-    def tied_stages(self, ends: Sequence[int]) -> list[tuple[tuple[int, int], float]]:
-        """Stages between these cuts that share weights, and bytes of these: `Profile.tied`."""
-        found = []
-        for names, shared in self.profile.tied:
-            inside = self.cuts.members[list(ends[1:])]
-            one, other = sorted(int(np.argmax(inside[:, self._place[name]])) for name in names)
-            found.append(((one, other), shared))
-        return found
+        Arguments:
+            positions: [S] place of each stage, alike for those on the same ranks: the first of these has the weights
+                that they share, the others have none. None: all places differ.
+        """
+        at = np.asarray(ends)
+        sums = self.cuts.stages(at[:-1], at[1:])
+        if positions is None or not self.cuts.tied or len(set(positions)) == len(positions):
+            return sums
+        weights, update, small = sums.weights.copy(), sums.update.copy(), sums.small.copy()
+        apart, small_apart = sums.apart.copy(), sums.small_apart.copy()
+        parts = zip(self._holders(ends), self.cuts.shared_update, self.cuts.shared_small, strict=True)
+        for (stages, shared), updates, smalls in parts:
+            firsts = {positions[s]: s for s in sorted(stages, reverse=True)}
+            for s in set(stages) - set(firsts.values()):
+                weights[s] -= shared
+                update[s] -= updates[stages.index(s)]
+                small[s] -= smalls[stages.index(s)]
+            is_apart = len(set(stages)) > 1
+            for s in set(stages) if is_apart else ():
+                if len(firsts) == 1 or s not in firsts.values():  # nothing of it leaves the stage for another rank's
+                    apart[s] -= shared
+                    small_apart[s] -= max(smalls)
+        weights, update, small, apart, small_apart = (
+            np.maximum(each, 0.0) for each in (weights, update, small, apart, small_apart)
+        )
+        return replace(sums, weights=weights, update=update, small=small, apart=apart, small_apart=small_apart)
+
+    def tied_stages(self, ends: Sequence[int]) -> list[tuple[tuple[int, ...], float]]:
+        """Stages between these cuts that share weights, ascending, and bytes of these: `Profile.tied`."""
+        return [(tuple(sorted(set(stages))), shared) for stages, shared in self._holders(ends)]
+
+    def _holders(self, ends: Sequence[int]) -> list[tuple[list[int], float]]:
+        """By group of `Profile.tied`, the stage of each node, and bytes."""
+        inside = self.cuts.members[list(ends[1:])]
+        return [([int(np.argmax(inside[:, at])) for at in nodes], shared) for nodes, shared in self.cuts.tied]
 
     def names(self, first: int, last: int) -> tuple[str, ...]:
         """Names of the nodes between two cuts, each behind what it needs."""
@@ -84,4 +108,5 @@ class Model:
     def parameter_bytes(self, first: int, last: int) -> float:
         """Bytes of parameters between two cuts, as the profile adds them up."""
         own = self.cuts.members[last] & ~self.cuts.members[first]
-        return sum(node.parameter_bytes for at, node in enumerate(self.profile.nodes) if own[at])
+        nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
+        return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])

@@ -36,7 +36,7 @@ class Placements:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._known: dict[object, Placement] = {}
-        self._pairs: dict[object, TransferTime] = {}
+        self._sums: dict[object, TransferTime] = {}
 
     def of(self, configuration: Configuration) -> Placement:
         """O(devices) the first time."""
@@ -46,27 +46,27 @@ class Placements:
             self._known[key] = self._find(c)
         return self._known[key]
 
-    def ties(self, c: Configuration, tied: Iterable[tuple[tuple[int, int], float]]) -> Ties:
-        """((stage, stage), seconds) of sums of weights that both hold; none for two stages on the same ranks.
+    def ties(self, c: Configuration, tied: Iterable[tuple[tuple[int, ...], float]]) -> Ties:
+        """(stages, seconds) of sums over all ranks of stages that hold the same weights; none for stages on one place.
 
         Arguments:
             tied: likewise, with bytes in place of seconds.
         """
-        found: dict[tuple[int, ...], float] = {}
+        together: dict[tuple[int, ...], float] = {}
         for stages, shared in tied:
-            seconds = self._pair(c, *stages).seconds(shared)
-            if seconds > 0:
-                found[stages] = found.get(stages, 0.0) + seconds
-        return tuple(found.items())
+            together[stages] = together.get(stages, 0.0) + shared
+        seconds = {stages: self._sum(c, stages).seconds(shared) for stages, shared in together.items() if shared > 0}
+        return tuple(each for each in seconds.items() if each[1] > 0)
 
-    def _pair(self, c: Configuration, one: int, other: int) -> TransferTime:
-        a, b = sorted((c.positions[one], c.positions[other]))
-        if a == b:
+    def _sum(self, c: Configuration, stages: Iterable[int]) -> TransferTime:
+        places = tuple(sorted({c.positions[stage] for stage in stages}))
+        if len(places) == 1:
             return NO_TRANSFER
-        key = (c.pipeline, c.data, c.tensor, a, b, c.ranks)
-        if key not in self._pairs:
-            self._pairs[key] = self.topology.pair(c.stage_ranks[a], c.stage_ranks[b], tensor=c.tensor)
-        return self._pairs[key]
+        key = (c.pipeline, c.data, c.tensor, places, c.ranks)
+        if key not in self._sums:
+            ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensor]]
+            self._sums[key] = self.topology.ring(ranks)
+        return self._sums[key]
 
     def _find(self, c: Configuration) -> Placement:
         topology, ranks = self.topology, c.stage_ranks

@@ -171,8 +171,8 @@ class PlanRecord:
         around_seconds: that the runtime takes of a step beside actions, sums and updates [s].
         norm_seconds: of the global norm, for which all ranks wait before they update [s]; None: there is none, or
             nobody said so.
-        tied: ((stage, stage), seconds) of sums of the gradients of weights that stages on different ranks share;
-            beside those over replicas.
+        tied: (stages, seconds) of sums of the gradients of weights that stages on different ranks share, over all ranks
+            that hold them; what is in them is in no stage's own sum over its replicas.
         simulated_step_time: [s a batch of M] under the schedule, warm-up and drain included where it flushes; None
             where it was not simulated.
         simulated_bubble: of that simulation, a fraction.

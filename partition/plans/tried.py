@@ -73,6 +73,14 @@ def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
     if plan.traffic:
         stages = _with_messages(stages, plan, _by_places(plan, before, seen))
         stages = [_with_sums_and_update(stage, own, s) for s, stage in enumerate(stages)]
+    tied = dict(plan.tied)
+    for at, seconds in own.tied().items():
+        places = {plan.positions[s] for s in at}
+        if len(places) > 1:
+            tied[at] = seconds
+        elif plan.traffic:  # its stages stand on the same ranks, and the first has such weights
+            own_sum = own("sum", at[0]) or 0.0
+            stages[at[0]] = _with_sum(stages[at[0]], own_sum + seconds)
     spreads = _spreads(steps)
     owners = predicted.schedule.owners
     stages = [_with_actions(stage, own, s, owners[s], spreads.get(s, stage.spread)) for s, stage in enumerate(stages)]
@@ -82,6 +90,7 @@ def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
         stages=tuple(stages),
         around_seconds=alone.get("around", plan.around_seconds),
         norm_seconds=alone.get("norm", plan.norm_seconds),
+        tied=tuple(tied.items()),
     )
     after = simulated(measured).timeline
     took = median(step.batch_seconds for step in steps)
@@ -143,6 +152,7 @@ def corrected_seconds(plan: PlanRecord, by: Ratios) -> float:
         stages=tuple(stages),
         around_seconds=plan.around_seconds * by.around,
         norm_seconds=by.norm_seconds,
+        tied=tuple((stages, seconds * by.sums) for stages, seconds in plan.tied),
     )
     return simulated(corrected).timeline.batch_seconds * by.step
 
@@ -197,7 +207,7 @@ def _seconds(plan: PlanRecord, kind: str) -> list[float]:
         case "messages":
             return [way.latency + way.message_bytes * way.seconds_per_byte for way in plan.traffic[:-1]]
         case "sums":
-            return [way.sum_seconds for way in plan.traffic]
+            return [*(way.sum_seconds for way in plan.traffic), *(seconds for _, seconds in plan.tied)]
         case "sum_busy":
             return [way.sum_busy for way in plan.traffic]
         case "around":
@@ -213,9 +223,12 @@ class _SeenOfStages:
 
     def __call__(self, kind: str, stage: int) -> float | None:
         """Of what all replicas have in common [s]; None where nothing was seen."""
-        # A sum of several stages (tied weights) is nothing that a plan knows.
         found = [seconds for each, seconds in self._seen.items() if each.kind == kind and each.at == (stage,)]
         return found[0] if found else None
+
+    def tied(self) -> dict[tuple[int, ...], float]:
+        """Sums of weights that several stages share, by these [s]."""
+        return {each.at: s for each, s in self._seen.items() if each.kind == "sum" and len(each.at) > 1}
 
     def of_ranks(self, kind: str, stage: int, ranks: Sequence[int]) -> tuple[float, ...] | None:
         """Of an op on each of these ranks [s]; None where one of them showed nothing."""
@@ -322,6 +335,13 @@ def _with_sums_and_update(stage: PlanStage, own: _SeenOfStages, number: int) -> 
         optimizer_seconds=way.optimizer_seconds if update is None else update,
     )
     return replace(stage, traffic=way, update_seconds=way.sum_seconds + way.gather_seconds + way.optimizer_seconds)
+
+
+def _with_sum(stage: PlanStage, seconds: float) -> PlanStage:
+    way = stage.traffic
+    assert way is not None
+    more = seconds - way.sum_seconds
+    return replace(stage, traffic=replace(way, sum_seconds=seconds), update_seconds=stage.update_seconds + more)
 
 
 def _spreads(steps: Sequence[Timeline]) -> dict[int, float]:

@@ -21,7 +21,7 @@ from ..graph.model_loss import MODEL, mean_of_model
 from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
 from ..graph.units import MODEL_INPUT
-from ..profile import Node, Profile
+from ..profile import Node, Profile, Tied
 from .clock import Clock, clock_for
 from .estimate import Estimate, typical
 from .memory import bytes_of, peaks
@@ -307,7 +307,7 @@ def _profile(
     for sample in passes.samples:
         tensors = {id(t): t for t in (*sample.stage.module.parameters(), *sample.stage.module.buffers())}
         shared = [t for key, t in tensors.items() if key in seen and isinstance(t, nn.Parameter)]
-        own = [t for key, t in tensors.items() if key not in seen]
+        own = [t for key, t in tensors.items() if key not in seen or t.requires_grad]
         seen.update(tensors)
         nodes.append(_node(sample, passes, own=own, shared=shared, workspaces=workspaces, updates=updates))
     step = passes.step
@@ -319,6 +319,7 @@ def _profile(
     return Profile(
         nodes=tuple(nodes),
         edges=_edges(passes),
+        tied=_tied(passes),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         dtype=_dtype(model, passes, autocast),
         microbatch_size=int(passes.num_samples),
@@ -352,7 +353,7 @@ def _node(
     if sample.finish is not None:
         notes.append("with the loss")
     if shared:
-        notes.append("some parameters counted before")
+        notes.append("some parameters are those of a unit before")
     if first is not sample:
         notes.append(f"timed as {first.unit.name}, its equal")
     return Node(
@@ -373,6 +374,22 @@ def _node(
         workspace_bytes=workspaces[sample.like],
         runs_again=bool(sample.stage.units),  # operations of a graph do not, by themselves
     )
+
+
+def _tied(passes: Passes) -> tuple[Tied, ...]:
+    """Units that train the same parameters, and bytes: of those whose gradients travel alone, and of the small ones."""
+    holders: dict[int, list[str]] = {}
+    sizes: dict[int, int] = {}
+    for sample in passes.samples:
+        for parameter in sample.parameters:
+            holders.setdefault(id(parameter), []).append(sample.unit.name)
+            sizes[id(parameter)] = bytes_of([parameter])
+    found: dict[tuple[tuple[str, ...], bool], int] = {}
+    for key, names in holders.items():
+        if len(names) > 1:
+            group = tuple(names), sizes[key] < ALONE_BYTES
+            found[group] = found.get(group, 0) + sizes[key]
+    return tuple((names, float(shared)) for (names, _), shared in found.items())
 
 
 def _edges(passes: Passes) -> tuple[tuple[str, str], ...]:

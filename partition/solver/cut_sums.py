@@ -37,7 +37,7 @@ class Cuts:
         taken, half_taken: [n] bytes of the tensors of which some node that runs again and is in it takes one, and of
             those that nodes outside take, too [bytes].
         notes: what was left out, for people; empty where all cuts are there.
-        tied: pairs of nodes that share weights, and bytes of these: a stage with both has them once.
+        tied: nodes that share weights, and bytes of these: a stage with several of them has the weights once.
     """
 
     members: Bools
@@ -53,7 +53,7 @@ class Cuts:
     taken: Floats
     half_taken: Floats
     notes: tuple[str, ...] = ()
-    tied: tuple[tuple[int, int, float], ...] = ()
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     def __len__(self) -> int:
         return len(self.crossing)
@@ -68,7 +68,7 @@ class Cuts:
         return StageSums(
             forward=_between(self.forward, first, last),
             backward=_between(self.backward, first, last),
-            update=self._less_twice(_between(self.update, first, last), first, last, self._update_twice),
+            update=self._less_twice(_between(self.update, first, last), first, last, self.shared_update),
             weights=self.weights(first, last),
             buffers=_between(self.buffers, first, last),
             stash=_between(self.stash, first, last),
@@ -76,36 +76,57 @@ class Cuts:
             behind=np.asarray(self.crossing[last]),
             workspace=np.asarray(self._workspace[first, last]),
             largest=np.asarray(self._parameters[first, last]),
-            small=self._less_twice(_between(self._small, first, last), first, last, self._small_twice),
+            small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
+            apart=self.apart(first, last),
+            small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
         )
 
     def weights(self, first: Cut, last: Cut) -> Floats:
         """Bytes of parameters of the stages between these cuts, elementwise."""
-        twice = [shared for *_, shared in self.tied]
-        return self._less_twice(_between(self.parameters, first, last), first, last, twice)
+        shared = [[each] * len(nodes) for nodes, each in self.tied]
+        return self._less_twice(_between(self.parameters, first, last), first, last, shared)
 
-    def _less_twice(self, figures: Floats, first: Cut, last: Cut, twice: Sequence[float]) -> Floats:
-        """The figures less what a stage counts twice, by pair of `tied`, where it has both nodes."""
-        for (one, other, _), more in zip(self.tied, twice, strict=True):
-            has_both = np.ones(figures.shape, dtype=bool)
-            for node in (one, other):
-                has_both = has_both & self.members[last, node] & ~self.members[first, node]
-            figures = np.maximum(figures - more * has_both, 0.0)
+    def apart(self, first: Cut, last: Cut) -> Floats:
+        """Bytes of these parameters that nodes of other stages share, elementwise."""
+        return self._apart(first, last, [shared for _, shared in self.tied])
+
+    def _apart(self, first: Cut, last: Cut, shared: Sequence[float]) -> Floats:
+        """What stages share with others; `shared`: by group of `tied`."""
+        found = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(last)))
+        for (nodes, _), each in zip(self.tied, shared, strict=True):
+            inside = [self.members[last, node] & ~self.members[first, node] for node in nodes]
+            found = found + each * (np.any(inside, axis=0) & ~np.all(inside, axis=0))
+        return found
+
+    def _less_twice(self, figures: Floats, first: Cut, last: Cut, shared: Sequence[Sequence[float]]) -> Floats:
+        """The figures less what stages with several nodes of a group count again; `shared`: by group of `tied`, of each
+        node, what it has of the figure for the sake of the group."""
+        for (nodes, _), own in zip(self.tied, shared, strict=True):
+            has_one = np.zeros(figures.shape, dtype=bool)
+            for node, each in zip(nodes, own, strict=True):
+                inside = self.members[last, node] & ~self.members[first, node]
+                figures = np.maximum(figures - each * (inside & has_one), 0.0)
+                has_one = has_one | inside
         return figures
 
     @cached_property
-    def _update_twice(self) -> list[float]:
-        """By pair of `tied`, the part of the second node's update that goes to what it shares [s]."""
-        others = [(self.nodes[other], shared) for _, other, shared in self.tied]
-        return [node.update_seconds * min(1.0, shared / (node.parameter_bytes or 1.0)) for node, shared in others]
+    def shared_update(self) -> list[list[float]]:
+        """By group of `tied`, of each node, the part of its update that goes to what it shares [s]."""
+        groups = [([self.nodes[at] for at in nodes], shared) for nodes, shared in self.tied]
+        return [
+            [node.update_seconds * min(1.0, shared / (node.parameter_bytes or 1.0)) for node in nodes]
+            for nodes, shared in groups
+        ]
 
     @cached_property
-    def _small_twice(self) -> list[float]:
-        """By pair of `tied`, bytes of the second node's small parameters that are shared."""
-        others = [(self.nodes[other].small_parameter_bytes, shared) for _, other, shared in self.tied]
+    def shared_small(self) -> list[list[float]]:
+        """By group of `tied`, of each node, bytes of what it shares that travel in common buckets; all, where nobody
+        knows."""
+        groups = [([self.nodes[at].small_parameter_bytes for at in nodes], shared) for nodes, shared in self.tied]
         return [
-            shared if small is None else min(small, shared if shared < ALONE_BYTES else 0.0) for small, shared in others
+            [shared if small is None else min(small, shared if shared < ALONE_BYTES else 0.0) for small in own]
+            for own, shared in groups
         ]
 
     def _recomputed(self, first: Cut, last: Cut, recompute: str) -> Recomputed:
@@ -228,7 +249,7 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         taken=of(taken, "activation_bytes"),
         half_taken=of(half_taken, "activation_bytes"),
         notes=notes,
-        tied=tuple((*(place[name] for name in names), shared) for names, shared in profile.tied),  # type: ignore[misc]
+        tied=tuple((tuple(place[name] for name in names), shared) for names, shared in profile.tied),
     )
 
 

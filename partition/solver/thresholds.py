@@ -144,8 +144,8 @@ class _Search:
         """The fewest replicas, at least `least`, with communication of at most `time`."""
         (first, lasts), costs = stage, self.costs
         crossing = (costs.cuts.crossing[first] + costs.cuts.crossing[lasts]) * costs.seconds_a_byte[level]
-        weights = costs.cuts.weights(first, lasts)
-        ring = 2 * weights * costs.topology.rings[level].seconds_a_byte
+        summed = costs.cuts.weights(first, lasts) - costs.cuts.apart(first, lasts)
+        ring = 2 * summed * costs.topology.rings[level].seconds_a_byte
         with np.errstate(divide="ignore", invalid="ignore"):
             if costs.num_microbatches is not None:
                 # crossing/r + ring (1 - 1/r) / U <= T: a line in 1/r.

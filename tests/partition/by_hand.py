@@ -84,6 +84,31 @@ def exchange_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float)
     return latency + worst
 
 
+def apart(
+    profile: Profile, own: Sequence[Sequence[Node]], places: Sequence[object]
+) -> tuple[list[float], list[float], dict[tuple[int, ...], float]]:
+    """By stage, bytes whose gradients its replicas alone sum, and the optimizer's step; bytes that stages share.
+
+    Of stages on one place the first has what they share.
+    """
+    summed = [sum(node.parameter_bytes for node in stage) for stage in own]
+    update = [sum(node.update_seconds for node in stage) for stage in own]
+    ties = {}
+    for names, shared in profile.tied:
+        where = [(s, node) for s, stage in enumerate(own) for node in stage if node.name in names]
+        holders: dict[object, int] = {}
+        for s, node in where:
+            if places[s] in holders:
+                summed[s] -= shared
+                update[s] -= node.update_seconds * min(1.0, shared / node.parameter_bytes) if shared else 0.0
+            holders.setdefault(places[s], s)
+        if len(holders) > 1:
+            for s in holders.values():
+                summed[s] -= shared
+            ties[tuple(sorted({s for s, _ in where}))] = shared
+    return [round(each, 9) for each in summed], update, ties
+
+
 def network(
     pairs: list[list[tuple[int, int]]],
     hops: list[tuple[float, float]],
@@ -140,8 +165,8 @@ def step(
     every = [[(a * tensor + t, b * tensor + t) for a, b in each for t in range(tensor)] for each in pairs]
     hops = [hop(cluster, each) for each in every]
     rings, gathers = [], []
-    for s, first in enumerate(firsts):
-        weights = sum(node.parameter_bytes for node in own[s])
+    summed, update, ties = apart(profile, own, firsts)
+    for first, weights in zip(firsts, summed, strict=True):
         members = range(first * tensor, (first + data) * tensor, tensor)
         parts = exchange_seconds(cluster, members, weights) if shards > 1 else 0.0
         rings.append(parts or sum_seconds(cluster, members, weights))
@@ -153,7 +178,16 @@ def step(
             sum(node.backward_seconds for node in stage) + seconds_again(stage, choice)
             for stage, choice in zip(own, recompute or ["none"] * num_stages, strict=True)
         ],
-        update=[sum(node.update_seconds for node in stage) / shards for stage in own],
+        update=[each / shards for each in update],
+        tied=[
+            (
+                stages,
+                sum_seconds(
+                    cluster, sorted({(firsts[s] + d) * tensor for s in stages for d in range(data)}), num_bytes
+                ),
+            )
+            for stages, num_bytes in ties.items()
+        ],
     )
     groups = [[first + d for d in range(data)] for first in firsts]
     return simulate(
@@ -220,6 +254,8 @@ def held(profile: Profile, each: dict[str, Any], p: int, recompute: str, tensor:
     flight = min(m, P - p)
     kept, made = kept_and_made(profile, a, b, recompute)
     weights = sum(node.parameter_bytes for node in profile.nodes[a:b])
+    for names, shared in profile.tied:
+        weights -= shared * max(0, sum(node.name in names for node in profile.nodes[a:b]) - 1)
     copy = weights if each["data"] > 1 else 0.0  # of the gradients, while they are summed over the replicas
     messages = before * (min(4, m) + min(2, m)) + behind * (min(4, m) + flight)
     return 4 * weights + copy + flight * kept + made + before + behind + messages / tensor
@@ -248,8 +284,10 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
         for s in range(len(stages) - 1)
     ]
     hops = [hop(cluster, each) for each in pairs]
-    weights = {node.name: node.parameter_bytes for node in profile.nodes}
-    held = [sum(weights[name] for name in stage.nodes) for stage in stages]
+    nodes = {node.name: node for node in profile.nodes}
+    held, _, ties = apart(
+        profile, [[nodes[name] for name in stage.nodes] for stage in stages], [e.ranks for e in stages]
+    )
     gathers = [
         exchange_seconds(cluster, stage.ranks, w) if stage.optimizer_shards > 1 else 0.0
         for stage, w in zip(stages, held, strict=True)
@@ -263,6 +301,10 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
         update=[
             max(0.0, stage.update_seconds - seconds - parts)
             for stage, seconds, parts in zip(stages, rings, gathers, strict=True)
+        ],
+        tied=[
+            (each, sum_seconds(cluster, sorted({r for s in each for r in stages[s].ranks}), num_bytes))
+            for each, num_bytes in ties.items()
         ],
     )
     crossing = [output[stage.nodes[-1]] for stage in stages[:-1]]

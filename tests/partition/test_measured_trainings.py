@@ -199,14 +199,16 @@ def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -
         found, apart = planned("tied", pipeline, tensor), planned("untied", pipeline, tensor)
         ((stages, seconds),) = found.tied
         assert stages == (0, pipeline - 1)
-        assert seconds == pytest.approx(2 * 1e-6 + shared / tensor / 10e9)
+        two, eight = shared / tensor / 10e9, shared * (1.5 / 300e9 + 0.25 / 10e9)  # the latter also has four replicas
+        assert seconds == pytest.approx(2 * 1e-6 + (two if found.replicas[0] == 1 else eight))
         assert apart.tied == ()
         assert found.simulated_step_time is not None
         assert apart.simulated_step_time is not None
         more = found.simulated_step_time - apart.simulated_step_time
         if found.replicas[0] == 1:
             assert more == pytest.approx(seconds)
-        assert 0.5 * seconds < more <= seconds * 1.001  # it may go beside sums over replicas
+        else:  # in place of sums over the replicas of each stage
+            assert abs(more) <= seconds
         again = Plan.from_json(found.to_json())
         assert again == found
         assert simulated_plan(again).timeline.batch_seconds == pytest.approx(found.simulated_step_time)
@@ -214,7 +216,9 @@ def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -
     profile = TransformerSource(transformer=model, device=device).profile(microbatch_size=1)
     assert Profile.from_json(profile.to_json()) == profile
     for wrong in ((("embedding", "tail"), 1.0), (("head", "head"), 1.0), ("head", 1.0)):
-        with pytest.raises(ValueError, match=r"tied: .* expected pairs of two of the profile's nodes and bytes"):
+        with pytest.raises(
+            ValueError, match=r"tied: .* expected pairs of two or more of the profile's nodes, and bytes"
+        ):
             replace(profile, tied=(wrong,))
     with pytest.raises(ValueError, match=r"tied=\(0, 99\): expected stages below 8"):
         replace(found, tied=(((0, 99), 1.0),))

@@ -63,7 +63,10 @@ def chains(draw: st.DrawFn) -> Profile:
         )
         for i in range(draw(st.integers(1, 6)))
     ]
-    return Profile(nodes=tuple(nodes), microbatch_size=1)
+    holders = sorted(draw(st.sets(st.sampled_from(range(len(nodes))), max_size=3)))
+    shared = draw(st.sampled_from([0.5, 1.0])) * min((nodes[i].parameter_bytes for i in holders), default=0.0)
+    tied = ((tuple(f"n{i}" for i in holders), shared),) if len(holders) > 1 else ()
+    return Profile(nodes=tuple(nodes), microbatch_size=1, tied=tied)
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,7 +166,9 @@ class Halves:
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
         assert microbatch_size == 1
-        return self.whole if tensor == 1 else replace(self.whole, nodes=tuple(map(self._half, self.whole.nodes)))
+        tied = tuple((names, shared / tensor) for names, shared in self.whole.tied)
+        nodes = self.whole.nodes if tensor == 1 else tuple(map(self._half, self.whole.nodes))
+        return replace(self.whole, nodes=nodes, tied=tied)
 
     def _half(self, node: Node) -> Node:
         return replace(

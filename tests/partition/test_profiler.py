@@ -211,13 +211,27 @@ def test_workspace_is_what_is_neither_kept_nor_passed_on() -> None:
     assert linear.workspace_bytes == pytest.approx(64 * 64 * FLOAT, rel=0.1)
 
 
-def test_shared_parameters_are_counted_once() -> None:
+def test_shared_parameters_are_those_of_each_unit_and_of_a_stage_once() -> None:
     tokens = torch.randint(256, (2, 8))
     tied = small_gpt(tied=True)
     profile = quick(tied, tokens)
-    assert sum(n.parameter_bytes for n in profile.nodes) == sum(p.numel() * FLOAT for p in tied.parameters())
-    assert profile.nodes[-1].parameter_bytes == sum(p.numel() * FLOAT for p in tied.head.norm.parameters())
-    assert "some parameters counted before" in profile.nodes[-1].description
+    every, shared = (sum(p.numel() * FLOAT for p in module.parameters()) for module in (tied, tied.head.linear))
+    assert sum(n.parameter_bytes for n in profile.nodes) == every + shared
+    assert profile.nodes[-1].parameter_bytes == sum(p.numel() * FLOAT for p in tied.head.parameters())
+    assert "some parameters are those of a unit before" in profile.nodes[-1].description
+    assert profile.tied == (((profile.nodes[0].name, profile.nodes[-1].name), shared),)
+    assert profile.holdings().parameters == every
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_parameters_that_are_not_trained_are_counted_once_and_summed_never() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[3].weight = model[2].weight = model[0].weight
+    assert quick(model, torch.randn(2, 4)).tied == ((("0", "2", "3"), 16 * FLOAT),)
+    model[0].weight.requires_grad_(False)
+    frozen = quick(model, torch.randn(2, 4))
+    assert frozen.tied == ()
+    assert [n.parameter_bytes for n in frozen.nodes] == [20 * FLOAT, 0, 4 * FLOAT, 0]
 
 
 def test_edges_follow_the_tensors() -> None:

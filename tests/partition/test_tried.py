@@ -101,6 +101,43 @@ def test_steps_give_back_what_they_took(shape: str) -> None:
     assert Plan.from_json(took.to_json()) == took
 
 
+@pytest.mark.parametrize("measured", [0.5, 4.0])
+def test_measured_sums_of_tied_weights_take_the_place_of_predicted_ones(measured: float) -> None:
+    """Also where an older profile knew nothing of them."""
+    profile = replace(PROFILE, tied=((("0", "7"), 4e6),), nodes=[replace(n, parameter_bytes=8e6) for n in NODES])
+    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
+    found = plan(profile, CLUSTER, global_batch=8, **options)
+    ((stages, seconds),) = found.tied
+    assert stages == (0, 3)
+    step = simulated(replace(found, tied=((stages, measured * seconds),))).timeline
+    for before in (found, replace(found, tied=())):
+        took = with_measured(before, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
+        assert took.tied == ((stages, pytest.approx(measured * seconds)),)
+        assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
+    by = ratios(found, took, step=step.batch_seconds)
+    assert by.sums == pytest.approx(measured)
+
+
+def test_sums_of_tied_weights_of_one_place_belong_to_the_first_of_its_stages() -> None:
+    profile = replace(PROFILE, tied=((("0", "7"), 1e5),))
+    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), "chunk_sizes": (2,)}
+    sizes = {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": "zb-v"}
+    found = plan(profile, CLUSTER, global_batch=8, **options, **sizes)  # type: ignore[arg-type]
+    assert found.tied == ()
+    first, *others = found.stages
+    assert first.traffic is not None
+    own = first.traffic.sum_seconds
+    truth = replace(
+        found,
+        stages=(replace(first, traffic=replace(first.traffic, sum_seconds=own / 2)), *others),
+        tied=(((0, 3), own),),
+    )
+    took = with_measured(found, [simulated(truth).timeline] * 3, Costs(overhead=[1e-30] * 4))
+    assert took.tied == ()
+    assert took.stages[0].traffic is not None
+    assert took.stages[0].traffic.sum_seconds == pytest.approx(1.5 * own)
+
+
 def test_a_measured_norm_takes_the_place_of_the_predicted_one() -> None:
     options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
     found = plan(PROFILE, CLUSTER, global_batch=8, max_grad_norm=1.0, **options)
