@@ -106,6 +106,12 @@ def refuse_beside(what: str, others: Mapping[str, object]) -> None:
 
 def device_of(root: nn.Module) -> torch.device:
     """Where the model is: all its parameters must be on one device."""
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is a meta tensor, without values: expected a model made anew; over processes a "
+                f"PipelineModule leaves each of them the weights of its own stages (full_state_dict() has them all)"
+            )
     devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")

@@ -145,6 +145,12 @@ def test_options(options: dict[str, Any], message: str) -> None:
         make(**options)
 
 
+def test_a_model_whose_weights_another_process_holds() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' is a meta tensor, .*: expected a model made anew"):
+        PipelineModule(model)
+
+
 def test_unknown_options() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
         make(microbatches=4)
