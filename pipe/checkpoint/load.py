@@ -138,9 +138,8 @@ class _Fitting:
                     self._take_versions(one.versions)
                 if self._optimizers is not None:
                     self._optimizers.load_into(one.optimizers, ownership)
-        if self._loss_scale is not None:
-            for scale in self._contents.loss_scales:
-                scale.load(self._newest, self._loss_scale)
+        for scale in self._contents.loss_scales:  # of a run that had none every version has the scaler's
+            scale.load(self._newest, self._loss_scale or {0: scale.content()[0]})
         set_generators(self._generators)
 
     def _take_versions(self, versions: WeightVersions) -> None:

@@ -245,6 +245,35 @@ def test_the_scale_is_in_the_checkpoint(schedule: str, tmp_path: Path) -> None:
     agree(found, plain_run(delay=int(schedule == "2bw")), losses=False)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(schedule: str, tmp_path: Path) -> None:
+    """Under 2bw no version had one: KeyError. A power of two changes no gradient of float64."""
+
+    def make(**options: Any) -> PipelineModule:
+        return PipelineModule(
+            model(torch.float64),
+            schedule=schedule,
+            num_microbatches=M,
+            loss_fn=loss_fn,
+            optimizer=adamw,
+            mesh={"pipe": 2},
+            example_inputs=(batch(0, {}, torch.float64)[0],),
+            **options,
+        )
+
+    def trained(pipe: PipelineModule, *steps: int) -> dict[str, Tensor]:
+        for step in steps:
+            pipe.train_step(*batch(step, {}, torch.float64))
+        return {name: value.clone() for name, value in pipe.full_state_dict().items()}
+
+    plain, scaled = make(), make(grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    trained(plain, 0, 1, 2)
+    plain.save(tmp_path)
+    scaled.load(tmp_path)
+    found, expected = trained(scaled, 3, 4, 5), trained(plain, 3, 4, 5)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"}), ("2bw", {})], ids=str
