@@ -192,20 +192,36 @@ def seconds_of(found: Plan, order: Sequence[Region], devices: int) -> float:
         schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
     profile = _profile(found, devices)
     nodes = {node.name: node for node in profile.nodes}
+    where = [order[rank * found.tensor // (devices // len(REGIONS))] for rank in range(schedule.num_ranks)]
+    shared = _shared(found, profile)
     costs = Costs(
         forward=[stage.forward_seconds for stage in found.stages],
         backward=[stage.backward_seconds for stage in found.stages],
         update=[sum(nodes[name].update_seconds for name in s.nodes) / s.optimizer_shards for s in found.stages],
+        tied=[
+            (stages, _sum_seconds(sorted({r for stage in stages for r in schedule.owners[stage]}), where, held))
+            for stages, held in shared
+        ],
     )
-    where = [order[rank * found.tensor // (devices // len(REGIONS))] for rank in range(schedule.num_ranks)]
     sums = []
     for number, stage in enumerate(found.stages):
         if stage.replicas > 1:
             ranks = schedule.owners[number]
             held = sum(nodes[name].parameter_bytes for name in stage.nodes)
+            held -= sum(tied for stages, tied in shared if number in stages)
             sums.append(_sum(number, ranks, where, held, divided=stage.optimizer_shards > 1))
     links = Links(network=_ways(schedule, where), activation_bytes=activation_bytes(found, devices), sums=tuple(sums))
     return simulate(schedule, costs, links).batch_seconds
+
+
+def _shared(found: Plan, profile: Profile) -> list[tuple[tuple[int, ...], float]]:
+    """Stages that share weights, and bytes of these: summed over all ranks that hold them."""
+    groups = []
+    for names, held in profile.tied:
+        stages = tuple(at for at, stage in enumerate(found.stages) if {*names} & {*stage.nodes})
+        if len(stages) > 1:
+            groups.append((stages, held))
+    return groups
 
 
 def activation_bytes(found: Plan, devices: int) -> list[float]:
@@ -245,6 +261,14 @@ def _ways(schedule: Schedule, where: Sequence[Region]) -> Mapping[tuple[int, int
 
 
 def _sum(stage: int, ranks: Sequence[int], where: Sequence[Region], held: float, *, divided: bool) -> Sum:
+    seconds = _sum_seconds(ranks, where, held)
+    around = tuple(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+    # Where each rank updates a part, half of the rounds bring the weights together behind the update.
+    gather = seconds / 2 if divided else 0.0
+    return Sum(stage=stage, seconds=seconds - gather, gather=gather, ways=around)
+
+
+def _sum_seconds(ranks: Sequence[int], where: Sequence[Region], held: float) -> float:
     """A sum that scatters within each region, then goes around the regions, then gathers (see `topology`)."""
     members: dict[str, int] = {}
     for rank in ranks:
@@ -259,11 +283,7 @@ def _sum(stage: int, ranks: Sequence[int], where: Sequence[Region], held: float,
         # The devices of a node share its card, and each of them has gradients of its own.
         part = held * NODE / least / count / slowest
         across = 2 * (count - 1) * (max(a.latency(b) for a, b in pairwise((*ring, ring[0]))) + part)
-    seconds = inside + across
-    around = tuple(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-    # Where each rank updates a part, half of the rounds bring the weights together behind the update.
-    gather = seconds / 2 if divided else 0.0
-    return Sum(stage=stage, seconds=seconds - gather, gather=gather, ways=around)
+    return inside + across
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:
