@@ -12,26 +12,30 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PORTS = range(10_240, 20_000)  # below those that systems give to connections of their own choice
+PORTS = range(10_240, 20_000)  # below those that systems give to connections of their own choice
+_TRIES = 20  # a port of them that is taken is drawn again
 
 
-def free_ports(count: int, *, host: str = "") -> list[int]:
+def free_ports(count: int, *, host: str = "", among: range = PORTS) -> list[int]:
     """TCP ports that nobody of this host listens at, nor gets without asking for them by number.
 
     One that the system chooses may be given to any connection before it is used.
 
     Arguments:
         host: the address; empty: all of them.
+        among: which, so that processes that ask at the same moment get others.
 
     Raises OSError where there are not so many.
     """
-    found: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    draw, found = random.SystemRandom(), list[int]()
+    for _ in range(_TRIES * len(among)):
         if len(found) == count:
             return found
-        with suppress(OSError), socket.create_server((host, port)):
-            found.append(port)
-    raise OSError(f"{len(found)} free ports from {_PORTS.start} to {_PORTS.stop - 1}: expected {count}")
+        port = draw.choice(among)
+        if port not in found:
+            with suppress(OSError), socket.create_server((host, port)):
+                found.append(port)
+    raise OSError(f"{len(found)} free ports from {among.start} to {among.stop - 1}: expected {count}")
 
 
 def num_cores() -> int:

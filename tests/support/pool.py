@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from stagewright.experiments.host import free_ports
+from stagewright.experiments.host import PORTS, free_ports
 
 from .pool_worker import Order, Reply, serve
 
@@ -40,6 +40,7 @@ _PRELOADED = [
 CASE_LIMIT = 240.0  # [s] guards against hangs alone
 _START_LIMIT = 240.0  # [s] importing torch on a busy machine takes its time
 _ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
+_MOST_WORKERS = 8  # of pytest, that have ports of their own
 _END_GRACE = 5.0  # [s] for a worker to leave by itself
 _LOG_TAIL = 6000  # characters of a worker's output that a failure shows
 
@@ -109,7 +110,7 @@ class Pool:
             raise ValueError(f"ranks={ranks}: expected 1 to {self.max_ranks}; type Pool(max_ranks={ranks})")
         self._start(ranks)
         self._cases += 1
-        (port,) = free_ports(1)
+        (port,) = free_ports(1, among=_ports())
         payload = pickle.dumps((tuple(args), dict(kwargs or {})))
         for rank, worker in enumerate(self._workers[:ranks]):
             order = Order(
@@ -207,6 +208,12 @@ def forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def _ports() -> range:
+    """Of this worker of pytest alone, so that no two cases that begin at the same moment meet at one port."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MOST_WORKERS
+    return PORTS[worker::_MOST_WORKERS]
 
 
 def _story(function: Callable[..., Any], replies: list[Reply]) -> str:
