@@ -4,6 +4,7 @@
 at once.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,13 +30,20 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+_FOLDERS = ("comm", "experiments", "partition", "pipe", "schedules", "viz")
 
 
 def __getattr__(name: str) -> Any:
     # Only here, never at the top: an import that runs with this file would load torch, and would break
     # pytest, which imports the file under a name of its own because the repository root is the package.
+    if name in _FOLDERS:
+        return import_module(f"{__name__}.{name}")
     if name in __all__:
         from . import pipe
 
         return getattr(pipe, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_FOLDERS])

@@ -117,8 +117,8 @@ class Building:
         self.decided()
         if self.pipeline is None:
             raise ValueError(
-                f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
-                f"or a first train_step"
+                f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(x,)), "
+                f"pipe.build(x, target) before, or a first train_step"
             )
         return self.pipeline
 

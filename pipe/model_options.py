@@ -23,13 +23,17 @@ def check_model(
         raise ValueError("expected either a model or stages=[...], not both and not neither")
     if stages is not None and split_points is not None:
         raise ValueError("split_points= cut a model: expected none beside stages=, which is cut already")
-    if isinstance(split_points, str):
-        raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r}]")
-    if stages is not None and not isinstance(stages, list | tuple | nn.ModuleList):
-        raise ValueError(f"stages={stages!r:.60}: expected a list of modules, one a stage")
+    if split_points is not None and (
+        not isinstance(split_points, list | tuple) or not all(isinstance(name, str) for name in split_points)
+    ):
+        raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r:.60}]")
+    if stages is not None and (not isinstance(stages, list | tuple | nn.ModuleList) or not stages):
+        shown = f"{type(stages).__name__}(...)" if isinstance(stages, nn.Module) else repr(stages)[:60]
+        raise ValueError(f"stages={shown}: expected a list of modules, one a stage")
     for part in [model] if stages is None else stages:
         if not isinstance(part, nn.Module):
-            raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
+            such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
+            raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module{such}")
 
 
 def refuse_float16_parameters(*modules: object) -> None:
@@ -104,8 +108,15 @@ def refuse_beside(what: str, others: Mapping[str, object]) -> None:
             raise ValueError(f"{name}= beside {what}: expected one of them, since the plan decides on it")
 
 
-def device_of(root: nn.Module) -> torch.device:
-    """Where the model is: all its parameters must be on one device."""
+def device_of(root: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where a run is: on the device that is wanted, or else where the model is, with all its parameters."""
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            problem = str(error).partition("\n")[0]
+            raise ValueError(f"device={device!r}: {problem}. Expected a device of this host, such as 'cpu'") from None
+        return torch.device(device)
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
             raise ValueError(

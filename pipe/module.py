@@ -194,7 +194,7 @@ class PipelineModule(RunFacts, RunState):
             max_grad_norm=max_grad_norm,
             grad_scaler=read_grad_scaler(grad_scaler),
             seed=seed,
-            device=device_of(root) if device is None else torch.device(device),
+            device=device_of(root, device),
             timeout=timeout,
             sequence=sequence_options(model, slice_lengths, sequence_dims),
             compile=read_compile(compile),

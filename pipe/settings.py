@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from .batch.model_loss import ModelLoss
@@ -17,7 +20,12 @@ from .measure.steps import StepRecord
 from .update.delay_correction import ErrorFeedback
 from .update.optimizers import SchedulerFactory
 
-_SUCH = "optimizer=lambda params: AdamW(params)"
+_CALLED = {  # options that are called: with how many arguments, and such a one
+    "loss_fn": (2, "lambda output, target: F.mse_loss(output, target)"),
+    "optimizer": (1, "lambda params: torch.optim.AdamW(params)"),
+    "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
+    "on_step": (1, "lambda record: print(record.loss)"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class Settings:
         if not isinstance(self.timeout, Real) or not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r}: expected seconds above 0")
         limit = self.max_grad_norm
-        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+        if limit is not None and (isinstance(limit, bool) or not (isinstance(limit, Real) and limit > 0)):
             raise ValueError(f"max_grad_norm={limit!r}: expected a number above 0, or None")
         first = self.flush_first
         if isinstance(first, bool) or not isinstance(first, Integral) or first < 0:
@@ -51,11 +59,8 @@ class Settings:
         object.__setattr__(self, "flush_first", int(first))  # numpy's numbers are shown otherwise
         if not isinstance(self.seed, Integral):
             raise ValueError(f"seed={self.seed!r}: expected a whole number")
-        for name in ("loss_fn", "optimizer", "lr_scheduler", "on_step"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                such = "on_step=lambda record: print(record.loss)" if name == "on_step" else _SUCH
-                raise ValueError(f"{name}={value!r}: expected a callable; {such}")
+        for name in _CALLED:
+            _check_called(name, getattr(self, name))
         for name in (
             "lr_scheduler",
             "delay_correction",
@@ -112,3 +117,32 @@ class Settings:
                 "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
                 'which returns a scalar mean or (sum, count); or loss_fn="model" for a model that returns its own'
             )
+
+
+def _check_called(name: str, value: object) -> None:
+    """ValueError for what cannot be called as this option is, such as an optimizer that is made already."""
+    if value is None:
+        return
+    num_arguments, such = _CALLED[name]
+    kind = type(value).__name__
+    if isinstance(value, torch.optim.Optimizer | LRScheduler):
+        shown, problem = f"{kind}(...)", "expected a function that makes one for each stage"
+        if isinstance(value, torch.optim.Optimizer):
+            such = f"lambda params: {kind}(params, lr={value.defaults.get('lr', '...')})"
+        else:
+            such = f"lambda optimizer: {kind}(optimizer, ...)"
+    elif isinstance(value, type) and issubclass(value, nn.Module):
+        shown, problem, such = value.__name__, "a class: expected a module of it", f"{value.__name__}()"
+    elif not callable(value):
+        shown, problem = " ".join(repr(value).split())[:60], "expected a callable"
+    else:
+        function = value.make if isinstance(value, NamedFactory) else value
+        try:
+            inspect.signature(function).bind(*[None] * num_arguments)
+            return
+        except TypeError as error:
+            shown = getattr(function, "__qualname__", kind)
+            problem = f"called with {num_arguments} argument{'s' * (num_arguments > 1)}, it fails ({error})"
+        except ValueError:  # it has no signature, as some functions in C
+            return
+    raise ValueError(f"{name}={shown}: {problem}; {name}={such}")

@@ -161,6 +161,18 @@ def test_pipeline_module_loads_on_first_use():
         _ = stagewright.PipelineModul
 
 
+def test_folders_load_on_first_use_and_are_listed():
+    names = {*ARROWS, "PipelineModule", "__version__"}
+    program = (
+        "import sys, stagewright as sw; before = [name for name in sys.modules if name.startswith('stagewright.')]; "
+        "sw.schedules.build('1f1b', num_ranks=2, num_microbatches=2); "
+        f"print(before, {names!r} <= set(dir(sw)), 'torch' in sys.modules); "
+        f"[getattr(sw, name).__path__ for name in {sorted(ARROWS)}]"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[] True False", "")
+
+
 def test_version_is_the_installed_one():
     assert stagewright.__version__ == importlib.metadata.version("stagewright")
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.small import X, Y, layers, make
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from stagewright.pipe import NonFiniteLossError
 
@@ -18,6 +19,11 @@ from stagewright.pipe import NonFiniteLossError
 BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
     "nothing": ((), r"no input: expected at least one tensor with the batch in dimension 0, then the target"),
     "no target": ((X,), r"no input: expected at least one tensor .*, then the target"),
+    "a loader": (
+        (DataLoader(TensorDataset(X, Y)),),
+        r"no input: DataLoader as the only argument would be the target\. Expected .* in loader: train_step\(\*batch\)",
+    ),
+    "a batch in a list": (([X, Y],), r"no input: list as the only argument would be the target"),
     "an input too many": (
         (X, X, Y),
         r"2 inputs and a target for a model that was built for 1: expected 1, then the target",

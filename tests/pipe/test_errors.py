@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from support.small import X, Y, layers, make, sgd
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import PipelineModule, named
 from stagewright.schedules import ScheduleError, build
 
 
@@ -114,8 +115,46 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": None}, r"seed=None: expected a whole number"),
     "an optimizer that is made": (
         {"optimizer": sgd([nn.Parameter(torch.zeros(1))])},
-        r"(?s)optimizer=SGD .*expected a callable; optimizer=lambda",
+        r"^optimizer=SGD\(\.\.\.\): expected a function .*; optimizer=lambda params: SGD\(params, lr=0\.1\)$",
     ),
+    "optimizers that are made": (
+        {"optimizer": [sgd([nn.Parameter(torch.zeros(1))])]},
+        r"^optimizer=\[SGD \( .*: expected a callable; optimizer=lambda params",
+    ),
+    "a function without parameters": (
+        {"optimizer": lambda: None},
+        r"<lambda>: called with 1 argument, it fails \(too many positional arguments\); optimizer=lambda params",
+    ),
+    "a named function of two": (
+        {"optimizer": named(lambda one, other: None)},
+        r"it fails \(missing a required argument: 'other'\); optimizer=lambda params",
+    ),
+    "a scheduler that is made": (
+        {"lr_scheduler": StepLR(sgd([nn.Parameter(torch.zeros(1))]), 1)},
+        r"^lr_scheduler=StepLR\(\.\.\.\): expected a function .* lr_scheduler=lambda optimizer: StepLR\(opt",
+    ),
+    "a class of schedulers": (
+        {"lr_scheduler": StepLR},
+        r"^lr_scheduler=StepLR: called with 1 argument, it fails .*'step_size'\); lr_scheduler=lambda optimizer",
+    ),
+    "a class of losses": (
+        {"loss_fn": nn.MSELoss},
+        r"^loss_fn=MSELoss: a class: expected a module of it; loss_fn=MSELoss\(\)$",
+    ),
+    "a loss without a target": (
+        {"loss_fn": lambda output: output.sum()},
+        r"called with 2 arguments, it fails \(too many .*\); loss_fn=lambda output, target",
+    ),
+    "a report that takes nothing": ({"on_step": lambda: None}, r"called with 1 argument, it fails .*on_step=lambda re"),
+    "a norm that is a flag": ({"max_grad_norm": True}, r"max_grad_norm=True: expected a number above 0, or None"),
+    "a class of models": ({"model": nn.Linear}, r"is type: expected a torch\.nn\.Module, made of .*: Linear\(\.\.\.\)"),
+    "a model as stages": (
+        {"stages": layers()},
+        r"^stages=Sequential\(\.\.\.\): expected a list of modules, one a stage$",
+    ),
+    "no stages": ({"stages": []}, r"stages=\[\]: expected a list of modules"),
+    "split points as numbers": ({"split_points": [3]}, r"split_points=\[3\]: expected a list of names"),
+    "a device that nobody has": ({"device": "gpu"}, r"device='gpu': Expected one of cpu, .* Expected a device of this"),
     "an optimizer that is none": ({"optimizer": lambda parameters: None}, r"optimizer= returned NoneType: expected"),
     "a scheduler that is none": ({"lr_scheduler": lambda _: None}, r"lr_scheduler= returned NoneType: expected"),
     "a scheduler alone": (
@@ -168,7 +207,7 @@ def test_unknown_options() -> None:
     ],
 )
 def test_before_the_stages_are_built(use: Callable[[PipelineModule], object], name: str) -> None:
-    message = rf"{name}: the stages are not built yet\. Expected PipelineModule\(\.\.\., example_inputs=\(batch,\)\)"
+    message = rf"{name}: the stages are not built yet\. Expected PipelineModule\(\.\.\., example_inputs=\(x,\)\), "
     with pytest.raises(ValueError, match=message):
         use(make(example_inputs=None))
 
