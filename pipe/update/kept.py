@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from .optimizers import StageOptimizers
-
-_Group = dict[str, Any]
+from .options import Group, copied_option, differences, options_of, set_options
 
 
 class Kept:
@@ -28,15 +26,15 @@ class Kept:
         self._schedulers = [scheduler for one in stages for scheduler in one.schedulers]
         self._values = [(p, p.detach().clone()) for p in _parameters(self._optimizers)]
         self._states = [
-            {parameter: {key: _copy(value) for key, value in own.items()} for parameter, own in optimizer.state.items()}
+            {parameter: {key: copied_option(value) for key, value in own.items()} for parameter, own in optimizer.state.items()}
             for optimizer in self._optimizers
         ]
-        self._groups = [_options(optimizer) for optimizer in self._optimizers]
+        self._groups = [options_of(optimizer) for optimizer in self._optimizers]
         self._scheduled = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
         self._others = [_numbers(optimizer) for optimizer in self._optimizers]
         self._versions: list[int] = []
-        self._after: list[list[_Group]] = []
-        self._changed: list[list[_Group]] = []
+        self._after: list[list[Group]] = []
+        self._changed: list[list[Group]] = []
 
     def updated(self) -> None:
         """The update was made."""
@@ -48,7 +46,7 @@ class Kept:
                     f"post_validation=True could not take back: expected an optimizer that keeps what it counts in its "
                     f"state, or post_validation=False"
                 )
-        self._after = [_options(optimizer) for optimizer in self._optimizers]
+        self._after = [options_of(optimizer) for optimizer in self._optimizers]
         self._versions = [parameter._version for parameter, _ in self._values]
 
     def changed_outside(self) -> nn.Parameter | None:
@@ -59,9 +57,9 @@ class Kept:
     @torch.no_grad()
     def put_back(self) -> None:
         """All of it is as it was."""
-        now = [_options(optimizer) for optimizer in self._optimizers]
+        now = [options_of(optimizer) for optimizer in self._optimizers]
         self._changed = [
-            [_differences(was, given) for was, given in zip(after, own, strict=False)]
+            [differences(was, given) for was, given in zip(after, own, strict=False)]
             for after, own in zip(self._after, now, strict=True)
         ]
         for parameter, value in self._values:
@@ -69,34 +67,18 @@ class Kept:
         for optimizer, states, groups in zip(self._optimizers, self._states, self._groups, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)
-            for group, options in zip(optimizer.param_groups, groups, strict=False):
-                group.update(options)
+            set_options(optimizer, groups)
         for scheduler, scheduled in zip(self._schedulers, self._scheduled, strict=True):
             scheduler.load_state_dict(scheduled)
 
     def change_again(self) -> None:
         """Options that were changed behind the update that was put back."""
         for optimizer, changed in zip(self._optimizers, self._changed, strict=True):
-            for group, options in zip(optimizer.param_groups, changed, strict=False):
-                group.update(options)
+            set_options(optimizer, changed)
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[_Group]:
-    return [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _differences(before: _Group, now: _Group) -> _Group:
-    return {key: value for key, value in now.items() if key not in before or not _is_same(before[key], value)}
-
-
-def _is_same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> Mapping[str, object]:
@@ -106,7 +88,3 @@ def _numbers(optimizer: torch.optim.Optimizer) -> Mapping[str, object]:
         for name, value in vars(optimizer).items()
         if not name.startswith("_") and isinstance(value, bool | int | float | str)
     }
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -16,6 +16,7 @@ from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, 
 from ..parallel.part import Part
 from ..parallel.share import Share
 from .delay_correction import Feedback
+from .options import BatchOptions
 from .separable import separable
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -42,6 +43,7 @@ class StageOptimizers:
         schedulers: of each optimizer; empty without `scheduler`.
         names: by id of a parameter, and of a part that stands in its place.
         parts: by name.
+        options: of the optimizers, by batch.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StageOptimizers:
         self._refuse_others(where, model, may_hold_others)
         self._refuse_twice(where)
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
+        self.options = BatchOptions(self.optimizers)
 
     def refuse_to_divide(self, names: Collection[str]) -> None:
         """ValueError for an optimizer that needs the whole of one of these, of which each process has a part."""

@@ -22,6 +22,8 @@ from ..stages.weights import WeightVersions
 from .interface import Aside, Known, Programs, StageState, Update
 from .stream_rank import StreamRank
 
+_SCHEDULED = {"lr", "betas", "momentum"}  # what torch's schedules change
+
 
 class StreamUpdate(Update):
     """The stream of one process.
@@ -66,6 +68,7 @@ class StreamUpdate(Update):
         """
         self._require_whole()
         self._take_changes()
+        self._read_options(batch.step, is_next=True)
         first = batch.step if self._first is None else self._first
         self._first, self._last = None if self._course.is_alone(batch.step) else first, batch.step
         for rank in self._ranks.values():
@@ -126,6 +129,7 @@ class StreamUpdate(Update):
         self._require_whole()
         if self._first is None:
             return None
+        self._read_options(self._last + 1)
         first, self._first = self._first, None
         return {r: self._course.drain(r, self._last, first_batch=first) for r in self._ranks}
 
@@ -184,6 +188,8 @@ class StreamUpdate(Update):
         for rank in self._ranks.values():
             rank.drop()
             rank.known.clear()
+        for one in self.stages:
+            one.optimizers.options.forget()
         self._first, self._lost, self._newest = None, None, None
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
@@ -224,6 +230,14 @@ class StreamUpdate(Update):
                     if name in changed and changed[name].data_ptr() != own.data_ptr():
                         own.data.copy_(changed[name])
                 weights.adopt(changed)
+
+    def _read_options(self, batch: int, *, is_next: bool = False) -> None:
+        """What the user changed counts from this batch on; ValueError where a schedule changes it, too, in flight: which
+        of the two comes last would depend on the stage."""
+        for one in self.stages:
+            names = one.optimizers.options.read(batch) & _SCHEDULED
+            if is_next and names and one.optimizers.schedulers:
+                self.refuse_changes(f"{min(names)!r} of an optimizer that has an lr_scheduler= was changed")
 
     def _weights(self) -> list[WeightVersions]:
         return [weights for rank in self._ranks.values() for weights in rank.weights.values()]

@@ -243,14 +243,15 @@ class StreamRank(RankUpdate):
         if self.loss_scale is not None and not group.updates:
             self.loss_scale.update(overflowed=group.skipped)
         optimizers = self.optimizers[stage]
-        if self._shared:
-            self._same_options.used(index, self._option_numbers(stage))
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
         is_fresh = self._course.is_alone(batch)
         self.gate.enter()
-        self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped, is_fresh=is_fresh))
+        with optimizers.options.of(batch):
+            if self._shared:
+                self._same_options.used(index, self._option_numbers(stage))
+            self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped, is_fresh=is_fresh))
         if self.divided.parts:
             self._made[stage, index] = self.weights[stage].newest
         group.updates += 1
