@@ -23,7 +23,7 @@ from .settings import Settings
 from .slicing import SlicedLoss
 from .stages.build import CutModel
 from .stages.compiled import Compiled, refuse_changes_in_flight, refuse_graphs, refuse_split
-from .stages.loss import UntrainedLeaves
+from .stages.loss import UntrainedLeaves, detached
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
 from .stages.stage import LossOf, LossValue, Stage
@@ -162,15 +162,18 @@ class Makers:
             return self.settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
 
         sliced = self.sliced_loss
-        untrained = UntrainedLeaves(self.parts.train.stages[-1].module, is_trained)
+        leaves = UntrainedLeaves(self.parts.train.stages[-1].module, is_trained)
+        wants_gradient = any(spec.requires_grad for spec in self.parts.train.example.specs[-1])
 
         def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
             if sliced is not None and training:
                 sliced.saw(flat, target)
             self.seeder.enter_loss()
-            ends = untrained.before(flat)
+            ends = leaves.before(flat)
             loss = read_loss(loss_fn(self.parts.output(flat, training=training), target))
-            untrained.check(loss[0], ends)
+            leaves.check(loss[0], ends)
+            if training and torch.is_grad_enabled() and not (wants_gradient or loss[0].requires_grad):
+                raise detached()
             return loss
 
         return loss_of

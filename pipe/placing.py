@@ -184,7 +184,11 @@ def place_stages(ground: Ground) -> Placed:
         evaluate = wired(schedule.forward_only(), parts.evaluate, alike=whole.alike(parts.evaluate, training=False))
         local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
         ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
-        unchanged = Unchanged(parts, is_compiled=settings.compile is not None)
+        unchanged = Unchanged(
+            parts,
+            is_compiled=settings.compile is not None,
+            learns_beside=ground.has_loss and settings.optimizer is None,
+        )
         for index in local_stages:
             parts.train.stages[index].module.to(settings.device)
             parts.evaluate.stages[index].module.to(settings.device)

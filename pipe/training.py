@@ -83,7 +83,7 @@ class Training:
         with self._batch(given) as (batch, programs):
             for part, goes_on in self._parts(batch, programs):
                 self._engine.run(part, goes_on=goes_on)
-        with self._guard.together():
+        with self._updating():
             known = self._update.step()
         for local in self._engine.ranks:
             local.recorder.leave()
@@ -151,7 +151,7 @@ class Training:
     def confirm(self) -> None:
         """Make the weights what they should be, before anything reads or replaces them."""
         if self._update.unconfirmed is not None:
-            with self._guard.together():
+            with self._updating():
                 self._update.confirm()
             self._reports.tell(self._update.waiting())
 
@@ -174,6 +174,7 @@ class Training:
     @contextmanager
     def _batch(self, given: Given) -> Iterator[tuple[Batch, Programs]]:
         """A batch and its programs, to be run within; after that its gradients are ready."""
+        self._unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
         batch = self._reader.read(given, step=self.num_steps)
@@ -188,8 +189,6 @@ class Training:
             local.recorder.begin()
         with self._under_way():
             yield batch, programs
-        with self._guard.together():
-            self._update.gradients_ready()
         self.num_steps += 1
 
     def _replan(self, batch: Batch, schedules: BatchSchedules) -> None:
@@ -213,7 +212,8 @@ class Training:
         yield first, True
         try:
             is_right = self._update.confirm()
-        except BaseException:
+        except BaseException as error:
+            self._update.lose(error)
             self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
             raise
         if not is_right:
@@ -225,6 +225,16 @@ class Training:
         yield {rank: begun.rest[rank] for rank in programs}, False
 
     @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around an update: an error leaves it made on some stages alone."""
+        try:
+            with self._guard.together():
+                yield
+        except BaseException as error:
+            self._update.lose(error)
+            raise
+
+    @contextmanager
     def _under_way(self) -> Iterator[None]:
         """Around the engine: an error loses what runs."""
         try:
@@ -232,6 +242,8 @@ class Training:
             with self._guard.together(), self._seeder.call():
                 yield
             self._update.losses_known()
+            with self._guard.together():
+                self._update.gradients_ready()
         except BaseException as error:
             self._engine.drop()
             self._update.abandon(error)

@@ -109,6 +109,12 @@ def read_loss(value: object) -> LossValue:
             count = torch.tensor(float(count), dtype=torch.float64)
         if not isinstance(count, torch.Tensor) or count.dim() != 0:
             raise ValueError(f"loss_fn returned the count {_shown(count)}: expected a number, or a scalar tensor")
+        if count.requires_grad:
+            raise ValueError(
+                "loss_fn returned (sum, count) with a count that wants a gradient, which would be dropped: the mean "
+                "over the batch is made behind the backwards. Expected count.detach() where it is a constant; or a "
+                "scalar mean of the microbatch, whose gradients are all there"
+            )
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ValueError(
             f"loss_fn returned {_shown(loss)}: expected a scalar tensor; return loss.mean(), or (sum, count)"

@@ -61,14 +61,18 @@ class Given:
         """The target, or those of all microbatches."""
         return tuple(part.target for part in self.microbatches) if self.microbatches else self.target
 
-    def on(self, device: torch.device) -> Given:
-        """The same with its tensors moved, but for those that are shapes alone."""
+    def on(self, device: torch.device, *, keeps: bool = False) -> Given:
+        """The same with its tensors moved, but for those that are shapes alone.
+
+        Arguments:
+            keeps: whether they are needed behind the call, when the user may fill their memory again: copies then.
+        """
         if self.microbatches:
-            moved = tuple(part.on(device) for part in self.microbatches)
+            moved = tuple(part.on(device, keeps=keeps) for part in self.microbatches)
             return replace(moved[0], microbatches=moved)
 
         def move(x: torch.Tensor) -> torch.Tensor:
-            return x if x.is_meta else x.to(device)
+            return x if x.is_meta else x.to(device, copy=keeps)
 
         target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.target)
         return replace(self, arguments=self.arguments.map(move), target=target)

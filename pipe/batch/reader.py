@@ -71,6 +71,7 @@ class BatchReader:
         self._sequence = sequence
         self._slices_agree = slices_agree
         self._num_slices = schedule.num_slices
+        self._keeps = schedule.is_asynchronous
         self._has_loss = has_loss
         self._model_loss = model_loss
         self._device = device
@@ -98,7 +99,7 @@ class BatchReader:
             sums = (UNKNOWN, UNKNOWN)
             if self._compares:
                 sums = checksum(given.inputs), checksum(given.targets)
-            parts = given.on(device).cut(len(own))
+            parts = given.on(device, keeps=self._keeps).cut(len(own))
             spans: list[Span] = []
             lengths = [1] * len(parts)
             if self._num_slices > 1:

@@ -65,6 +65,21 @@ def give_loss(loss_fn: object, stages: Iterable[StageModule]) -> None:
             stage.module._modules[_CHILD] = loss_fn
 
 
+def untrained(why: str, expected: str) -> ValueError:
+    """The error of a batch from which nothing would learn."""
+    return ValueError(
+        f"nothing to train: {why}, and plain PyTorch would refuse loss.backward(). Expected {expected}; or eval_step, "
+        f"predict"
+    )
+
+
+def detached() -> ValueError:
+    """The error of a model whose output cannot want a gradient."""
+    return untrained(
+        "the model's output wants no gradient", "parameters that do, and an output made of them without detach()"
+    )
+
+
 class UntrainedLeaves:
     """Looks once, at the first loss with a graph, for tensors that would learn from it and that no optimizer holds.
 

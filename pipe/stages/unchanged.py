@@ -18,6 +18,7 @@ from ...partition.graph.chain import given_units, hook_tables, is_sequential
 from ...partition.graph.source_line import module_at
 from .build import CutModel
 from .compiled import is_users_compiled
+from .loss import PREFIX, detached, untrained
 
 _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
 
@@ -28,11 +29,16 @@ class Unchanged:
     Arguments:
         cut: with the weights of other processes already let go.
         is_compiled: whether stages run their units compiled.
+        learns_beside: whether a loss may want gradients for what is not the model's.
 
     Raises ValueError for a hook that would never run.
     """
 
-    def __init__(self, cut: CutModel, *, is_compiled: bool = False) -> None:
+    def __init__(self, cut: CutModel, *, is_compiled: bool = False, learns_beside: bool = False) -> None:
+        self._parameters = list(cut.root.parameters())
+        self._wants_gradient = learns_beside or any(spec.requires_grad for spec in cut.train.example.specs[-1])
+        self._learns_beside = learns_beside
+        self._loss_parameters = [p for name, p in cut.root.named_parameters() if name.startswith(f"{PREFIX}.")]
         self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
         self._parts = list(_parts(cut.root))
         traced = dict(cut.model.named_modules()) if cut.is_traced else {}
@@ -54,6 +60,13 @@ class Unchanged:
                     f"children: expected the hook on a child (the first one for inputs, the last one for outputs), or, "
                     f"of stages=[...], before the PipelineModule is built"
                 )
+
+    def refuse_untrained(self) -> None:
+        """ValueError where nothing would be trained, as plain PyTorch refuses the backward of such a loss."""
+        if not (self._learns_beside or any(p.requires_grad for p in self._parameters)):
+            raise untrained("no parameter wants a gradient", "requires_grad_(True) on what is to learn, from the start")
+        if not (self._wants_gradient or any(p.requires_grad for p in self._loss_parameters)):
+            raise detached()
 
     def check(self, *, training: bool) -> None:
         """ValueError that names what changed.

@@ -14,7 +14,7 @@ from ...schedules.lowering.warm_up import WarmUp, cut_behind_warm_up
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
-from ..batch.batches import Batch
+from ..batch.batches import Batch, NonFiniteLossError
 from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
@@ -176,6 +176,7 @@ class FlushUpdate(Update):
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
+        self._require_whole()
         for rank in self.ranks.values():
             rank.enter(batch)
         for scale in self.loss_scales:
@@ -242,12 +243,22 @@ class FlushUpdate(Update):
                 f"back with the change: expected pipe.flush() before the change, or post_validation=False"
             )
 
+    def lose(self, error: BaseException) -> None:
+        """Gradients are dropped; a loss scale that has shrunk to 0 says so before any update."""
+        if isinstance(error, NonFiniteLossError):
+            return
+        super().lose(error)
+        self._gradients.drop()
+        if self._post_validation is not None:
+            self._post_validation.forget()
+
     def waiting(self) -> Sequence[Known]:
         """The newest that were confirmed."""
         return () if self._post_validation is None else tuple(self._post_validation.confirmed)
 
     def restart(self) -> None:
         """Nothing is to be confirmed."""
+        super().restart()
         if self._post_validation is not None:
             self._post_validation.forget()
 
@@ -291,7 +302,8 @@ class FlushUpdate(Update):
 
     def abandon(self, error: BaseException) -> None:
         """The gradients that were there before are there again."""
-        self._gradients.put_back()
+        if not self.is_lost:
+            self._gradients.put_back()
         for unsharding in self.unsharding.values():
             unsharding.drop()
 

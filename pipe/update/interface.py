@@ -157,6 +157,8 @@ class Update(ABC):
         gate: entered before weights or optimizer state are written.
     """
 
+    _was_lost = "an update was lost"
+
     def __init__(
         self,
         schedule: Schedule,
@@ -171,12 +173,24 @@ class Update(ABC):
         self.schedule = schedule
         self.ranks = ranks
         self.stages = stages
+        self._lost: str | None = None
         warn_of_unheld(one.optimizers for one in stages)
 
     @property
     def is_lost(self) -> bool:
-        """Whether an error has lost batches that were under way, and the weights stand at different updates."""
-        return False
+        """Whether an error has lost what was under way, and the weights stand at different updates."""
+        return self._lost is not None
+
+    def lose(self, error: BaseException) -> None:
+        """An error came when some weights were updated, and others may not be."""
+        self._lost = f"{type(error).__name__}: {error}"
+
+    def _require_whole(self) -> None:
+        if self._lost is not None:
+            raise ValueError(
+                f"{self._was_lost} with {self._lost}; the stages stand at different updates. Expected load(folder) of "
+                f"a checkpoint, or a new PipelineModule"
+            )
 
     def versions_of(self, rank: int, stage: int) -> WeightVersions | None:
         """Weight versions of a stage on a local rank; None: the module's own Parameters."""
@@ -245,6 +259,7 @@ class Update(ABC):
 
     def drain(self) -> Programs | None:
         """Programs that end all that is under way; None where nothing is. Raises ValueError where it was lost."""
+        self._require_whole()
         return None
 
     def rest(self) -> list[Known]:
@@ -304,7 +319,7 @@ class Update(ABC):
 
     def restart(self) -> None:
         """Everything was loaded, with nothing under way: an error before is forgotten."""
-        return
+        self._lost = None
 
     @abstractmethod
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:

@@ -26,7 +26,10 @@ class Kept:
         self._schedulers = [scheduler for one in stages for scheduler in one.schedulers]
         self._values = [(p, p.detach().clone()) for p in _parameters(self._optimizers)]
         self._states = [
-            {parameter: {key: copied_option(value) for key, value in own.items()} for parameter, own in optimizer.state.items()}
+            {
+                parameter: {key: copied_option(value) for key, value in own.items()}
+                for parameter, own in optimizer.state.items()
+            }
             for optimizer in self._optimizers
         ]
         self._groups = [options_of(optimizer) for optimizer in self._optimizers]

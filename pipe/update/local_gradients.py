@@ -64,6 +64,12 @@ class LocalGradients:
             part.parameter.grad = None
         self._before = []
 
+    def drop(self) -> None:
+        """Forget all of them (after an error)."""
+        for parameter in [*self.parameters, *(part.parameter for part in self._divided.parts.values())]:
+            parameter.grad = None
+        self._before = []
+
     def summed(self, *, scale: float) -> None:
         """The batch's are summed over all ranks: scale them, and add what was there before, but for divided ones."""
         self._tensor_group.compare_gradients({name: p.grad for name, p in self._named.items()})

@@ -18,9 +18,13 @@ import torch
 
 Group = dict[str, Any]
 
+
 def options_of(optimizer: torch.optim.Optimizer) -> list[Group]:
     """A copy, by group."""
-    return [{k: copied_option(v) for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    return [
+        {k: copied_option(v) for k, v in g.items() if k not in ("params", "param_names")}
+        for g in optimizer.param_groups
+    ]
 
 
 def differences(before: Mapping[str, Any], now: Group) -> Group:

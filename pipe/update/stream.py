@@ -33,6 +33,8 @@ class StreamUpdate(Update):
         ranks: of this process.
     """
 
+    _was_lost = "the batches in the pipeline were lost"
+
     def __init__(self, course: Course, ranks: Mapping[int, StreamRank], collectives: Collectives) -> None:
         stages = [
             StageState(stage, one.optimizers[stage], one.weights[stage])
@@ -49,13 +51,7 @@ class StreamUpdate(Update):
         self._collectives = collectives
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
         self._last = -1
-        self._lost: str | None = None
         self._newest: Known | None = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether an error has lost what was under way."""
-        return self._lost is not None
 
     def versions_of(self, rank: int, stage: int) -> WeightVersions:
         """The weights that the stage computes with."""
@@ -105,7 +101,7 @@ class StreamUpdate(Update):
                 if weights.newest != begun_with:
                     weights.restore(begun_with, {})
         else:
-            self._lost = f"{type(error).__name__}: {error}"
+            self.lose(error)
         for rank in ranks:
             rank.drop()
 
@@ -190,7 +186,8 @@ class StreamUpdate(Update):
             rank.known.clear()
         for one in self.stages:
             one.optimizers.options.forget()
-        self._first, self._lost, self._newest = None, None, None
+        self._first, self._newest = None, None
+        super().restart()
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         """The last few batches; of those with a flush and those without it, the newest kind."""
@@ -232,8 +229,7 @@ class StreamUpdate(Update):
                 weights.adopt(changed)
 
     def _read_options(self, batch: int, *, is_next: bool = False) -> None:
-        """What the user changed counts from this batch on; ValueError where a schedule changes it, too, in flight: which
-        of the two comes last would depend on the stage."""
+        """What the user changed counts from this batch on; ValueError where a schedule changes it in flight, too."""
         for one in self.stages:
             names = one.optimizers.options.read(batch) & _SCHEDULED
             if is_next and names and one.optimizers.schedulers:
@@ -241,10 +237,3 @@ class StreamUpdate(Update):
 
     def _weights(self) -> list[WeightVersions]:
         return [weights for rank in self._ranks.values() for weights in rank.weights.values()]
-
-    def _require_whole(self) -> None:
-        if self._lost is not None:
-            raise ValueError(
-                f"the batches in the pipeline were lost with {self._lost}; the stages stand at different updates. "
-                f"Expected load(folder) of a checkpoint, or a new PipelineModule"
-            )
