@@ -80,7 +80,7 @@ class WeightGradients:
     @property
     def num_bytes(self) -> int:
         """Bytes that are held for W [bytes]."""
-        tensors = [part for owed in self._owed for tensor in owed.tensors for part in _parts(tensor)]
+        tensors = [part for owed in self._owed for tensor in owed.tensors for part in parts_of(tensor)]
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -254,11 +254,11 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
         known += gradient
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that have the memory of one: that of a DTensor is its local part's."""
     if is_traceable_wrapper_subclass(tensor):
         for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(inner, torch.Tensor):
-                yield from _parts(inner)
+                yield from parts_of(inner)
     else:
         yield tensor

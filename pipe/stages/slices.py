@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class _Running(threading.local):
-    span: Span | None = None
+    mode: _Attending | None = None
 
 
 _running = _Running()
@@ -59,7 +59,7 @@ def first_position() -> int:
 
     The code between modules is recorded once, and must take positions from an input of the model instead.
     """
-    return 0 if _running.span is None else _running.span.start
+    return 0 if _running.mode is None else _running.mode.span.start
 
 
 class _Kept:
@@ -131,13 +131,17 @@ class _Attending(TorchFunctionMode):
     def from_here(self) -> _Attending:
         """The same for what runs again of what follows."""
         again = _Attending(self._microbatch, self.span, drops=self._drops)
-        again._calls = dict(self._calls)
+        again._calls, again._mask = dict(self._calls), self._mask
         return again
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {} if kwargs is None else kwargs
+        if (
+            self is not _running.mode
+        ):  # what runs again in a backward has a mode of its own, inside that of the backward
+            return func(*args, **given)
         if func in _ATTENTION:
             return self._attend(*args, **given)
         if func is F.multi_head_attention_forward:  # calls attention by itself, where modes do not look
@@ -197,12 +201,17 @@ def _at(table: dict[_Call, _Kept], call: _Call, like: Tensor, span: Span, frame:
     return kept
 
 
-def _caller(frame: FrameType | None) -> tuple[nn.Module | None, str]:
+_Caller = tuple[nn.Module | None, str]
+
+
+def _caller(frame: FrameType | None) -> _Caller:
     """The module within whose forward attention was called, and its name."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             return owner, type(owner).__name__
+        if isinstance(owner, _Resumed):
+            return owner.caller
         frame = frame.f_back
     return None, "a function"
 
@@ -268,35 +277,45 @@ def attending(microbatch: object, span: Span, *, drops: bool = True) -> Iterator
 
 @contextmanager
 def _entered(mode: _Attending) -> Iterator[None]:
-    before, _running.span = _running.span, mode.span
+    before, _running.mode = _running.mode, mode
     try:
         with mode:
             yield
     finally:
-        _running.span = before
+        _running.mode = before
+
+
+class _Resumed:
+    """What a checkpoint runs, which in the backward, outside of any mode, attends to earlier slices, too.
+
+    Attributes:
+        caller: the module that called the checkpoint: nobody else is there to be found when it runs again.
+    """
+
+    def __init__(self, run: Callable[..., Any], mode: _Attending, *, is_called_first: bool) -> None:
+        self.caller = _caller(sys._getframe(1))
+        self._run = run
+        self._again = mode.from_here()
+        self._is_called_first = is_called_first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_called_first:
+            self._is_called_first = False
+            return self._run(*args, **kwargs)
+        with _entered(self._again.from_here()):
+            return self._run(*args, **kwargs)
 
 
 @contextmanager
 def _checkpoints(mode: _Attending) -> Iterator[None]:
-    """Within: what a checkpoint runs again in the backward, outside of any mode, attends to earlier slices, too."""
+    """Within: what checkpoints run again attends to earlier slices, too."""
     generator, function = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
 
-    def resumed(run: Callable[..., Any], *, is_called_first: bool) -> Callable[..., Any]:
-        again, calls = mode.from_here(), iter([is_called_first])
-
-        def run_again(*args: Any, **kwargs: Any) -> Any:
-            if next(calls, False):
-                return run(*args, **kwargs)
-            with _entered(again.from_here()):
-                return run(*args, **kwargs)
-
-        return run_again
-
     def without_reentrance(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(resumed(run, is_called_first=False), *args, **kwargs)
+        return generator(_Resumed(run, mode, is_called_first=False), *args, **kwargs)
 
     def reentrant(run: Callable[..., Any], *args: Any) -> Any:
-        return function.apply(resumed(run, is_called_first=True), *args)  # type: ignore[no-untyped-call]
+        return function.apply(_Resumed(run, mode, is_called_first=True), *args)  # type: ignore[no-untyped-call]
 
     with (
         patch.object(torchs, "_checkpoint_without_reentrant_generator", without_reentrance),

@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from ...partition.graph.forms import Tensors, copied, counted_changes
+from ...partition.graph.forms import Tensors
 from ...partition.graph.split_backward import SplitBackward, WeightGradients
 from ...partition.graph.units import StageModule
 from .autocast import Autocast
@@ -27,6 +27,7 @@ from .buffers import MovingBuffers, Snapshot
 from .compiled import Compiled
 from .halves import Halves
 from .moving import Activations, tensors_of
+from .rerun_inputs import KeptInputs
 from .reruns import Reruns, no_checkpoints_inside
 from .weights import WeightVersions
 
@@ -147,7 +148,8 @@ class Stage:
         self._reruns.begin()
         try:  # the module is called from here: every function in between costs each microbatch time
             buffers = self._buffers.before_forward() if runs_again else ()
-            before = _Target.kept(target) if runs_again and self._loss_of is not None else None
+            targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
+            copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
             with (
                 torch.set_grad_enabled(has_backward and not runs_again),
                 no_checkpoints_inside() if runs_again else _NOTHING,
@@ -163,13 +165,14 @@ class Stage:
             self._compiled.end()
             if weights is not None:
                 weights.release()
-        seen = target if before is None else before.seen_by_loss()
+        if targets is not None and targets.changed():  # by the loss, which will be computed again
+            (target,), _ = targets.with_tensors(copies)
         if not has_backward:
             return module.detached(outputs), None
         if moving is not None:
             moving.made(() if runs_again else outputs)
         self._live[key] = _Live(
-            module, leaves, None if runs_again else outputs, seen, version, buffers, is_split, moving
+            module, leaves, None if runs_again else outputs, target, version, buffers, is_split, moving
         )
         if loss is not None:
             mean_or_sum, count = loss
@@ -325,20 +328,3 @@ class Stage:
                 "from it, without detach(), item() or torch.no_grad()"
             )
         return (loss[0],), loss
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A target in front of a loss that will be computed again, since a loss may change its target in place."""
-
-    given: object
-    copy: object
-    versions: list[int]
-
-    @classmethod
-    def kept(cls, target: object) -> _Target:
-        return cls(target, copied(target), counted_changes(target))
-
-    def seen_by_loss(self) -> object:
-        """The target as it was; the copy is dropped where nothing changed."""
-        return self.given if counted_changes(self.given) == self.versions else self.copy

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
+from ..nested import mapped
 from ..parallel.attention import Experts, Heads
 from ..parallel.share import Share
 from ..parallel.styles import Local, Row
@@ -79,7 +80,7 @@ class Regions:
         def keep(region: Region) -> Callable[..., Any]:
             def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 if region.name not in self._calls and torch.is_grad_enabled():  # the run that the backward follows
-                    self._calls[region.name] = _mapped((args, kwargs), _fresh, objects=True)
+                    self._calls[region.name] = mapped((args, kwargs), _fresh)
                 return forward(*args, **kwargs)
 
             return call
@@ -232,7 +233,7 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
         for parameter, _ in kept:
             parameter.grad = None
         try:
-            args, kwargs = _mapped(given, _fresh, objects=True)
+            args, kwargs = mapped(given, _fresh)
             leaves = [x for x in _tensors((args, kwargs)) if x.requires_grad]
             value: Any = None
             for number, module in enumerate(modules.values()):
@@ -272,7 +273,7 @@ def _noted(name: str, module: nn.Module, outcome: _Outcome) -> Iterator[None]:
             own.register_hook(partial(_note_gradient, call, "given_gradient"))  # type: ignore[no-untyped-call]
             return own
 
-        return _mapped((args, kwargs), mine)  # type: ignore[no-any-return]
+        return mapped((args, kwargs), mine, objects=False)  # type: ignore[no-any-return]
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
         tensors = [x for x in _tensors(out) if type(x) is Tensor and x.requires_grad]
@@ -342,29 +343,6 @@ def _checksum(value: object) -> list[object]:
     ]
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor], *, objects: bool = False, seen: Any = None) -> Any:
-    """The same value with other tensors.
-
-    Arguments:
-        objects: whether copies are made of objects, such as caches of keys and values that each block adds to.
-    """
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        parts = [_mapped(each, change, objects=objects, seen=seen) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict:
-        return {key: _mapped(each, change, objects=objects, seen=seen) for key, each in value.items()}
-    if not objects or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__") or callable(value):
-        return value
-    if id(value) not in seen:
-        seen[id(value)] = own = copy.copy(value)
-        for key, each in vars(value).items():
-            own.__dict__[key] = _mapped(each, change, objects=True, seen=seen)
-    return seen[id(value)]
-
-
 def _tensors(value: Any) -> list[Tensor]:
     """Those in tuples, lists and dicts, in order."""
     found: list[Tensor] = []
@@ -373,7 +351,7 @@ def _tensors(value: Any) -> list[Tensor]:
         found.append(x)
         return x
 
-    _mapped(dict(value) if isinstance(value, Mapping) else value, note)
+    mapped(dict(value) if isinstance(value, Mapping) else value, note, objects=False)
     return found
 
 

@@ -182,6 +182,30 @@ def test_attention_that_is_called_twice(recompute: str) -> None:
     agrees(model, mean_loss, *batch(), schedule="seq1f1b", num_slices=3, recompute=recompute)
 
 
+class OwnNames(nn.Module):
+    """No local is called `self` where attention is called, and a function calls it that has no module at all."""
+
+    def __init__(this, block: nn.Module, *, checkpoints: bool) -> None:  # noqa: N805
+        super().__init__()
+        this.block, this.checkpoints = block, checkpoints
+
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        attend = lambda h: F.scaled_dot_product_attention(h.sin(), h, h, is_causal=True).transpose(1, 2).flatten(2)  # noqa: E731
+        mixed = checkpoint(attend, heads, use_reentrant=False) if this.checkpoints else attend(heads)
+        return this.block(x + mixed)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recompute", ["layer", "selective", {"*": "full"}, {"*.block": "selective"}], ids=str)
+@pytest.mark.parametrize(("schedule", "num_slices"), [("seq1f1b", 3), ("seq-zb-h1", 2)])
+def test_units_that_attend_run_again(schedule: str, num_slices: int, recompute: Any) -> None:
+    """Several on a stage, also in the backward in halves."""
+    plain = chain(layers=4)
+    blocks = [OwnNames(block, checkpoints=i % 2 == 1) for i, block in enumerate(plain[1:-1])]
+    model = nn.Sequential(plain[0], *blocks, plain[-1])
+    agrees(model, mean_loss, *batch(), schedule=schedule, num_slices=num_slices, recompute=recompute)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_block_and_frozen_attention(reentrant: bool) -> None:
     """Code that runs again in the backward sees the slices before it; keys without gradients leave none."""

@@ -1,0 +1,210 @@
+"""recompute= of modules that change memory in place: their inputs, whatever shares it, and results that were kept.
+
+float64, and equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.grids import one_in
+from support.layers import D
+from support.reruns import X, Y, equals_one_process, made, pipeline
+from torch import Tensor, nn
+
+# --- results that a policy keeps, changed through tensors that count no version of theirs ---
+
+
+class OfFunction(torch.autograd.Function):
+    """Returns its input's memory as if it were another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride())  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a view": lambda h: h[..., :3],
+    "unsafe_chunk": lambda h: h.unsafe_chunk(2, -1)[0],
+    "unsafe_split": lambda h: h.unsafe_split(3, -1)[0],
+    "unsafe_split_with_sizes": lambda h: h.unsafe_split_with_sizes([3, D - 3], -1)[0],
+    "_unsafe_view": lambda h: torch.ops.aten._unsafe_view(h, h.shape),
+    "data": lambda h: h.data,
+    "detach": lambda h: h.detach(),
+    "set_": lambda h: h.new_empty(0).set_(h.detach()),
+    "as_strided": lambda h: h.data.as_strided(h.shape, h.stride()),
+    "storage": lambda h: h.new_empty(0).set_(h.untyped_storage(), 0, h.shape, h.stride()),
+    "a function": OfFunction.apply,
+}
+
+
+class Aliased(nn.Module):
+    """Doubles a part of its product."""
+
+    def __init__(self, alias: Callable[[Tensor], Tensor], *, inside: bool = True) -> None:
+        super().__init__()
+        self.alias, self.inside, self.linear = alias, inside, nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        y = (h * 1.5).sin()
+        if not self.inside:
+            return y, h
+        self.alias(h).mul_(2.0)
+        return torch.tanh(h + y)
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
+def test_results_changed_in_place_are_not_kept(alias: Callable[[Tensor], Tensor]) -> None:
+    equals_one_process(lambda: nn.Sequential(Aliased(alias), Aliased(alias)), "selective")
+
+
+class Behind(nn.Module):
+    """Doubles what a module that runs again returned, which that one had kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Aliased(nn.Identity(), inside=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = self.inner(x)
+        return F.relu(h, inplace=True) + y  # type: ignore[no-any-return]
+
+
+class Later(nn.Module):
+    """From the third real forward on it changes the result of its product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.linear = 0, nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += type(x) is Tensor and torch.is_grad_enabled()
+        h = self.linear(x)
+        return (h.mul_(2.0) if self.seen % 16 > 2 else h * 2.0).sin()
+
+
+class Recurrent(nn.Module):
+    """GRUCell computes in chunks of its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.gru = nn.GRUCell(D, D), nn.GRU(D, D, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        return self.gru(torch.stack([h := self.cell(each, h) for each in x.unbind(1)], 1))[0]  # type: ignore[no-any-return]
+
+
+def linear_and_relu() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D), nn.ReLU(inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "recompute", "schedule"),
+    [
+        (lambda: nn.Sequential(Recurrent(), Recurrent()), "selective", "1f1b"),
+        (lambda: nn.Sequential(Behind(), Behind()), {"*.inner": "selective"}, "1f1b"),
+        (lambda: nn.Sequential(Behind(), Behind()), {"*.inner": "selective"}, "zb-h1"),
+        (lambda: nn.Sequential(Later(), Later()), "selective", "1f1b"),
+        (linear_and_relu, "selective", "zb-h1"),
+        (lambda: nn.Sequential(linear_and_relu(), linear_and_relu()), "selective", "zb-h1"),
+    ],
+    ids=["recurrent", "behind", "behind, split", "later", "one after the other, split", "in a unit, split"],
+)
+def test_kept_results_equal_one_process(make: Callable[[], Any], recompute: Any, schedule: str) -> None:
+    equals_one_process(make, recompute, schedule=schedule, atol=1e-14)
+
+
+# --- inputs ---
+
+
+class Changes(nn.Module):
+    """Changes a part of its first input in place, and reads all of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+        x[..., :3].mul_(2.0)
+        h = self.linear(x).sin()
+        for other in (*others, *more.values()):
+            for each in (other, *vars(other).values()) if isinstance(other, SimpleNamespace) else [other]:
+                for y in each if isinstance(each, list) else each.values() if isinstance(each, dict) else [each]:
+                    if isinstance(y, Tensor):
+                        h = h * y.exp().mean(-1, keepdim=True)
+        return h
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "twice": lambda f, h: f(h, h),
+    "keyword": lambda f, h: f(h, again=h),
+    "nested": lambda f, h: f(h, [h, h], {"x": h}),
+    "view": lambda f, h: f(h, h[:, 1:].mean(1, keepdim=True), h.transpose(0, 1).transpose(0, 1)),
+    "overlapping views": lambda f, h: f(h[:, 1:], h[:, :-1]),
+    "view of what is not given": lambda f, h: f(h[..., 2:].repeat(1, 1, 2)[..., :D], h),
+    "no gradient": lambda f, h: f(h, h.detach()),
+    "object": lambda f, h: f(h, SimpleNamespace(x=h, y=[h])),
+    "changed in an object": lambda f, h: f(*[box := SimpleNamespace(x=h), box.x][1:], box),
+    "empty": lambda f, h: f(h, torch.cat([h, h[..., :0]], -1)),
+}
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.linear, self.inner = call, nn.Linear(D, D), Changes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            F.pad(y, (0, 0, 0, x.shape[1] - y.shape[1])) if (y := self.call(self.inner, self.linear(x))).numel() else x
+        )
+
+
+@pytest.mark.parametrize(("call", "rule"), one_in(2, CALLS, ["full", "selective"]))
+def test_inputs_that_share_memory(call: Callable[[Any, Tensor], Tensor], rule: str) -> None:
+    equals_one_process(lambda: nn.Sequential(Calls(call), Calls(call)), {"*.inner": rule})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    one_in(2, ("interleaved", "zb-h1"), ["layer", "selective", {"*.self_attn": "full"}, {"*.self_attn": "selective"}]),
+)
+def test_attention_to_itself(schedule: str, recompute: Any) -> None:
+    """It looks whether query, key and value are one tensor."""
+    layer = lambda: nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.0, batch_first=True)  # noqa: E731
+    equals_one_process(lambda: nn.Sequential(*[layer() for _ in range(4)]), recompute, schedule=schedule, atol=1e-15)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) * torch.bernoulli(torch.full_like(x, 0.5))
+        return F.dropout(h.sin())
+
+
+def kept_mask(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return operator is torch.ops.aten.bernoulli.default
+
+
+def test_a_policy_may_keep_what_was_drawn() -> None:
+    """What is drawn behind it is what the first run drew."""
+    gradients = []
+    for recompute in ("none", kept_mask):
+        model = made(lambda: nn.Sequential(Drops(), Drops()))
+        pipeline(model, recompute).forward_backward(X, Y)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
