@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,43 +25,75 @@ class FolderLock:
     """Held by this process; the operating system gives it back when the process ends, killed or not.
 
     A lock of POSIX's kind: children that were forked have no part in it, and it holds over most network file systems.
+    Several holders in one process share it.
 
     Raises ValueError where another process holds it, with its number and host.
     """
 
     def __init__(self, folder: Path, *, patience: float = _PATIENCE) -> None:
-        self._path = folder / _NAME
-        self._descriptor: int | None = None
+        self._key: str | None = None
         if fcntl is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        until = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
-                    break
-                if time.monotonic() > until:
-                    holder = _holder(descriptor)
-                    os.close(descriptor)
-                    raise ValueError(
-                        f"{folder} is being written by another run{holder}: expected a folder for each run, or wait "
-                        f"until that one has ended"
-                    ) from None
-            time.sleep(_POLL)
-        self._descriptor = descriptor
-        with suppress(OSError):  # a full disk
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        key = os.path.realpath(folder)
+        if key not in _held:
+            _held[key] = [_locked(folder, patience), 0]
+        _held[key][1] += 1
+        self._key = key
 
     def release(self) -> None:
         """Give it back."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)  # which unlocks
-            self._descriptor = None
+        if self._key is None:
+            return
+        held = _held[self._key]
+        held[1] -= 1
+        if held[1] == 0:
+            del _held[self._key]
+            os.close(held[0])  # which unlocks
+        self._key = None
+
+
+def refuse_other_writer(folder: Path) -> None:
+    """ValueError where another process holds the right to write into a folder."""
+    if (folder / _NAME).is_file():
+        FolderLock(folder).release()
+
+
+_held: dict[str, list[int]] = {}  # descriptor and holders by folder: closing any descriptor of a file unlocks it
+
+
+def _locked(folder: Path, patience: float) -> int:
+    """A descriptor of the file that says who writes, locked."""
+    descriptor = _opened(folder / _NAME)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
+                break
+            if time.monotonic() > until:
+                holder = _holder(descriptor)
+                os.close(descriptor)
+                raise ValueError(
+                    f"{folder} is being written by another run{holder}: expected a folder for each run, or wait "
+                    f"until that one has ended"
+                ) from None
+        time.sleep(_POLL)
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    return descriptor
+
+
+def _opened(path: Path) -> int:
+    """The file itself, which will be written: never what a link, symbolic or hard, leads to."""
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise ValueError(f"{path} is a link, or no plain file: expected it to be removed")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
 def _holder(descriptor: int) -> str:

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +26,10 @@ from .manifest import Manifest
 from .tensor_file import Entry, TensorFile, write_tensors
 
 MANIFEST = "checkpoint.json"
+MANIFEST_LIMIT = 2**30  # [bytes]
 
 _LATEST = "latest"
+_LATEST_LIMIT = 1024  # [bytes]
 _PARTIAL = ".partial"
 _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
 
@@ -100,7 +103,10 @@ def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> str:
             raise ValueError(f"{partial / name} is not there as it was written: expected a folder that all ranks share")
     pointer = f"{_LATEST}{_PARTIAL}"  # in a folder that no other run writes into
     _write_text(partial / pointer, manifest.name)
-    _write_text(partial / MANIFEST, manifest.to_text())
+    text = manifest.to_text()
+    if len(text) > MANIFEST_LIMIT:
+        raise ValueError(f"{partial / MANIFEST} would have {len(text)} bytes: expected at most {MANIFEST_LIMIT}")
+    _write_text(partial / MANIFEST, text)
     _flush_folder(partial)
     partial.replace(place)
     _flush_folder(folder)  # before `latest` names it
@@ -119,11 +125,19 @@ def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> str:
 
 def discard(folder: Path, name: str) -> None:
     """Remove a checkpoint, whole or not, as far as that can be done."""
-    with suppress(OSError):
-        (folder / name / MANIFEST).unlink()  # without it nobody takes what is left for a checkpoint
-    for place in (folder / name, _partial(folder, name)):
-        if place.is_dir():
-            shutil.rmtree(place, ignore_errors=True)
+    for place in filter(_is_folder, (folder / name, _partial(folder, name))):
+        with suppress(OSError):
+            (place / MANIFEST).unlink()  # without it nobody takes what is left for a checkpoint
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def read_text(path: Path, *, limit: int) -> str:
+    """Text of a plain file of at most `limit` bytes. Raises ValueError for another one: a FIFO would never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+        raise ValueError(f"it is no plain file of at most {limit} bytes")
+    with path.open("rb") as file:
+        return file.read(limit).decode("utf-8")
 
 
 def find(folder: Path) -> Path:
@@ -147,8 +161,8 @@ def others(place: Path) -> list[Path]:
 def latest_name(folder: Path) -> str | None:
     """Name of the newest whole checkpoint in `folder`, if there is one."""
     try:
-        name = (folder / _LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        name = read_text(folder / _LATEST, limit=_LATEST_LIMIT).strip()
+    except (OSError, ValueError):
         return None
     return name if _NAME.fullmatch(name) else None
 
@@ -159,7 +173,12 @@ def step_of(name: str) -> int:
 
 
 def _exists(folder: Path, name: str) -> bool:
-    return (folder / name).is_dir() or _partial(folder, name).is_dir()
+    return _is_folder(folder / name) or _is_folder(_partial(folder, name))
+
+
+def _is_folder(place: Path) -> bool:
+    """Whether it is one itself: what a link leads to is somebody else's."""
+    return place.is_dir() and not place.is_symlink()
 
 
 def _partial(folder: Path, name: str) -> Path:
@@ -173,11 +192,16 @@ def _write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _flushed(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that is on the disk when the block ends; never one that is there, nor behind a link."""
-    with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+    """A new file that is on the disk when the block ends; never one that is there, nor behind a link. An OSError names
+    it."""
+    try:
+        with path.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _flush_folder(folder: Path) -> None:

@@ -62,7 +62,9 @@ def load(
         stages: of all local ranks.
     """
     try:
-        found = _Fitting(Checkpoint(folder), contents, stages, loader, collectives)
+        checkpoint = Checkpoint(folder)
+        with checkpoint.as_refusals():
+            found = _Fitting(checkpoint, contents, stages, loader, collectives)
     except ValueError as error:
         agree(Answer("", folder, str(error)))
         raise
@@ -126,10 +128,11 @@ class _Fitting:
     def take(self) -> None:
         """Copy everything to its place."""
         ownership, checkpoint = self._contents.ownership, self.checkpoint
-        if self._loader is not None and self._place is not None:
-            self._loader.load_state_dict(self._place)  # it alone may still refuse
-        for key, state in self._others.items():
-            self._contents.others[key].load_state_dict(state)
+        with checkpoint.as_refusals():
+            if self._loader is not None and self._place is not None:
+                self._loader.load_state_dict(self._place)  # it alone may still refuse
+            for key, state in self._others.items():
+                self._contents.others[key].load_state_dict(state)
         with torch.no_grad():
             for name, tensor, share in self._contents.held():
                 tensor.copy_(checkpoint.read(self._sources[name], share))

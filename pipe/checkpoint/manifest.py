@@ -92,7 +92,10 @@ class Manifest:
     values: Mapping[str, Json]
 
     def __post_init__(self) -> None:
-        if type(self.step) is not int or self.step < 0:
+        texts = (self.name, self.kind, *self.names, *self.tied.values())
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.values, Mapping):
+            raise ValueError(f"name={self.name!r:.80} and names: expected texts, and values by text")
+        if type(self.step) is not int or not 0 <= self.step < 2**53:
             raise ValueError(f"step={self.step!r}: expected a whole number, at least 0")
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
@@ -123,7 +126,7 @@ class Manifest:
                 raise ValueError(
                     f"tensor {key!r} of shape {record.shape} has a piece at {piece.start} of {piece.sizes}"
                 )
-            if piece.file not in self.files:
+            if piece.file not in self.files or not isinstance(piece.entry, str):
                 raise ValueError(f"tensor {key!r} has a piece in {piece.file!r}, which is not among the files")
             if not _HASH.fullmatch(piece.sha256):
                 raise ValueError(f"tensor {key!r} has a piece without a hash")
@@ -168,8 +171,8 @@ class Manifest:
             "kind": self.kind,
             "names": list(self.names),
             "tied": dict(self.tied),
-            "files": {name: [record.num_bytes, record.header] for name, record in self.files.items()},
-            "tensors": {key: _tensor_as_json(record) for key, record in self.tensors.items()},
+            "files": files_as_json(self.files),
+            "tensors": tensors_as_json(self.tensors),
             "values": dict(self.values),
         }
         lines = ",\n".join(f" {json.dumps(key)}: {_compact(value)}" for key, value in content.items())
@@ -192,29 +195,43 @@ class Manifest:
                 raise ValueError("it is damaged: its SHA-256 is not that of what was saved")
             if sorted(content) != sorted(_FIELDS):
                 raise ValueError(f"it has the fields {sorted(content)}: expected {sorted(_FIELDS)}")
-            files = {name: FileRecord(num_bytes=size, header=hash_) for name, (size, hash_) in content["files"].items()}
-            tensors = {key: _tensor_from_json(record) for key, record in content["tensors"].items()}
-            fields = content | {"files": files, "tensors": tensors, "names": tuple(content["names"])}
-            return cls(**fields)
+            files, tensors = files_from_json(content["files"]), tensors_from_json(content["tensors"])
+            return cls(**content | {"files": files, "tensors": tensors, "names": tuple(content["names"])})
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
 
 
-def _tensor_as_json(record: TensorRecord) -> Json:
-    pieces = [[p.file, p.entry, list(p.start), list(p.sizes), p.sha256] for p in record.pieces]
-    return [list(record.shape), record.dtype, pieces]
+def files_as_json(files: Mapping[str, FileRecord]) -> Json:
+    """Back from `files_from_json`."""
+    return {name: [record.num_bytes, record.header] for name, record in files.items()}
 
 
-def _tensor_from_json(record: Json) -> TensorRecord:
-    shape, dtype, pieces = record
-    return TensorRecord(
-        shape=tuple(shape),
-        dtype=dtype,
-        pieces=tuple(
-            Piece(file=file, entry=entry, start=tuple(start), sizes=tuple(sizes), sha256=sha256)
-            for file, entry, start, sizes, sha256 in pieces
-        ),
-    )
+def files_from_json(content: Json) -> dict[str, FileRecord]:
+    """What a record cannot be is found when the manifest is made."""
+    return {name: FileRecord(num_bytes=size, header=hash_) for name, (size, hash_) in content.items()}
+
+
+def tensors_as_json(tensors: Mapping[str, TensorRecord]) -> Json:
+    """Back from `tensors_from_json`."""
+    return {
+        key: [list(one.shape), one.dtype, [[p.file, p.entry, [*p.start], [*p.sizes], p.sha256] for p in one.pieces]]
+        for key, one in tensors.items()
+    }
+
+
+def tensors_from_json(content: Json) -> dict[str, TensorRecord]:
+    """As of `files_from_json`."""
+    return {
+        key: TensorRecord(
+            shape=tuple(shape),
+            dtype=dtype,
+            pieces=tuple(
+                Piece(file=file, entry=entry, start=tuple(start), sizes=tuple(sizes), sha256=sha256)
+                for file, entry, start, sizes, sha256 in pieces
+            ),
+        )
+        for key, (shape, dtype, pieces) in content.items()
+    }
 
 
 def _are_sizes(numbers: Iterable[Any]) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ..lock import refuse_other_writer
 from .files import OwnCheckpoints, begin, complete, discard, is_begun, new_name, write_file
 from .manifest import FileRecord, Manifest, Piece, TensorRecord
 from .snapshot import HeldPiece, Snapshot
@@ -91,7 +92,7 @@ def persist(
     path = Path(folder)
     name = new_name(snapshot.step)
     mine = _Answer(name=name, folder=str(path))
-    if processes.rank == 0 and (problem := _tried(lambda: begin(path, name), path)) is not None:
+    if processes.rank == 0 and (problem := _tried(lambda: _begin(path, name), path)) is not None:
         mine = replace(problem, folder=str(path))
     first = processes.gather(mine, what=f"beginning the checkpoint {path}")[0]
     if first.problem:
@@ -117,6 +118,11 @@ def persist(
     if last.problem:
         return _failed(Path(first.folder), name, [last], processes)
     return SaveResult(path=path / name, caution=last.caution)
+
+
+def _begin(path: Path, name: str) -> None:
+    begin(path, name)
+    refuse_other_writer(path)
 
 
 def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> _Written:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 
@@ -77,13 +78,14 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
         return
     content: dict[str, Any] = dict(_state(checkpoint))
     if optimizer:
-        joined = SavedOptimizers(checkpoint).joined(manifest.names)
-        content = {
-            "model": content,
-            "step": manifest.step,
-            "optimizers": [one.state_dict() for one in joined],
-            "schedulers": [one.scheduler for one in joined],
-        }
+        with checkpoint.as_refusals():
+            joined = SavedOptimizers(checkpoint).joined(manifest.names)
+            content = {
+                "model": content,
+                "step": manifest.step,
+                "optimizers": [one.state_dict() for one in joined],
+                "schedulers": [one.scheduler for one in joined],
+            }
     _write(path, lambda out: torch.save(content, out))
 
 
@@ -161,6 +163,8 @@ def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def _read_file(path: Path) -> dict[str, Any]:
     """The state dict in a file; executes no code."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be read: expected a plain file")
     if path.suffix == SAFETENSORS:
         try:
             mapped = MappedFile(path)
@@ -170,6 +174,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in TORCH:
         raise ValueError(f"{path}: expected a file that ends in {SAFETENSORS} or {TORCH[0]}")
     try:
+        with suppress(BadZipFile), ZipFile(path) as packed:  # torch.save compresses nothing
+            if any(one.compress_type != ZIP_STORED for one in packed.infolist()):
+                raise ValueError("it is compressed: expected a file of torch.save, which unpacks to its own size")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -6,14 +6,15 @@ manifest -> files (size, header) -> pieces (SHA-256), before anything is changed
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..parallel.share import Share
-from .files import MANIFEST, find, others
+from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, Piece, TensorRecord
 from .tensor_file import MappedFile, header_hash
 from .values import DTYPES, decode, tensor_bytes
@@ -33,7 +34,7 @@ class Checkpoint:
         self.place = find(folder)
         path = self.place / MANIFEST
         try:
-            self.manifest = Manifest.from_text(path.read_text(encoding="utf-8"))
+            self.manifest = Manifest.from_text(read_text(path, limit=MANIFEST_LIMIT))
             if self.manifest.name != self.place.name and self.place.name.startswith("step-"):
                 raise ValueError(f"it is that of {self.manifest.name}")
         except (OSError, ValueError, UnicodeDecodeError) as error:
@@ -47,6 +48,18 @@ class Checkpoint:
         beside = others(self.place)
         hint = f"; there is another one: pipe.load({str(beside[-1])!r})" if beside else ""
         return ValueError(f"{text}{hint}")
+
+    @contextmanager
+    def as_refusals(self) -> Iterator[None]:
+        """Within it whatever the checkpoint's content leads to is a ValueError that names the file at fault, or the
+        manifest: its values may be of any form, with any hash."""
+        try:
+            yield
+        except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and str(self.place) in str(error):
+                raise
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise self.error(f"{self.place / MANIFEST} cannot be used: {said}") from error
 
     def value(self, key: str) -> Any:
         """A value that was saved; None where it was not."""

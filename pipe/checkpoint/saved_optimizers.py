@@ -147,14 +147,13 @@ class SavedOptimizers:
                 for name in (stage.names[id(parameter)] for parameter in group["params"]):
                     for key in self._tensors.get(name, {}).values():
                         self._checkpoint.check(key, self._share(stage, name, key, ownership))
+            self._schedule(stage, position)
 
     def load_into(self, stage: StageOptimizers, ownership: Ownership) -> None:
         """Take over state, options and schedules of the parameters of a stage that `check` has passed."""
         for position, optimizer in enumerate(stage.optimizers):
-            sources: list[_Group | None] = []  # by group; None: an empty one
             for group in optimizer.param_groups:
                 names = stage.names_in(optimizer, group)
-                sources.append(self._groups[names[0]] if names else None)
                 for parameter in group["params"]:
                     name = stage.names[id(parameter)]
                     state = self._state(stage, name, parameter, group, ownership)
@@ -164,15 +163,22 @@ class SavedOptimizers:
                         optimizer.state.pop(parameter, None)
                 for key, value in self._options_of(names[0]).items() if names else ():
                     _set_option(group, key, value)
-            saved = next((self._optimizers[at.optimizer]["scheduler"] for at in sources if at is not None), None)
-            if stage.schedulers and saved is not None:
-                scheduler = stage.schedulers[position]
-                own = scheduler.state_dict()
-                by_group = [
-                    None if at is None else (self._optimizers[at.optimizer]["scheduler"]["state"], at.number)
-                    for at in sources
-                ]
-                scheduler.load_state_dict(_regrouped(saved["state"], own, by_group))
+            schedule = self._schedule(stage, position)
+            if schedule is not None:
+                stage.schedulers[position].load_state_dict(schedule)
+
+    def _schedule(self, stage: StageOptimizers, position: int) -> dict[str, Any] | None:
+        """The state that the schedule of an optimizer goes on from."""
+        optimizer = stage.optimizers[position]
+        first = [stage.names_in(optimizer, group)[:1] for group in optimizer.param_groups]
+        sources = [self._groups[names[0]] if names else None for names in first]
+        saved = next((self._optimizers[at.optimizer]["scheduler"] for at in sources if at is not None), None)
+        if not stage.schedulers or saved is None:
+            return None
+        by_group = [
+            None if at is None else (self._optimizers[at.optimizer]["scheduler"]["state"], at.number) for at in sources
+        ]
+        return _regrouped(saved["state"], stage.schedulers[position].state_dict(), by_group)
 
     def lost(self, stages: Sequence[StageOptimizers]) -> list[str]:
         """Delay correction that these optimizers cannot go on with, or have not: for people."""

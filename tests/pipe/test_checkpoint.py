@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import random
 import sys
@@ -21,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 from stagewright.pipe import PipelineModule
 from stagewright.pipe.batch.loader import ReplicaLoader
+from stagewright.pipe.checkpoint import files as checkpoint_files
 
 
 def make(schedule: str, ranks: int, chunks: int | None = None) -> PipelineModule:
@@ -238,6 +242,70 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path) -> None:
         rewrite(place, **changes)
         refused(tmp_path / "c", message)
         path.write_text(good)
+
+
+ODD: list[Any] = [None, -1, 1.5, "x", [], {}, [[]], 10**30, True, {"tuple": [1]}, {"dict": [[[], 1]]}, [None], 0]
+
+
+def places_in(content: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [*([at] if at else []), *(place for key, value in items for place in places_in(value, (*at, key)))]
+
+
+def test_odd_values_anywhere_in_a_manifest_are_refused_by_its_name(tmp_path: Path) -> None:
+    """Though its hash fits: what loads is whole, and what does not has changed nothing."""
+    draw = random.Random(5)
+    samples = TensorDataset(torch.randn(32, 6).double(), torch.randn(32, 3).double())
+
+    def trained(schedule: str) -> tuple[PipelineModule, ReplicaLoader]:
+        scaler = None if schedule == "2bw" else torch.amp.GradScaler("cpu", init_scale=8.0)
+        pipe = plain(
+            nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)),
+            schedule=schedule,
+            grad_scaler=scaler,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        )
+        loader = pipe.loader(samples, batch_size=16)
+        for batch in loader:
+            pipe.train_step(*batch)
+        return pipe, loader
+
+    for schedule in ("2bw", "1f1b"):
+        pipe, loader = trained(schedule)
+        place = pipe.save(tmp_path / schedule, loader=loader).path
+        assert place is not None
+        good = json.loads((place / "checkpoint.json").read_text())
+        places = [at for at in places_in(good) if at[0] not in ("version", "sha256")]
+        before = state_of(pipe)
+        for _ in range(50):
+            *outer, last = draw.choice(places)
+            content = copy.deepcopy(good)
+            functools.reduce(lambda inner, key: inner[key], outer, content)[last] = draw.choice(ODD)
+            rewrite(place, **content)
+            try:
+                pipe.load(tmp_path / schedule, loader=loader)
+            except ValueError as error:
+                assert str(place) in str(error), error  # noqa: PT017 - many do load
+                assert all(map(torch.equal, before, state_of(pipe)))
+            else:
+                pipe, loader = trained(schedule)
+                before = state_of(pipe)
+
+
+def test_what_would_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = saved(tmp_path / "c")
+    monkeypatch.setattr(checkpoint_files, "MANIFEST_LIMIT", 1000)
+    monkeypatch.setattr("stagewright.pipe.checkpoint.reader.MANIFEST_LIMIT", 1000)
+    refused(tmp_path / "c", r"checkpoint\.json cannot be used: it is no plain file of at most 1000 bytes")
+    with pytest.raises(ValueError, match=r"no checkpoint was saved.*checkpoint\.json would have \d+ bytes"):
+        saved(tmp_path / "d")
+    (place / "checkpoint.json").unlink()
+    os.mkfifo(place / "checkpoint.json")
+    refused(tmp_path / "c", r"checkpoint\.json cannot be used: it is no plain file")
+    (tmp_path / "c" / "latest").unlink()
+    os.mkfifo(tmp_path / "c" / "latest")
+    refused(tmp_path / "c", "c is no checkpoint: expected a folder from pipe.save")
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_at_any_moment_is_told_and_the_next_save_is_tried_ag
     pipe.save(tmp_path)
     pipe.train_step(X, Y)
     pipe.save(tmp_path)
-    operations = 0
+    operations, told = 0, list[str]()
     while True:
         before = sorted(tmp_path.rglob("*"))
         step = pipe.num_steps
@@ -81,6 +81,7 @@ def test_a_disk_that_is_full_at_any_moment_is_told_and_the_next_save_is_tried_ag
         assert not result.is_mistake
         assert [str(one.message) for one in said] == [result.problem]
         assert "rank 0: " in result.problem
+        told.append(result.problem)
         assert "No space left on device. Those before are as they were" in result.problem
         assert sorted(tmp_path.rglob("*")) == before  # its space is given back
         other.load(tmp_path)
@@ -88,6 +89,8 @@ def test_a_disk_that_is_full_at_any_moment_is_told_and_the_next_save_is_tried_ag
         pipe.load(tmp_path)
         operations += 1
     assert operations > 8
+    for name in ("process-0.safetensors", "checkpoint.json"):
+        assert any(f"{name}: No space left on device" in problem for problem in told)
     other.load(tmp_path)
     assert other.num_steps == pipe.num_steps
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from support.pool import Pool
 from support.small import X, Y, layers, make
 
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import PipelineModule, lock
 
 
 def trained(steps: int) -> PipelineModule:
@@ -117,3 +119,70 @@ def test_ranks_load_the_same_checkpoint_or_none(gloo: Pool, tmp_path: Path) -> N
         for outcome in (mixed, missing, fresh):
             assert outcome[rank][1:] == fresh[rank][1:]
             assert outcome[rank][2] != both[rank][2]
+
+
+def test_a_save_removes_nothing_behind_a_link(tmp_path: Path) -> None:
+    """A user keeps the best step in another folder, and a link to it here: it is not this run's to remove."""
+    run, best = tmp_path / "run", tmp_path / "best"
+    pipe = trained(1)
+    kept = pipe.save(best).path
+    assert kept is not None
+    pipe.save(run)
+    (run / kept.name).symlink_to(kept)
+    (run / "step-0-00000000.partial").symlink_to(best)
+    before = sorted(best.rglob("*"))
+    again = trained(0)
+    again.load(run)
+    for _ in range(3):
+        again.train_step(X, Y)
+        again.save(run)
+    assert sorted(best.rglob("*")) == before
+    again.load(run / kept.name)  # the link itself is one that can be loaded
+    assert again.num_steps == 1
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_what_the_writers_file_leads_to_is_not_written(link: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    getattr(folder / ".writer", link)(kept)
+    pipe = trained(1)
+    with pytest.raises(ValueError, match=r"run/\.writer is a link, or no plain file: expected it to be removed"):
+        pipe.checkpointer(folder, every=1)
+    with pytest.raises(ValueError, match=r"run/\.writer is a link"):
+        pipe.save(folder)
+    assert kept.read_text() == "mine"
+
+
+def test_a_save_beside_the_checkpointer_of_another_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves nothing; one beside this process's own is not, nor does it give the folder away."""
+    hold = f"import runpy, pathlib; runpy.run_path({lock.__file__!r})['FolderLock'](pathlib.Path({str(tmp_path)!r}), "
+    monkeypatch.setitem(lock.FolderLock.__init__.__kwdefaults__ or {}, "patience", 0.1)
+    pipe = trained(1)
+    with pipe.checkpointer(tmp_path, every=1) as saver:
+        assert saver.save().path is not None
+        pipe.train_step(X, Y)
+        assert pipe.save(tmp_path).path is not None
+        with pipe.checkpointer(tmp_path, every=1):
+            pass
+        done = subprocess.run([sys.executable, "-P", "-c", f"{hold}patience=0)"], capture_output=True, check=False)
+        assert b"is being written by another run (process " in done.stderr
+    before = sorted(tmp_path.rglob("*"))
+    holder = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"{hold}patience=60); print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    try:
+        with pytest.raises(ValueError, match=rf"is being written by another run \(process {holder.pid} on "):
+            pipe.save(tmp_path)
+    finally:
+        holder.communicate()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert pipe.save(tmp_path).path is not None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import safetensors.torch
@@ -172,6 +173,8 @@ def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pyt
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"a": 1}, tmp_path / "number.pt")
+    with ZipFile(tmp_path / "packed.pt", "w", ZIP_DEFLATED) as packed:
+        packed.writestr("archive/data/0", bytes(10**6))
     folder, into = str(tmp_path / "c"), str(tmp_path / "new")
     for words, message in [
         ([folder], "expected one of -o FILE"),
@@ -182,6 +185,7 @@ def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pyt
         ([str(tmp_path / "bad.pt"), "--to-checkpoint", into], "bad.pt cannot be read"),
         ([str(tmp_path / "bad.safetensors"), "--to-checkpoint", into], "bad.safetensors cannot be read"),
         ([str(tmp_path / "no.pt"), "--to-checkpoint", into], "no.pt cannot be read: [Errno 2] No such file"),
+        ([str(tmp_path / "packed.pt"), "--to-checkpoint", into], "packed.pt cannot be read: it is compressed"),
         ([str(tmp_path / "list.pt"), "--to-checkpoint", into], "has list under ''"),
         ([str(tmp_path / "number.pt"), "--to-checkpoint", into], "has int under 'a': expected a model's state_dict()"),
     ]:

@@ -17,7 +17,7 @@ from stagewright.schedules import Costs, Op, Timeline, attribute_idle, build, ch
 from stagewright.schedules.builders.replicas import replicate
 from stagewright.viz import exhibit_of_traces
 from stagewright.viz.panels import depths
-from stagewright.viz.traces.events import read_trace
+from stagewright.viz.traces.events import read_text, read_trace
 
 KINETO = Path(__file__).parents[1] / "data" / "kineto"  # made by tests/support/torch_traces.py
 
@@ -384,3 +384,17 @@ def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> N
         old = exhibit_of_traces(real(name), name=name).measured[0].timeline
         assert step.timeline.schedule == old.schedule
         assert math.isclose(sum(e.seconds for e in critical_path(step.timeline).steps), step.timeline.makespan)
+
+
+def test_a_file_that_unpacks_to_far_more_than_a_trace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagewright.viz.traces.events._UNPACKED", 1000)
+    bomb = tmp_path / "bomb.json.gz"
+    bomb.write_bytes(gzip.compress(b" " * 10_000_000))
+    with pytest.raises(ValueError, match=r"bomb\.json\.gz: unpacks to more than \d+ bytes"):
+        read_text(bomb)
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(gzip.compress(b" " * 10_000_000)[:-20])
+    with pytest.raises(ValueError, match=r"unpacks to more than"):
+        read_text(cut)

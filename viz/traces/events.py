@@ -6,7 +6,6 @@ Format: "Trace Event Format" (Duffy et al., the Catapult project); Kineto's file
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import re
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 _NS_PER_US = 1000
 _GZIP = b"\x1f\x8b"
+_RATIO, _UNPACKED = 200, 2**28  # that traces unpack to at most: times their size, or bytes
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _LOST = "unreadable events are left out"
@@ -103,12 +103,7 @@ def read_text(path: Path) -> str:
     """
     data = path.read_bytes()
     if data[:2] == _GZIP:
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, zlib.error, OSError):
-            data = zlib.decompressobj(31).decompress(data) if _begins_whole(data) else b""
-            if not data:
-                raise ValueError(f"{path}: a gzip file that cannot be unpacked: expected a whole one") from None
+        data = _unpacked(path, data)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -117,12 +112,22 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a text file") from None
 
 
-def _begins_whole(data: bytes) -> bool:
-    try:
-        zlib.decompressobj(31).decompress(data)
-    except zlib.error:
-        return False
-    return True
+def _unpacked(path: Path, data: bytes) -> bytes:
+    text, limit = b"", max(_UNPACKED, _RATIO * len(data))
+    while data:
+        unpacker = zlib.decompressobj(31)
+        try:
+            text += unpacker.decompress(data, limit - len(text) + 1)
+        except zlib.error:
+            break
+        if len(text) > limit:
+            raise ValueError(
+                f"{path}: unpacks to more than {limit} bytes: expected at most {_RATIO} times its own size"
+            )
+        data = unpacker.unused_data
+    if not text:
+        raise ValueError(f"{path}: a gzip file that cannot be unpacked: expected a whole one")
+    return text
 
 
 def read_trace(path: Path, text: str | None = None) -> TraceFile:
