@@ -14,7 +14,8 @@ from torch import nn
 
 from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments
-from .batch.agreement import check_agreement, describe
+from ..partition.graph.recorded.words import modules
+from .batch.agreement import SamePrograms, check_agreement, describe
 from .batch.given import Given
 from .batch.sequence import Slice
 from .layout import Layout
@@ -46,6 +47,7 @@ class Ground:
         microbatch: their shapes and types.
         whole, slices: a microbatch and its slices, where there are any.
         plain: a copy of the model to compare with, in the process of the last stage.
+        same_programs: compares what all processes run; None: there is one.
         verify: whether to keep what `Verifier` needs.
     """
 
@@ -63,6 +65,7 @@ class Ground:
     seeder: Seeder
     collectives: Collectives
     plain: PlainModule | None
+    same_programs: SamePrograms | None
 
     @property
     def has_loss(self) -> bool:
@@ -88,6 +91,7 @@ class Ground:
             loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
             recompute=layout.recompute,
             seeder=self.seeder,
+            agree=self.same_programs,
             device=settings.device,
         )
 
@@ -136,6 +140,7 @@ def prepare(
         seeder=Seeder(settings.seed, settings.device, runs_again=layout.recompute.runs_again, member=place.tensor[0]),
         collectives=collectives,
         plain=plain,
+        same_programs=None if collectives.alone else SamePrograms(collectives, Signature.of(example)),
     )
 
 
@@ -169,6 +174,10 @@ def place_stages(ground: Ground) -> Placed:
     """
     layout, settings, collectives = ground.layout, ground.settings, ground.collectives
     schedule, place, root = layout.schedule, layout.place, ground.root
+    same = ground.same_programs
+    by_name = same is not None and same(
+        lambda: modules(root), lambda: sorted(modules(root))
+    )  # a ModuleDict of a set has another order in each process
     peers = layout.tensor.peers_in_parts(place, collectives)
     whole = WholeOutputs(ground.cut, ground.microbatch, is_wanted=bool(peers))  # before the model is divided
     tensor = read_tensor_parallel(layout.tensor.parallel, root, count=place.tensor[1])
@@ -183,7 +192,7 @@ def place_stages(ground: Ground) -> Placed:
         train = wired(schedule, parts.train, alike=whole.alike(parts.train, training=True))
         evaluate = wired(schedule.forward_only(), parts.evaluate, alike=whole.alike(parts.evaluate, training=False))
         local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
-        ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
+        ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group, by_name=by_name)
         unchanged = Unchanged(
             parts,
             is_compiled=settings.compile is not None,
@@ -196,6 +205,8 @@ def place_stages(ground: Ground) -> Placed:
             check_stages(parts, local_stages, ground.whole, ground.slices, device=settings.device)
         _agree(ground, parts, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
         ownership.spread_from_first_owners(collectives)
+    if same is not None:
+        same.settled()
     return Placed(
         parts=parts,
         train=train,

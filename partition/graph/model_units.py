@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import torch
@@ -12,7 +13,7 @@ from .forms import Arguments
 from .recorded.recorded_units import RecordedUnits
 from .recorded.recording import RecordingError
 from .trace import TracedUnits
-from .units import EnterUnit, ModelUnits
+from .units import Agree, EnterUnit, ModelUnits, Step
 
 
 class TracedModelWarning(UserWarning):
@@ -24,6 +25,7 @@ def model_units(
     example: Arguments,
     *,
     enter_unit: EnterUnit | None,
+    agree: Agree | None = None,
     device: torch.device | None = None,
 ) -> ModelUnits:
     """The children of an nn.Sequential; of any other module, its own modules with the code between them recorded.
@@ -33,16 +35,20 @@ def model_units(
     Arguments:
         example: arguments of one microbatch, batch in dimension 0.
         enter_unit: told of each unit right before it runs; None: nobody is.
+        agree: compares them with those of other processes; None: there are none.
         device: of the run; None: that of the inputs.
 
     Raises ValueError for a model that can be neither recorded nor traced whole, and for an empty nn.Sequential.
     """
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)
-        return ChainUnits(model, enter_unit=enter_unit)
+        chain = ChainUnits(model, enter_unit=enter_unit)
+        if agree is not None:
+            agree(lambda: [Step(f"{unit.name} ({unit.description})") for unit in chain.units])
+        return chain
     run_on = device if device is not None else example.tensors[0].device
     try:
-        return RecordedUnits(model, example, device=run_on, enter_unit=enter_unit)
+        return RecordedUnits(model, example, device=run_on, enter_unit=enter_unit, agree=agree)
     except RecordingError as error:
         if not error.is_in_graph:
             raise
@@ -52,6 +58,8 @@ def model_units(
         traced = TracedUnits(model, example, enter_unit=enter_unit)
     except ValueError as error:
         raise ValueError(f"the modules of {name} cannot run as they are: {reason}. And {error}") from error
+    if agree is not None:
+        agree(lambda: [Step(re.sub(r"index=\d+", "", str(node.format_node()))) for node in traced.graph.nodes])
     warnings.warn(
         f"{name} runs as a traced graph, since the code between its modules cannot be recorded: {reason}. A graph "
         f"drops hooks, custom autograd functions, checkpointing, torch.compile, Python's random numbers and counters. "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -29,6 +29,30 @@ MODEL_INPUT = -1
 
 class OutputError(ValueError):
     """A stage returns what cannot travel to the next one."""
+
+
+class Step(NamedTuple):
+    """A part of what a model does, in words.
+
+    text: equal in processes that do the same.
+    line: of the user's code, for people.
+    """
+
+    text: str
+    line: str = ""
+
+
+Steps = Callable[[], Sequence[Step]]
+
+
+class Agree(Protocol):
+    """Compares what processes are to run: ValueError on all of them where it differs."""
+
+    def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
+        """Whether processes differ as they are, and not in their canonical form, which all of them take then.
+
+        Collective over the processes while a pipeline is built; behind that, as it was there in the same mode.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +194,7 @@ class Cut:
         is_live: whether the stages run the user's own modules.
         again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
         fixed: what the pieces have taken from the model as it stood: where it is another, they are made again.
+        digest: of the calls that the pieces make: equal in processes whose pieces fit together.
     """
 
     pieces: tuple[Piece, ...]
@@ -180,6 +205,7 @@ class Cut:
     is_live: bool
     again: Callable[[Arguments], Cut] | None = None
     fixed: Callable[[], object] = lambda: None
+    digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:
         """The form of the model's output, from its last stage."""

@@ -38,7 +38,7 @@ class Batch:
         step: number of this batch, for random numbers and reports.
         autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
-        checksums: of inputs and target, to be compared with those of other ranks; see `checksum`.
+        checksums: of inputs, target and what the stages run, to be compared with those of other ranks.
         spans: [M] tokens of each slice; none where microbatches are whole.
         num_slices: of a microbatch.
         signatures: of this process's own microbatches (or slices): shapes and types.
@@ -56,7 +56,7 @@ class Batch:
     step: int
     autocast: Autocast
     replica: tuple[int, int] = (0, 1)
-    checksums: tuple[float, float] = (UNKNOWN, UNKNOWN)
+    checksums: tuple[float, float, float] = (UNKNOWN, UNKNOWN, UNKNOWN)
     spans: Sequence[Span] = ()
     num_slices: int = 1
     signatures: Sequence[Signature] = ()
@@ -127,14 +127,14 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-SUMMARY_SIZE = 9
+SUMMARY_SIZE = 10
 
 
 def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
-    """[9] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+    """[10] float64 on the losses' device: what every rank must know of an update group, whatever M is.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
-    samples that the weights took for the whole group, checksums of the batch's inputs and target), where total is
+    samples that the weights took for the whole group, checksums of the batch), where total is
     sum_k weights[k] loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
 
     Arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -96,9 +97,6 @@ class BatchReader:
             for part in given.parts:
                 check_like_example(part.arguments, self._example, has_target=has_target)
                 self._refuse_shapes_alone(part)
-            sums = (UNKNOWN, UNKNOWN)
-            if self._compares:
-                sums = checksum(given.inputs), checksum(given.targets)
             parts = given.on(device, keeps=self._keeps).cut(len(own))
             spans: list[Span] = []
             lengths = [1] * len(parts)
@@ -111,6 +109,10 @@ class BatchReader:
             stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
             inferred = [stages_of[each] for each in signatures]
             self._refuse_float16(inferred)
+            sums = (UNKNOWN, UNKNOWN, UNKNOWN)
+            if self._compares:
+                programs = "".join(each.digest() for each in stages_of.values())
+                sums = checksum(given.inputs), checksum(given.targets), float(zlib.crc32(programs.encode()))
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:
                 targets = self._model_loss.weigh(microbatches)

@@ -15,7 +15,7 @@ from ...partition.graph.chain import given_stages, is_sequential
 from ...partition.graph.forms import Arguments
 from ...partition.graph.model_units import model_units
 from ...partition.graph.stand_ins import stand_ins
-from ...partition.graph.units import Cut, Entering
+from ...partition.graph.units import Agree, Cut, Entering
 from ...partition.plans.plan import Plan
 from .loss import give_loss, with_loss
 from .plan_cut import check_parameters, stage_by_node
@@ -67,6 +67,7 @@ def cut_model(
     loss_slot: LossSlot | None,
     recompute: Recompute,
     seeder: Seeder,
+    agree: Agree | None,
     device: torch.device,
 ) -> CutModel:
     """Cut a model, or take the user's stages as they are; a loss that is a module goes to the last one.
@@ -91,7 +92,14 @@ def cut_model(
         assert model is not None
         root = model
         cut = _cut(
-            model, example, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder, device=device
+            model,
+            example,
+            num_stages=num_stages,
+            split_points=split_points,
+            plan=plan,
+            seeder=seeder,
+            agree=agree,
+            device=device,
         )
     recomputed = RecomputedModules(recompute, root)
     if not cut.is_live:
@@ -187,9 +195,10 @@ def _cut(
     split_points: Sequence[str] | None,
     plan: Plan | None,
     seeder: Seeder,
+    agree: Agree | None,
     device: torch.device,
 ) -> Cut:
-    units = model_units(model, example, enter_unit=seeder.enter, device=device)
+    units = model_units(model, example, enter_unit=seeder.enter, agree=agree, device=device)
     if plan is not None:
         return units.by_unit(stage_by_node(plan, [unit.name for unit in units.units]))
     return units.evenly(num_stages) if split_points is None else units.at(split_points)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from ..parallel.share import Share
 from .build import CutModel
 from .elsewhere import DIVIDED, META, Elsewhere
 
+T = TypeVar("T")
+
 
 class Ownership:
     """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
@@ -23,6 +26,7 @@ class Ownership:
         owners: [S] the ranks of each stage; of replicas, the first one speaks for all.
         local_stages: of this process.
         group: parts that the members of this process's tensor group hold.
+        by_name: whether tensors stand in the order of their names, since processes have them in other orders.
     """
 
     def __init__(
@@ -32,9 +36,11 @@ class Ownership:
         owners: Sequence[Sequence[int]],
         local_stages: Collection[int],
         group: GroupShares,
+        by_name: bool = False,
     ) -> None:
         self.group = group
         self._root = cut.root
+        self._by_name = by_name
         self._elsewhere = Elsewhere()
         self._owners = owners
         self._owner_of = [ranks[0] for ranks in owners]
@@ -44,10 +50,12 @@ class Ownership:
             for stage, each in enumerate(mode.stages):
                 for tensor in [*each.module.parameters(), *each.module.buffers()]:
                     held.setdefault(id(tensor), set()).add(stage)
-        everything = [
-            *cut.root.named_parameters(remove_duplicate=False),
-            *cut.root.named_buffers(remove_duplicate=False),
-        ]
+        everything = self._ordered(
+            [
+                *cut.root.named_parameters(remove_duplicate=False),
+                *cut.root.named_buffers(remove_duplicate=False),
+            ]
+        )
         # What no stage uses stays with the first one.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
         self._shares = {name: group.share(name, tensor) for name, tensor in everything}
@@ -101,7 +109,7 @@ class Ownership:
         """
         return [
             (name, parameter)
-            for name, parameter in self._root.named_parameters()
+            for name, parameter in self._parameters()
             if self.is_local(name)
             and (frozen or parameter.requires_grad)
             and min(s for s in self.stages[name] if s in self._local) == stage
@@ -115,18 +123,18 @@ class Ownership:
         """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone."""
         return [
             p
-            for name, p in self._root.named_parameters()
+            for name, p in self._parameters()
             if self.group.counts(name) and min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
         ]
 
     def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """All trainable parameters of a local stage, with their names."""
-        return [(n, p) for n, p in self._root.named_parameters() if stage in self.stages[n] and p.requires_grad]
+        return [(n, p) for n, p in self._parameters() if stage in self.stages[n] and p.requires_grad]
 
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
         found = []
-        for name, parameter in self._root.named_parameters():
+        for name, parameter in self._parameters():
             ranks = self.holders(name)
             if len(ranks) > 1 and parameter.requires_grad:
                 found.append((name, ranks))
@@ -141,7 +149,7 @@ class Ownership:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This process's parameters under their original names."""
-        return [(name, p) for name, p in self._root.named_parameters() if self.is_local(name)]
+        return [(name, p) for name, p in self._parameters() if self.is_local(name)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process's parameters and persistent buffers, original names; of what is divided, its part."""
@@ -171,6 +179,18 @@ class Ownership:
             if self.is_local(name):
                 value = collectives.tensor_first(value, what=f"spreading {name!r}")
                 tensor.data.copy_(self.group.own_part(name, tensor, value))
+
+    def _ordered(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+        """In an order that is the same in all processes."""
+        return sorted(named, key=lambda each: each[0]) if self._by_name else list(named)
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Of all stages, each once, under its first name."""
+        named = self._ordered(self._root.named_parameters(remove_duplicate=False))
+        firsts: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in named:
+            firsts.setdefault(id(parameter), (name, parameter))
+        return list(firsts.values())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict; see `check_state_dict`."""
@@ -221,7 +241,7 @@ class Ownership:
                 f"whose it is: expected register_buffer with a tensor, not None, before the PipelineModule is made, "
                 f"or persistent=False"
             )
-        return state
+        return dict(self._ordered(state.items()))
 
     def _free(self, gone: set[int]) -> None:
         """Put meta tensors in the place of everything that this process does not hold."""

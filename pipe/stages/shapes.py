@@ -96,6 +96,7 @@ class Inferred:
         float16: which stage makes gradients in float16, and where; None: none does, or there is no graph.
         written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
+        digest: see Cut.
     """
 
     stages: tuple[StageModule, ...]
@@ -104,6 +105,7 @@ class Inferred:
     float16: str | None
     written_buffers: tuple[frozenset[int], ...]
     output_form: Form
+    digest: Callable[[], str]
 
 
 class _Walk(NamedTuple):
@@ -226,6 +228,7 @@ class InferredStages:
             float16=walk.float16,
             written_buffers=tuple(writes),
             output_form=cut.form_of_output(stages[-1]),
+            digest=cut.digest,
         )
 
     def batch_dimensions(self, inputs: Signature) -> list[int | None]:

@@ -145,9 +145,10 @@ class RankUpdate:
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
         """Compare the batch of a rank of the last stage with this rank's; data replicas have batches of their own."""
         replica, num_replicas = batch.replica
-        if batch.checksums == (UNKNOWN, UNKNOWN) or self._last_owners.index(rank) % num_replicas != replica:
+        if batch.checksums == (UNKNOWN,) * 3 or self._last_owners.index(rank) % num_replicas != replica:
             return
-        for what, own, theirs in zip(("inputs", "targets"), batch.checksums, summary[-2:].tolist(), strict=True):
+        *given, program = zip(("inputs", "targets", ""), batch.checksums, summary[-3:].tolist(), strict=True)
+        for what, own, theirs in given:
             if own != theirs and UNKNOWN not in (own, theirs):
                 raise ValueError(
                     f"rank {self._rank} passed other {what} to step {batch.step} than rank {rank}. "
@@ -156,6 +157,11 @@ class RankUpdate:
                     f"draws another order on each rank. Expected pipe.loader(dataset, batch_size=...), or "
                     f"DataLoader(..., generator=torch.Generator().manual_seed(0)) alike on every rank"
                 )
+        if program[1] != program[2]:
+            raise ValueError(
+                f"rank {self._rank} runs another forward in step {batch.step} than rank {rank}: expected a model whose "
+                f"attributes change alike on every rank, and whose code does the same there (sorted(...) around sets)"
+            )
 
     def forget(self, group: int) -> None:
         """The losses of a group are no longer needed."""

@@ -21,7 +21,7 @@ from unittest import mock
 
 from stagewright.experiments.launcher import LaunchResult
 
-from .pool import forking
+from .pool import forking, start_rank
 from .pool_worker import torchrun_environment
 
 _TIMEOUT = 400.0  # [s] guards against hangs alone
@@ -88,7 +88,7 @@ def start_forked(
             variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         # no daemon: such a one may have no children, which load data
         process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables))
-        process.start()
+        start_rank(process, rank)
         theirs.close()
         ranks.append(ForkedRank(process, ours, store))
     return ranks

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ _PRELOADED = [
     "stagewright.experiments.training.loop",
     "pytest",
 ]
+_SERVERS: list[forkserver.ForkServer] = []
 CASE_LIMIT = 240.0  # [s] guards against hangs alone
 _START_LIMIT = 240.0  # [s] importing torch on a busy machine takes its time
 _ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
@@ -151,7 +153,7 @@ class Pool:
             process = context.Process(
                 target=serve, args=(theirs, log, self._store.port), daemon=True, name=f"gloo-{index}"
             )
-            process.start()
+            start_rank(process, index)
             theirs.close()
             self._workers.append(_Worker(process=process, connection=ours, log=Path(log)))
             started.append(index)
@@ -204,10 +206,26 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def forking() -> Any:
-    """The multiprocessing context whose processes are forked from one that has loaded torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
+    """The multiprocessing context whose processes `start_rank` forks from ones that have loaded torch."""
+    return multiprocessing.get_context("forkserver")
+
+
+def start_rank(process: Any, rank: int) -> None:
+    """Start a process of `forking`, in which strings hash otherwise than on the ranks beside it."""
+    if not _SERVERS:
+        before = os.environ.get("PYTHONHASHSEED")
+        for seed in ("1", "2"):  # each loads torch: one a rank would take its time
+            os.environ["PYTHONHASHSEED"] = seed
+            _SERVERS.append(forkserver.ForkServer())
+            _SERVERS[-1].set_forkserver_preload(_PRELOADED)
+            _SERVERS[-1].ensure_running()
+        os.environ.pop("PYTHONHASHSEED") if before is None else os.environ.update(PYTHONHASHSEED=before)
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _SERVERS[rank % len(_SERVERS)].connect_to_new_process
+    try:
+        process.start()
+    finally:
+        forkserver.connect_to_new_process = usual
 
 
 def _ports() -> range:

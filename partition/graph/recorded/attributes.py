@@ -27,6 +27,9 @@ class Attributes:
         inside: ids of the modules that units consist of.
         refuse: called with the reason where a read finds what no stage will have written.
         join: called with two calls, of which the second reads what the first wrote.
+
+    Attributes:
+        setting_own: calls of units that have set attributes of their modules.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Attributes:
         self._patches = ExitStack()
         self._kinds: set[type] = set()
         self._carried: set[tuple[int, str]] = set()
+        self.setting_own: set[int] = set()
 
     @contextmanager
     def watched(self, opened: list[nn.Module]) -> Iterator[None]:
@@ -110,6 +114,8 @@ class Attributes:
             me, key = self._running(), (id(owner), name)
             if key[0] in self._objects:
                 self._written[key] = me
+            elif me is not None and key[0] in self._inside:
+                self.setting_own.add(me)
             elif me is None and key[0] in self._opened:
                 if self._written.get(key) == _READ:
                     self._carried.add(key)

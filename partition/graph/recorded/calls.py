@@ -109,10 +109,12 @@ class UnitCall(Call):
 
     Arguments:
         name: its path in the model, with "#2" where it runs again.
+        keeps_state: whether it has set attributes or buffers of its modules.
     """
 
     name: str
     module: nn.Module
+    keeps_state: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -176,6 +178,7 @@ class Record:
         bytes_of: by value number [bytes].
         together: pairs of calls that no cut may separate, and why.
         opened: the modules that were recorded.
+        as_run: where in `calls` each stands, in the order in which they ran; none: they stand in that order.
     """
 
     calls: tuple[UnitCall | GlueCall, ...]
@@ -184,3 +187,4 @@ class Record:
     bytes_of: Mapping[int, float]
     together: tuple[tuple[int, int, str], ...]
     opened: tuple[nn.Module, ...]
+    as_run: tuple[int, ...] = ()

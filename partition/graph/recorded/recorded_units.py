@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from ..fingerprint import module_form, tensor_form, value_form
 from ..forms import Arguments, Form
 from ..modes import evaluating
 from ..positions import contiguous, stages_by_unit, starts_at
-from ..units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Unit, ValueRef
+from ..units import MODEL_INPUT, Agree, Cut, EnterUnit, Linked, StageModule, Step, Unit, ValueRef
 from .announce import announcing
 from .calls import Record, UnitCall
+from .canonical import in_canonical_order
 from .flow import Flow
 from .like import stages_like
 from .program import Program
 from .recording import RecordingError, record
 from .templates import Constant, Ref, Slot, State, Template
 from .which import Roles, has_parts, roles_of
+from .words import Words, digest
 
 StageOf = Mapping[int, int]  # by call
 
@@ -38,6 +40,7 @@ class RecordedUnits:
         example: arguments of a microbatch, of which shapes and types count.
         device: of the run.
         enter_unit: told of each unit right before it runs.
+        agree: compares the record with those of other processes; None: there are none.
         also_open: paths of units that are opened too.
 
     Raises RecordingError, with the user's source line, for a model whose code between its units cannot be recorded.
@@ -50,14 +53,16 @@ class RecordedUnits:
         *,
         device: torch.device,
         enter_unit: EnterUnit | None,
+        agree: Agree | None = None,
         also_open: Collection[str] = (),
     ) -> None:
         self._model = model
         self._example = example
         self._device = device
         self._enter_unit = enter_unit
+        self._agree = agree
         self._opening = Opening(also_open=frozenset(also_open), keep_whole=frozenset())
-        self.flow, self._opening = _record(model, self._opening, example, device=device, training=True)
+        self.flow, self._opening = _record(model, self._opening, example, device=device, agree=agree, training=True)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -128,6 +133,7 @@ class RecordedUnits:
             self._example,
             device=self._device,
             enter_unit=self._enter_unit,
+            agree=self._agree,
             also_open=self._opening.also_open | set(paths),
         )
 
@@ -138,7 +144,12 @@ class RecordedUnits:
         if parted is not None:
             raise ValueError(parted)
         how = _How(
-            model=self._model, opening=self._opening, device=self._device, enter_unit=self._enter_unit, training=True
+            model=self._model,
+            opening=self._opening,
+            device=self._device,
+            enter_unit=self._enter_unit,
+            agree=self._agree,
+            training=True,
         )
         return how.cut(self.flow, stage_of, 1 + max(stages), self._example)
 
@@ -156,19 +167,39 @@ class Opening:
 
 
 def _record(
-    model: nn.Module, opening: Opening, example: Arguments, *, device: torch.device, training: bool
+    model: nn.Module,
+    opening: Opening,
+    example: Arguments,
+    *,
+    device: torch.device,
+    agree: Agree | None,
+    training: bool,
 ) -> tuple[Flow, Opening]:
     """A record; a module whose own code cannot be recorded is kept whole, unless it is the model itself."""
     while True:
         try:
-            return Flow(record(model, opening.roles(model), example, device=device, training=training)), opening
+            found = record(model, opening.roles(model), example, device=device, training=training)
+            return Flow(found if agree is None else _agreed(found, model, agree, training=training)), opening
         except RecordingError as error:
             if not error.inside or error.inside in opening.keep_whole:
+                if agree is not None:
+                    agree(lambda: [Step("code between the modules that cannot be recorded")], training=training)
                 raise
             opening = Opening(
                 also_open=frozenset(p for p in opening.also_open if p != error.inside),
                 keep_whole=opening.keep_whole | {error.inside},
             )
+
+
+def _agreed(found: Record, model: nn.Module, agree: Agree, *, training: bool) -> Record:
+    """A record that fits those of the other processes."""
+    canonical = cache(lambda: in_canonical_order(found, model))
+    differs = agree(
+        lambda: list(Words(model).record(found)),
+        lambda: list(Words(model).record(canonical())),
+        training=training,
+    )
+    return canonical() if differs else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +210,13 @@ class _How:
     opening: Opening
     device: torch.device
     enter_unit: EnterUnit | None
+    agree: Agree | None
     training: bool
 
     def cut(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments) -> Cut:
         """The stages."""
         numbers = flow.numbers(stage_of)
+        in_run_order = [numbers[i] for i in flow.record.as_run or range(len(flow.record.calls)) if i in numbers]
         pieces = [
             _piece(flow, stage_of, stage, num_stages, numbers=numbers, enter_unit=self.enter_unit)
             for stage in range(num_stages)
@@ -193,21 +226,22 @@ class _How:
             batch_sizes=BatchSizes(),
             output_form=flow.record.output_form,
             evaluation=lambda other: self._in_evaluation()._like(flow, stage_of, num_stages, other, same_modules=False),
-            entering=lambda model, enter: announcing(self.opening.roles(model), list(numbers.values()), enter),
+            entering=lambda model, enter: announcing(self.opening.roles(model), in_run_order, enter),
             is_live=True,
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             fixed=lambda: _fixed(flow.record, training=self.training),
+            digest=cache(lambda: digest(Words(self.model).record(flow.record))),
         )
 
     def _in_evaluation(self) -> _How:
-        return _How(
-            model=self.model, opening=self.opening, device=self.device, enter_unit=self.enter_unit, training=False
-        )
+        return replace(self, training=False)
 
     def _like(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments, *, same_modules: bool) -> Cut:
         """The same cut of a record made now, for these inputs."""
         with evaluating(*(() if self.training else (self.model,))):
-            found, opening = _record(self.model, self.opening, example, device=self.device, training=self.training)
+            found, opening = _record(
+                self.model, self.opening, example, device=self.device, agree=self.agree, training=self.training
+            )
         if opening != self.opening:
             odd = sorted(opening.keep_whole - self.opening.keep_whole)[0]
             raise ValueError(

@@ -108,11 +108,18 @@ class Recorder:
         self._times[path] = times = self._times.get(path, 0) + 1
         name = path if times == 1 else f"{path}#{times}"
         self._draws.drew = False
+        buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+
+        def unit_call(common: dict[str, Any]) -> UnitCall:
+            writes = any(buffer._version != version for buffer, version in buffers)
+            keeps_state = writes or len(self._calls) in self._attributes.setting_own
+            return UnitCall(**common, name=name, module=module, keeps_state=keeps_state)
+
         return self._make(
             lambda: call_for_shapes(module, args, kwargs, call=call),
             args,
             kwargs,
-            lambda common: UnitCall(**common, name=name, module=module),
+            unit_call,
             unit=name,
             is_random=lambda: True,
         )

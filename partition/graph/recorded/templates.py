@@ -12,8 +12,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -97,6 +97,7 @@ class Parts:
 
 
 Template = Ref | Slot | Constant | State | Parts
+T = TypeVar("T", Ref | Slot | Constant | State | Parts, Parts)
 
 
 def make_template(value: object, leaf: Callable[[object], Template]) -> Template:
@@ -124,6 +125,23 @@ def walk(template: Template) -> Iterator[Template]:
         parts = [*template.attributes.values(), *([] if template.items is None else [template.items])]
     for part in parts:
         yield from walk(part)
+
+
+def renumbered(template: T, numbers: Mapping[int, int]) -> T:
+    """The template with other numbers of values."""
+
+    def other(part: Any) -> Any:
+        if isinstance(part, Ref):
+            return Ref(numbers[part.number])
+        if isinstance(part, Parts):
+            return replace(part, parts=tuple(map(other, part.parts)))
+        if isinstance(part, State):
+            attributes = {key: other(each) for key, each in part.attributes.items()}
+            return replace(part, attributes=attributes, items=None if part.items is None else other(part.items))
+        return part
+
+    found: T = other(template)
+    return found
 
 
 def is_fixed(value: object) -> bool:

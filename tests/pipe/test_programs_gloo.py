@@ -1,0 +1,184 @@
+"""Processes whose strings hash differently go through a set in other orders, and compute what one process computes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.comm import PipelineError
+from stagewright.pipe import PipelineModule
+
+pytestmark = pytest.mark.gloo
+
+KINDS = {"red", "green", "blue", "black", "white", "brown"}
+WIDTH = 4
+
+
+class Kinds(nn.Module):
+    """Parts called in the order of a set, with masks drawn between them, and used by name; they stand in it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleDict({kind: self.part(kind) for kind in KINDS})
+
+    def part(self, kind: str) -> nn.Module:
+        torch.manual_seed(sum(map(ord, kind)))
+        return nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        made = {kind: torch.tanh(self.parts[kind](x)) for kind in KINDS}
+        return self.last(sum(k * made[kind] for k, kind in enumerate(sorted(KINDS))))
+
+
+class Summed(Kinds):
+    """The order counts: sums are rounded on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(sum(self.parts[kind](self.first(x)) for kind in KINDS))
+
+
+class Table(nn.Module):
+    """A table that each process draws for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = torch.randn(WIDTH, generator=torch.Generator().manual_seed(rank()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x) * self.table)
+
+
+class Alpha(nn.Module):
+    """A number that the user changes."""
+
+    alpha = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x) * self.alpha)
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def gemma() -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        vocab_size=50, num_hidden_layers=4, head_dim=8, sliding_window=4, layer_types=layers, use_cache=False, **sizes
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def modern_bert() -> nn.Module:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
+    return ModernBertForMaskedLM(
+        ModernBertConfig(vocab_size=50, global_attn_every_n_layers=2, local_attention=4, **tokens, **sizes)
+    )
+
+
+MAKE = {"kinds": Kinds, "gemma": gemma, "modern-bert": modern_bert}
+
+
+def batch(what: str, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    if what == "kinds":
+        return torch.randn(8, WIDTH, dtype=torch.float64, generator=generator), torch.ones(8, WIDTH).double()
+    tokens = torch.randint(3, 50, (4, 8 + step % 2), generator=generator)  # other lengths are recorded anew
+    return tokens, tokens.roll(-1, 1)
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    if target.is_floating_point():
+        return F.mse_loss(output, target)
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def trained(what: str) -> tuple[list[str], list[float | None], dict[str, Tensor]]:
+    """The order of a set here, the losses, and the weights after three steps."""
+    torch.manual_seed(0)
+    model = MAKE[what]().double()
+    pipe = PipelineModule(
+        model,
+        schedule="1f1b",
+        num_microbatches=2,
+        loss_fn=loss_of,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        timeout=100.0,
+    )
+    losses = [pipe.train_step(*batch(what, step)).loss for step in range(3)]
+    losses.append(pipe.eval_step(*batch(what, 3)).loss)
+    state = pipe.full_state_dict()
+    pipe.close()
+    return list(KINDS), losses, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("what", ["kinds", "gemma", pytest.param("modern-bert", marks=pytest.mark.nightly)])
+def test_ranks_with_sets_in_other_orders(gloo: Pool, what: str) -> None:
+    if what != "kinds":
+        pytest.importorskip("transformers")
+    _, losses, state = trained(what)
+    (one_order, *one), (other_order, *other) = gloo.run(trained, ranks=2, args=(what,))
+    assert one_order != other_order
+    for its_losses, its_state in (one, other):
+        assert its_losses == pytest.approx(losses, rel=1e-12)
+        assert its_state.keys() == state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(its_state[name], value, rtol=1e-10, atol=1e-12)
+
+
+def told_of(kind: type[nn.Module]) -> str:
+    torch.manual_seed(0)
+    try:
+        PipelineModule(kind(), schedule="1f1b", num_microbatches=2, example_inputs=(torch.ones(4, WIDTH),), timeout=60)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("kind", "first"), [(Summed, "parts."), (Table, "mul")])
+def test_programs_that_differ_are_told_with_their_first_difference(
+    gloo: Pool, kind: type[nn.Module], first: str
+) -> None:
+    for told in gloo.run(told_of, ranks=2, args=(kind,)):
+        assert told.startswith("rank 0 and rank 1 run different programs"), told
+        assert first in told
+        assert os.path.basename(__file__) in told
+        assert "PYTHONHASHSEED=0" in told
+
+
+def change_on_one_rank() -> str:
+    torch.manual_seed(0)
+    model = Alpha()
+    pipe = PipelineModule(model, schedule="1f1b", num_microbatches=2, loss_fn=F.mse_loss, timeout=60)
+    x = torch.ones(4, WIDTH)
+    pipe.forward_backward(x, x)
+    model.alpha = 1.0 + rank()
+    try:
+        for _ in range(2):  # the last rank, which waits for nobody at the end of a step, is told in the next
+            pipe.forward_backward(x, x)
+    except (ValueError, PipelineError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_attribute_that_changes_on_one_rank_is_told(gloo: Pool) -> None:
+    assert "rank 0 runs another forward in step 1 than rank 1" in gloo.run(change_on_one_rank, ranks=2)[0]
