@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .actions import (
     BACKWARD_OPS,
@@ -274,11 +274,15 @@ class Schedule(Shown):
             without_backward=(),
         )
 
-    def to_csv(self) -> str:
-        """torch.distributed.pipelining's table: a row per rank, a column per unit of time."""
+    def to_csv(self, *, overlap: Literal["none", "pairs"] = "none") -> str:
+        """torch.distributed.pipelining's table: a row per rank, a column per unit of time.
+
+        Arguments:
+            overlap: "pairs": a forward and the backward right behind it in one cell, which torch may run at once.
+        """
         from .text import to_csv
 
-        return to_csv(self)
+        return to_csv(self, overlap=overlap)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 from .check import check
 from .ir import COMPUTE_OPS, MOVE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
@@ -21,6 +23,7 @@ _OPTIONAL_KEYS = frozenset(
 )  # files written before there were such have none
 # What torch's tables hold besides compute; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's cell of a forward and a backward that may run at once
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -57,12 +60,18 @@ def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:
     return rows
 
 
-def to_csv(schedule: Schedule) -> str:
+def to_csv(schedule: Schedule, *, overlap: Literal["none", "pairs"] = "none") -> str:
     """A row per rank, a column per unit of time, empty where idle; what torch.distributed.pipelining reads too.
+
+    Arguments:
+        overlap: "pairs": a forward with the backward of another stage right behind it becomes one cell that torch may
+            run at once, `(0F3;3B1)OVERLAP_F_B`, as in its DualPipeV; "none": a cell each.
 
     The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
     (replicas, slices, several batches, updates).
     """
+    if overlap not in ("none", "pairs"):
+        raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
     move = next((action for program in schedule.programs for action in program if action.op in MOVE_OPS), None)
     if move is not None:
         raise ScheduleError(
@@ -80,12 +89,19 @@ def to_csv(schedule: Schedule) -> str:
             f"schedule {schedule.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
             f"say: expected a flush schedule with one owner a stage; use to_json"
         )
-    rows = unit_time_cells(schedule)
-    return "".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows)
+    rows = [["" if cell is None else str(cell) for cell in row] for row in unit_time_cells(schedule)]
+    if overlap == "pairs":
+        for row, cells in zip(rows, unit_time_cells(schedule), strict=True):
+            for at, (one, then) in enumerate(pairwise(cells)):
+                if one and then and one.op is Op.F and then.op is Op.B and one.stage != then.stage:
+                    row[at : at + 2] = f"({one};{then})OVERLAP_F_B", ""
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def from_csv(text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
     """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering makes its own).
+
+    The parts of a cell such as `(0F3;3B1)OVERLAP_F_B` become actions one after the other.
 
     Arguments:
         owners: as of a Schedule, which the table cannot say.
@@ -129,17 +145,19 @@ def _refuse_undeclared_owners(
 
 
 def _read_row(row: int, line: str) -> tuple[Action, ...]:
-    program = []
+    program: list[Action] = []
     for column, cell in enumerate(line.split(","), start=1):
         if not cell.strip() or _COMMUNICATION.fullmatch(cell.strip()):
             continue
+        overlapped = _OVERLAPPED.fullmatch(cell.strip())  # here its parts run one after the other
         try:
-            program.append(Action.parse(cell))
+            actions = [Action.parse(part) for part in (overlapped[1].split(";") if overlapped else [cell])]
         except ValueError as error:
             raise ScheduleError(f"row {row}, column {column}: {error}") from None
-        if program[-1].op in MOVE_OPS:
+        program += actions
+        if moving := [action for action in actions if action.op in MOVE_OPS]:
             raise ScheduleError(
-                f"row {row}, column {column}: {program[-1]} moves activations, which a CSV table cannot say: "
+                f"row {row}, column {column}: {moving[0]} moves activations, which a CSV table cannot say: "
                 f"expected F B I W, or a schedule as JSON"
             )
     return tuple(program)

@@ -65,6 +65,13 @@ def test_csv_round_trip(schedule: Schedule) -> None:
     check(again.with_edges(schedule.stage_edges))
 
 
+def test_overlapped_parts_are_actions_one_after_the_other() -> None:
+    together = CSV.replace("0F2,0B1", "(0F2; 0B1)OVERLAP_F_B,")
+    assert Schedule.from_csv(together, name="1f1b") == build("1f1b", num_ranks=2, num_microbatches=3)
+    with pytest.raises(ValueError, match="overlap='all': expected 'none' or 'pairs'"):
+        Schedule.from_csv(CSV).to_csv(overlap="all")  # type: ignore[arg-type]
+
+
 def test_a_rank_without_stages_stays_a_row() -> None:
     schedule = by_hand("0F0 0B0", "", "1F0 1B0", microbatches=1, placement=[[0], [], [1]])
     assert schedule.to_csv() == "0F0,,,0B0\n,,,\n,1F0,1B0,\n"
@@ -90,6 +97,7 @@ def test_communication_and_spaces_are_skipped() -> None:
         (CSV.replace("1F2", "F2"), r"row 2, column 6: cannot read the action 'F2'"),
         ("\n\n" + CSV.replace("1F0", "one"), r"row 4, column 2: cannot read the action 'one'"),
         (CSV.replace("1F2", "0F2"), r"row 2: 0F2 is of stage 0, which row 1 has too; expected one row for each stage"),
+        (CSV.replace("0B1", "(0F9;0X1)OVERLAP_F_B"), "row 1, column 6: cannot read the action '0X1'"),
         ("0SEND_F\n", "row 1, column 1: cannot read the action '0SEND_F'"),
         ("", "the table has no action: expected a row a rank with cells such as 0F0"),
         (",,\n,\n", "the table has no action"),
