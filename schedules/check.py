@@ -13,6 +13,7 @@ from .messages import MOVE_KINDS, STAGE_KINDS, Message, Transfer
 from .moves import find_moves
 from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
+from .progress import where_sends_wait
 from .versions import check_rule, check_updates, derive_versions
 
 _MOST_SHOWN = 8
@@ -65,14 +66,27 @@ def check(schedule: Schedule) -> Report:
     )
 
 
-def check_lowered(lowered: Lowered) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredReport:
+    """What `check_lowered` found beside proofs.
+
+    Arguments:
+        num_messages: over all links.
+        held: the circle in which ranks would wait for each other over a transport that holds a rank at a send until its
+            receive is posted (NCCL's rendezvous); None: such a one runs the programs to their end, too.
+    """
+
+    num_messages: int
+    held: str | None
+
+
+def check_lowered(lowered: Lowered) -> LoweredReport:
     """Prove that the sends and receives of each link are the same messages in the same order.
 
     A transport may then match them by order alone. Also that each rank still runs its program, sends what it has
     made, and posts each receive before the action that needs it; and that each collective stands once on each of its
-    ranks, no earlier than it may, in orders that do not make ranks wait for each other. Returns the number of
-    messages; raises ScheduleError that names the link and the first place where the two sides differ, the rank and
-    the step, or the circle of ranks.
+    ranks, no earlier than it may, in orders that do not make ranks wait for each other. Raises ScheduleError that names
+    the link and the first place where the two sides differ, the rank and the step, or the circle of ranks.
     """
     needs = Needs(lowered.schedule)
     for program in lowered.programs:
@@ -96,7 +110,9 @@ def check_lowered(lowered: Lowered) -> int:
                     f"link {link[0]} -> {link[1]}, message {at}: sent is {one or 'nothing'}, "
                     f"received is {other or 'nothing'}; expected the same messages in the same order"
                 )
-    return sum(len(messages) for messages in sends.values())
+    return LoweredReport(
+        num_messages=sum(len(messages) for messages in sends.values()), held=where_sends_wait(lowered.programs)
+    )
 
 
 def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .ir import Action, Collective, Op, Schedule
-from .messages import Message, Transfer
+from .messages import Message, MessageKind, Transfer
+
+_HELD_KINDS = frozenset({MessageKind.LENT, MessageKind.RETURNED})
 
 
 class GroupStep(NamedTuple):
@@ -40,7 +42,6 @@ class RankProgram:
         proves: by received message, the sends of this rank that its arrival proves received.
         shared: by message that several actions of the rank make or use: these, in its order. One that is sent is held
             from the first on, one that was received up to the last.
-        peak_receives: the most posted and unconsumed receives at once, over all links of the rank.
         finally_needs: messages consumed at the very end (losses).
         cuts: where each call begins in `steps`, for a program that was lowered call by call.
 
@@ -52,7 +53,6 @@ class RankProgram:
     steps: tuple[Step, ...]
     inputs: dict[Work, tuple[Message, ...]]
     proves: dict[Message, tuple[Message, ...]]
-    peak_receives: int
     shared: dict[Message, tuple[Work, ...]] = field(default_factory=dict)
     finally_needs: tuple[Message, ...] = ()
     cuts: tuple[int, ...] = ()
@@ -60,6 +60,18 @@ class RankProgram:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fused", frozenset(_fused(self.steps)))
+
+    @property
+    def peak_receives(self) -> int:
+        """The most posted and unconsumed receives at once, over all links, less those of activations that move."""
+        peak = count = 0
+        for step in self.steps:
+            if isinstance(step, Transfer):
+                count += not step.is_send and step.message.kind not in _HELD_KINDS
+            else:
+                peak = max(peak, count)
+                count -= sum(message.kind not in _HELD_KINDS for message in self.inputs.get(step, ()))
+        return peak
 
 
 def _fused(steps: Sequence[Step]) -> Iterator[Action]:

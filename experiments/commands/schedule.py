@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ...schedules import Costs, Schedule, check, simulate
+from ...schedules import Costs, Schedule, check, check_lowered, lower, simulate
 from ..help_text import plain_help
 from ..schedule_files import is_file
 from .files import check_out
@@ -83,7 +83,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _simulated(schedule: Schedule, costs: Costs) -> str:
-    return f"checked: complete, in an order that ends\n{table(summarise(schedule, costs, simulate(schedule, costs)))}"
+    lines = ["checked: complete, in an order that ends"]
+    held = check_lowered(lower(schedule)).held
+    if held is not None:
+        lines.append(f"not so over links that hold a sender until it is received, as NCCL's may: {held}")
+    return "\n".join([*lines, table(summarise(schedule, costs, simulate(schedule, costs)))])
 
 
 def _json(schedule: Schedule, costs: Costs, found: Synthesis | None) -> str:

@@ -6,7 +6,8 @@ and each receive (the posting of it, not the waiting: a step waits for what it n
 
     at most `receives_ahead` receives of a link are posted and not yet consumed,
 
-allows, so that receive buffers do not grow with M. Activations that move are received where the move
+allows, so that receive buffers do not grow with M; and earlier where a transport that holds a rank at a send until it
+is received would else stand still (see `progress`). Activations that move are received where the move
 stands that takes them (see `moves`), behind it. A link is first in, first out: receives are posted in the
 order of the sends, and one that is consumed late lets later ones pass only by being posted before them.
 
@@ -28,6 +29,7 @@ from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
+from ..progress import post_in_time
 from ..versions import derive_versions
 
 _FROM_STAGES = STAGE_KINDS | {MessageKind.SIZE, MessageKind.LENT}
@@ -44,7 +46,8 @@ def lower(
 
     Arguments:
         sharing: what else travels.
-        receives_ahead: most receives of a link that are posted and not yet consumed, unless the order forces more.
+        receives_ahead: most receives of a link that are posted and not yet consumed, unless the order, or sends that
+            wait for their receives, force more.
         calls: per rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
             call in which its message is sent, since until then nobody knows its shapes.
 
@@ -52,7 +55,7 @@ def lower(
     """
     exchange = _Exchange(schedule, sharing, calls)
     programs = tuple(_lower_rank(rank, exchange, receives_ahead) for rank in range(schedule.num_ranks))
-    return Lowered(schedule=schedule, programs=programs)
+    return Lowered(schedule=schedule, programs=programs if calls is not None else post_in_time(programs))
 
 
 class _Exchange:
@@ -246,14 +249,12 @@ def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProg
     incoming = list(by_peer.values())
     steps: list[Step] = []
     cuts: list[int] = []
-    peak = 0
     for at, step in enumerate(work):
         call = None if exchange.calls is None else exchange.calls[rank][at]
         while call is not None and len(cuts) <= call:
             cuts.append(len(steps))
         for link in incoming:
             steps += link.post(at, call)
-        peak = max(peak, sum(link.outstanding for link in incoming))
         steps.append(step)
         for message in inputs.get(step, ()):
             by_peer[exchange.sender(message)].outstanding -= message not in comes_at
@@ -266,7 +267,6 @@ def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProg
         steps=tuple(steps),
         inputs={step: tuple(messages) for step, messages in inputs.items()},
         proves=_proofs(exchange, rank),
-        peak_receives=peak,
         shared=exchange.shared[rank],
         finally_needs=tuple(exchange.finally_needs[rank]),
         cuts=tuple(cuts),

@@ -16,6 +16,7 @@ from ..check import check, check_lowered
 from ..ir import Action, Collective, Op, Schedule, ScheduleError
 from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
+from ..progress import Progress
 from ..versions import derive_versions
 from .calls import check_calls, parts_of
 from .lower import lower
@@ -222,29 +223,13 @@ def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
 
 def _check_progress(programs: Sequence[RankProgram]) -> None:
     """Raise ScheduleError where ranks wait for each other's messages for ever, whatever these are about."""
-    sent: set[Message] = set()
-    at = [0] * len(programs)
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program.steps):
-                step = program.steps[at[rank]]
-                if isinstance(step, Transfer):
-                    sent.update([step.message] if step.is_send else [])
-                elif not sent.issuperset(program.inputs.get(step, ())):
-                    break
-                at[rank] += 1
-                moved = True
-    for program, position in zip(programs, at, strict=True):
-        if position < len(program.steps):
-            step = program.steps[position]
-            assert not isinstance(step, Transfer)
-            missing = next(message for message in program.inputs[step] if message not in sent)
-            raise ScheduleError(
-                f"deadlock: rank {program.rank} waits before {step} for the {missing}, whose sender waits as well: "
-                f"expected updates that stand in front of all that uses the version which they make"
-            )
+    run = Progress(programs, sends_wait=False)
+    for rank in run.run([len(program.steps) for program in programs]):
+        raise ScheduleError(
+            f"deadlock: rank {rank} waits before {run.steps[rank][run.at[rank]]} for the {run.waits_for(rank)[0]}, "
+            f"whose sender waits as well: expected updates that stand in front of all that uses the version which they "
+            f"make"
+        )
 
 
 def _joined(parts: Sequence[RankProgram]) -> RankProgram:

@@ -8,13 +8,14 @@ rank 2 | F0 | B0 F1 B1 ...
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..check import check_lowered
 from ..ir import Op, Schedule, ScheduleError
 from ..messages import Message, Sharing, Transfer
 from ..needs import Needs
 from ..program import RankProgram
+from ..progress import post_in_time
 from .calls import check_calls, parts_of
 from .lower import lower
 
@@ -50,6 +51,7 @@ def cut_behind_warm_up(schedule: Schedule, *, sharing: Sharing) -> WarmUp:
     ]
     lowered = lower(schedule, sharing=sharing, calls=calls)
     check_calls(lowered)
+    lowered = replace(lowered, programs=post_in_time(lowered.programs))
     check_lowered(lowered)
     parts = [parts_of(program, count=2) for program in lowered.programs]
     first, rest = [part[0] for part in parts], [part[1] for part in parts]

@@ -24,7 +24,6 @@ def first_of_two(*, finally_needs: tuple[Message, ...] = ()) -> RankProgram:
         steps=(Transfer(GRAD, 1, False), F0, Transfer(ACT, 1, True), B0),
         inputs={B0: (GRAD,)},
         proves={GRAD: (ACT,)},
-        peak_receives=1,
         finally_needs=finally_needs,
     )
 
@@ -59,7 +58,7 @@ def test_the_end_waits_for_the_losses() -> None:
 
 def test_only_the_missing_inputs_are_waited_for() -> None:
     other = Message(MessageKind.GRAD, 2, 0, 0)
-    program = RankProgram(rank=0, steps=(B0,), inputs={B0: (GRAD, other)}, proves={}, peak_receives=2)
+    program = RankProgram(rank=0, steps=(B0,), inputs={B0: (GRAD, other)}, proves={})
     machine = RankMachine(program)
     machine.arrived([other])
     assert machine.next() == Wait((GRAD,), B0)

@@ -35,6 +35,8 @@ from .reference import data_edges, name_of_message
 
 lower = partial(lower_any, receives_ahead=2)  # as the pictures show it
 lowered_schedules = st.builds(lower, schedules())
+# As one call: receives stay where the limit has them (see test_progress.py for those that are posted earlier).
+lowered_alone = schedules().map(lambda made: lower(made, calls=[[0] * len(program) for program in made.programs]))
 
 
 def steps(schedule: Schedule, rank: int, *, share_loss: bool = False) -> str:
@@ -81,7 +83,7 @@ def test_an_answer_proves_all_that_was_consumed_before_it() -> None:
 def test_messages_between_stages_of_one_rank_are_none() -> None:
     one_rank = build("interleaved", num_ranks=1, num_microbatches=3, num_chunks=2)
     assert lower(one_rank).programs[0].steps == one_rank.programs[0]
-    assert check_lowered(lower(one_rank)) == 0
+    assert check_lowered(lower(one_rank)).num_messages == 0
 
 
 def test_a_split_backward_sends_with_the_input_gradient() -> None:
@@ -106,7 +108,7 @@ def test_losses_go_to_every_rank_behind_the_last_forward() -> None:
         program = lower(schedule, sharing=Sharing(loss=True)).programs[rank]
         assert program.finally_needs == (Message(MessageKind.LOSS, 2, rank, 0),)
         assert sum(1 for step in program.steps if str(step) == "RECV_LOSS0") == 1
-    assert check_lowered(lower(schedule, sharing=Sharing(loss=True))) == 2 * 4 + 2
+    assert check_lowered(lower(schedule, sharing=Sharing(loss=True))).num_messages == 2 * 4 + 2
 
 
 def test_messages_say_what_they_are() -> None:
@@ -137,7 +139,7 @@ def test_what_crosses_ranks_is_sent_once(schedule: Schedule, share_loss: bool) -
         if isinstance(step, Transfer) and step.is_send and step.message.kind is not MessageKind.LOSS
     )
     assert sent == Counter(expected)
-    assert check_lowered(lowered) == len(expected) + (schedule.num_ranks - 1) * share_loss
+    assert check_lowered(lowered).num_messages == len(expected) + (schedule.num_ranks - 1) * share_loss
 
 
 def is_act(step: Transfer) -> bool:
@@ -154,7 +156,7 @@ def posting_order(program: RankProgram) -> dict[int, list[Message]]:
 
 
 @steady
-@given(lowered_schedules)
+@given(lowered_alone)
 def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) -> None:
     for program in lowered.programs:
         order = posting_order(program)
@@ -180,21 +182,21 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         assert program.peak_receives == most
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "looped-bfs"])  # see test_progress.py
 @pytest.mark.parametrize(("P", "V"), [(2, 2), (4, 2), (4, 3), (3, 1)])
 def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, V: int) -> None:
-    chunks = V if name in ("interleaved", "looped-bfs") else None
+    chunks = V if name == "interleaved" else None
     P, _ = fitting(name, P, 2 * P)
     peaks = [
         [
             program.peak_receives
-            for program in lower(build(name, num_ranks=P, num_microbatches=M, num_chunks=chunks)).programs
+            for program in lower_any(build(name, num_ranks=P, num_microbatches=M, num_chunks=chunks)).programs
         ]
         for M in (2 * P, 4 * P, 16 * P)
     ]
     assert peaks[0] == peaks[1] == peaks[2]
     neighbours = 2 if P > 2 else 1
-    assert max(peaks[0]) <= 2 * neighbours
+    assert max(peaks[0]) <= 4 * neighbours
 
 
 @steady
@@ -322,7 +324,7 @@ def drop(text: str) -> Callable[[list[Step]], None]:
 )
 def test_tampered_programs_are_refused(rank: int, change: Callable[[list[Step]], object], message: str) -> None:
     lowered = lower(build("1f1b", num_ranks=2, num_microbatches=4))
-    assert check_lowered(lowered) == 8
+    assert check_lowered(lowered).num_messages == 8
     with pytest.raises(ScheduleError, match=message):
         check_lowered(tampered(lowered, rank, change))
 
