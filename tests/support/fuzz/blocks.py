@@ -1,0 +1,418 @@
+"""Blocks [N, T, D] -> [N, T, D] of all kinds that user code comes in, each a module of its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+D = 4  # width
+Y = 2 * D
+
+
+class Block(nn.Module):
+    """What changes between steps may change: attributes, options, a class attribute, the function."""
+
+    alpha = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"beta": [1.0]}
+        self.function = torch.tanh
+        self.make()
+
+    def make(self) -> None:
+        self.fc = nn.Linear(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.function(self.fc(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.alpha * self.options["beta"][0]
+
+
+class MLP(Block):
+    def make(self) -> None:
+        self.up, self.down = nn.Linear(D, Y), nn.Linear(Y, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Plain(Block):
+    """No parameters."""
+
+    def make(self) -> None:
+        pass
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+class Recurrent(Block):
+    kind: Any = nn.GRU
+
+    def make(self) -> None:
+        self.rnn = self.kind(D, D, batch_first=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
+
+
+class LSTM(Recurrent):
+    kind = nn.LSTM
+
+
+class RNN(Recurrent):
+    kind = nn.RNN
+
+
+class Cell(Block):
+    def make(self) -> None:
+        self.cell = nn.GRUCell(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        h, steps = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            steps.append(h)
+        return torch.stack(steps, 1)
+
+
+class MHA(Block):
+    def make(self) -> None:
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Encoder(Block):
+    def make(self) -> None:
+        self.layer = nn.TransformerEncoderLayer(D, 2, Y, dropout=0.0, batch_first=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Attention(Block):
+    """Causal."""
+
+    def make(self) -> None:
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, D // 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(h.transpose(1, 2).flatten(-2))
+
+
+class Conv(Block):
+    def make(self) -> None:
+        self.conv = nn.Conv1d(D, D, 3, padding=1)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class BatchNorm(Block):
+    def make(self) -> None:
+        self.norm = nn.BatchNorm1d(D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Norm(Block):
+    def make(self) -> None:
+        self.norm, self.fc = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.fc(self.norm(x)))
+
+
+class WeightNorm(Block):
+    def make(self) -> None:
+        self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+
+
+class Nested(Block):
+    """Sequentials in a module."""
+
+    def make(self) -> None:
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Dropout(Block):
+    def make(self) -> None:
+        self.fc, self.drop = nn.Linear(D, D), nn.Dropout(0.3)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc(x))
+
+
+class LayerDrop(Block):
+    def body(self, x: Tensor) -> Tensor:
+        return x * 1.5 if self.training and random.random() < 0.4 else self.fc(x)
+
+
+class TopOne(Block):
+    """A sparse mixture of experts: values decide who computes what."""
+
+    def make(self) -> None:
+        self.gate, self.experts = nn.Linear(D, 2), nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        top, best = weights.max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mine = best == e
+            if mine.any():
+                out[mine] = expert(x[mine]) * top[mine].unsqueeze(-1)
+        return out
+
+
+class Soft(TopOne):
+    def body(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        return sum(weights[..., e : e + 1] * expert(x) for e, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+class Assigned(Block):
+    """A buffer that is assigned anew in training."""
+
+    def make(self) -> None:
+        self.fc = nn.Linear(D, D)
+        self.register_buffer("seen", torch.ones(D))
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 0.1 * x.detach().abs().mean((0, 1))
+        return self.fc(x) / (1 + self.seen)
+
+
+class Written(Assigned):
+    """A buffer that is written in place."""
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.mul_(0.9).add_(x.detach().abs().mean((0, 1)), alpha=0.1)
+        return self.fc(x) / (1 + self.seen.clone())
+
+
+class Counter(Block):
+    def make(self) -> None:
+        self.fc, self.calls = nn.Linear(D, D), 0
+
+    def body(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.fc(x) * (1 + self.calls % 3)
+
+
+class InPlace(Block):
+    """Changes what it made itself."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        h += x
+        h.mul_(0.5)
+        return F.relu_(h)
+
+
+class Argument(Block):
+    """Changes its argument."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc(x.add_(0.5))
+
+
+class Scale(torch.autograd.Function):
+    """A gradient that is not that of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3.0
+
+
+class Custom(Block):
+    def body(self, x: Tensor) -> Tensor:
+        return Scale.apply(self.fc(x))
+
+
+class Checkpointed(Block):
+    def make(self) -> None:
+        self.fc, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.second(torch.tanh(self.fc(h))), x, use_reentrant=False)
+
+
+class ForwardHook(Block):
+    def make(self) -> None:
+        super().make()
+        self.fc.register_forward_hook(lambda module, args, out: out * 1.3)
+
+
+class PreHook(Block):
+    def make(self) -> None:
+        super().make()
+        self.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+
+
+class BackwardHook(Block):
+    def make(self) -> None:
+        super().make()
+        self.fc.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(None if g is None else 2 * g for g in inputs)
+        )
+
+
+class ParameterHook(Block):
+    def make(self) -> None:
+        super().make()
+        self.fc.weight.register_hook(lambda grad: grad * 1.5)
+
+
+class TensorHook(Block):
+    def body(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 1.2)
+        return h
+
+
+class Branch(Block):
+    """Values decide; one of two layers may get no gradient."""
+
+    def make(self) -> None:
+        self.fc, self.other = nn.Linear(D, D), nn.Linear(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.sum() > 0 else self.other(x)
+
+
+class Detached(Block):
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc(x) + x.detach()
+
+
+class Frozen(Block):
+    def make(self) -> None:
+        super().make()
+        self.fc.weight.requires_grad_(False)
+
+
+class Unused(Block):
+    def make(self) -> None:
+        super().make()
+        self.other = nn.Linear(D, D)
+
+
+class Raw(Block):
+    """Parameters of its own, in a list."""
+
+    def make(self) -> None:
+        self.weights = nn.ParameterList([torch.eye(D) * 0.7, torch.ones(D)])
+
+    def body(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0] + self.weights[1]
+
+
+class NoGrad(Block):
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = x.mean(-1, keepdim=True)
+        return self.fc(x - mean)
+
+
+class Compound(Block):
+    """einsum, split, where, cumsum, index_select."""
+
+    def body(self, x: Tensor) -> Tensor:
+        a, b = torch.einsum("ntd,ed->nte", x, self.fc.weight).split(D // 2, -1)
+        h = torch.cat([b, torch.where(a > 0, a, 0.1 * a)], -1).cumsum(1)
+        return h.index_select(-1, torch.tensor([2, 0, 3, 1], device=x.device))
+
+
+class Stash(Block):
+    """Leaves a tensor for a `Pop` behind it, past arguments; `connect` gives both one dict."""
+
+    store: dict[str, Tensor]
+
+    def body(self, x: Tensor) -> Tensor:
+        self.store["kept"] = self.fc(x)
+        return x
+
+
+class Pop(Stash):
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.store.pop("kept")
+
+
+def connect(blocks: list[nn.Module]) -> None:
+    store: dict[str, Tensor] = {}
+    for block in blocks:
+        if isinstance(block, Stash):
+            block.store = store
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "linear": Block,
+    "mlp": MLP,
+    "plain": Plain,
+    "gru": Recurrent,
+    "lstm": LSTM,
+    "rnn": RNN,
+    "cell": Cell,
+    "mha": MHA,
+    "encoder": Encoder,
+    "attention": Attention,
+    "conv": Conv,
+    "batchnorm": BatchNorm,
+    "norm": Norm,
+    "weight-norm": WeightNorm,
+    "nested": Nested,
+    "dropout": Dropout,
+    "layerdrop": LayerDrop,
+    "top-one": TopOne,
+    "soft": Soft,
+    "assigned": Assigned,
+    "written": Written,
+    "counter": Counter,
+    "in-place": InPlace,
+    "argument": Argument,
+    "custom": Custom,
+    "checkpointed": Checkpointed,
+    "forward-hook": ForwardHook,
+    "pre-hook": PreHook,
+    "backward-hook": BackwardHook,
+    "parameter-hook": ParameterHook,
+    "tensor-hook": TensorHook,
+    "branch": Branch,
+    "detached": Detached,
+    "frozen": Frozen,
+    "unused": Unused,
+    "raw": Raw,
+    "no-grad": NoGrad,
+    "compound": Compound,
+    "stash": Stash,
+    "pop": Pop,
+}
+RANDOM = {"dropout", "layerdrop"}
+STATEFUL = {"batchnorm", "assigned", "written", "counter"}  # a microbatch leaves something for the next
+AGAIN = {"checkpointed", "weight-norm"}  # a backward that comes later reads other weights than those of the forward
+CAUSAL = ("linear", "mlp", "norm", "attention", "raw", "plain")  # a token needs those before it alone

@@ -1,0 +1,131 @@
+"""What a program does to its model between steps, alike in one process and around a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import reads
+from .blocks import Block, D
+from .models import Own, blocks_of
+
+
+def _doubled(module: Any, args: Any, out: Any) -> Any:
+    return out * 1.25
+
+
+def _shifted(module: Any, args: Any) -> Any:
+    return (
+        (args[0] + 0.2, *args[1:])
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+        else None
+    )
+
+
+def _graded(module: Any, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if grad is None else grad * 1.5 for grad in inputs)
+
+
+def _weights(module: Any) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if not p.is_meta]
+
+
+def _plain() -> Any:
+    block = Block()
+    block.fc = nn.Identity()
+    return block
+
+
+def _children(model: Any) -> Any:
+    return model.blocks if isinstance(model, Own) and hasattr(model, "blocks") else model
+
+
+def _edit(block: Any, value: float) -> None:
+    with torch.no_grad():
+        for parameter in _weights(block):
+            parameter.mul_(value)
+
+
+def _edit_data(block: Any, value: float) -> None:
+    for parameter in _weights(block):
+        parameter.data = parameter.data * value
+
+
+def _freeze(block: Any, value: float) -> None:
+    for parameter in block.parameters():
+        parameter.requires_grad_(False)
+
+
+def _buffers(block: Any, value: float) -> None:
+    for buffer in block.buffers():
+        if buffer.is_floating_point() and not buffer.is_meta:
+            buffer.mul_(value)
+
+
+def _hook_parameter(block: Any, value: float) -> None:
+    for parameter in _weights(block)[:1]:
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: grad * value)
+
+
+def _scale(model: Any, value: float) -> None:
+    with torch.no_grad():
+        model.reads_scale.fill_(value)
+
+
+OnBlock = Callable[[Any, float], Any]
+ON_BLOCKS: dict[str, OnBlock] = {
+    "alpha": lambda block, value: setattr(block, "alpha", value),
+    "options": lambda block, value: block.options["beta"].__setitem__(0, value),
+    "new-options": lambda block, value: setattr(block, "options", {"beta": [value]}),
+    "class-attribute": lambda block, value: setattr(Block, "alpha", value),
+    "function": lambda block, value: setattr(block, "function", torch.sin),
+    "eval": lambda block, value: block.eval(),
+    "train": lambda block, value: block.train(),
+    "edit": _edit,
+    "edit-data": _edit_data,
+    "freeze": _freeze,
+    "buffers": _buffers,
+    "hook-parameter": _hook_parameter,
+    "hook": lambda block, value: block.register_forward_hook(_doubled),
+    "pre-hook": lambda block, value: block.register_forward_pre_hook(_shifted),
+    "backward-hook": lambda block, value: block.register_full_backward_hook(_graded),
+    "inner-hook": lambda block, value: next(iter([*block.children(), block])).register_forward_pre_hook(_shifted),
+}
+ON_MODELS: dict[str, Callable[[Any, float], Any]] = {
+    "read": lambda model, value: reads.READS[model.kind.reads][1](model, value),
+    "eval-model": lambda model, value: model.eval(),
+    "train-model": lambda model, value: model.train(),
+    "root-hook": lambda model, value: model.register_forward_hook(_doubled_output),
+    "root-pre-hook": lambda model, value: model.register_forward_pre_hook(_shifted),
+    "append": lambda model, value: _children(model).append(_plain()),
+    "delete": lambda model, value: _children(model).__delitem__(len(_children(model)) - 1),
+    "replace": lambda model, value: _children(model).__setitem__(len(_children(model)) - 1, _plain()),
+    "scale": _scale,
+}
+VALUES = {"edit", "edit-data", "scale", "buffers"}  # what a checkpoint holds
+
+
+def _doubled_output(module: Any, args: Any, out: Any) -> Any:
+    return out * 1.25 if isinstance(out, torch.Tensor) else out
+
+
+def change(model: Any, kind: str, block: int, value: float) -> None:
+    """Carries out one change; `block` counts from 0, modulo how many there are."""
+    if kind in ON_MODELS:
+        ON_MODELS[kind](model, value)
+        return
+    blocks = blocks_of(model)
+    ON_BLOCKS[kind](blocks[block % len(blocks)], value)
+
+
+def reset() -> None:
+    """What all models share, as it was."""
+    Block.alpha = 1.0
+    reads.reset()
+
+
+__all__ = ["ON_BLOCKS", "ON_MODELS", "VALUES", "D", "change", "reset"]

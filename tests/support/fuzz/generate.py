@@ -1,0 +1,281 @@
+"""A case from a number: the same one each time. Most run; what docs say is refused is seldom drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from stagewright.schedules import FAMILIES, build
+
+from .blocks import AGAIN, BLOCKS, CAUSAL, RANDOM, STATEFUL
+from .cases import Call, Case, Model
+from .changes import ON_BLOCKS
+from .models import CHAINS, STYLES
+from .piped import BAD
+from .reads import READS
+
+SLICING = tuple(name for name, one in FAMILIES.items() if one.takes_slices)
+ASYNC = ("2bw", "pipedream", "paci")
+FLUSHING = tuple(name for name in FAMILIES if name not in (*SLICING, *ASYNC))
+INPUTS = ("floats", "tokens", "pair", "mask", "positions", "dict")
+RECOMPUTE = ("none", "full", "layer", "selective")
+
+
+def generate(number: int, *, gloo: bool = False) -> Case:
+    """Case `number`."""
+    return _Drawn(random.Random(f"{number} {gloo}"), gloo=gloo).case(number)
+
+
+class _Drawn:
+    def __init__(self, draw: random.Random, *, gloo: bool) -> None:
+        self.draw, self.gloo = draw, gloo
+
+    def often(self, share: float) -> bool:
+        return self.draw.random() < share
+
+    def one(self, choices: Sequence[Any]) -> Any:
+        return self.draw.choice(choices)
+
+    def case(self, number: int) -> Case:
+        schedule = self.one(self.one(((*FLUSHING, "custom"), (*FLUSHING, "custom"), ("1f1b", *ASYNC), SLICING)))
+        P, V, M, builder = self.sizes(schedule)
+        data, tensor = self.mesh(schedule, P)
+        # Buffers follow the order in which microbatches run: an order of its own under "custom".
+        replicated = schedule == "custom" or data > 1 or tensor > 1 or self.copies(schedule, builder) > 1
+        model = self.model(schedule, replicated=replicated, tensor=tensor, S=P * (V or 1))
+        optimizer = self.one(("sgd", "momentum", "adamw", "adam-foreach", "decay"))
+        options = self.options(schedule, model, data=data, tensor=tensor)
+        calls = self.calls(schedule, model, dict(options), M=M, data=data, replicated=replicated)
+        draws = bool(RANDOM & {*model.blocks})
+        return Case(
+            model=model,
+            schedule=schedule,
+            P=P,
+            V=V,
+            M=M,
+            builder=builder,
+            data=data,
+            tensor=tensor,
+            gloo=self.gloo,
+            optimizer=optimizer,
+            options=options,
+            is_lazy=schedule not in ("pipedream", "paci") and not draws and self.often(0.5),
+            refill=self.often(0.2),
+            calls=calls,
+            seed=number,
+        )
+
+    # --- layout ---
+
+    def sizes(self, schedule: str) -> tuple[int, int | None, int, tuple[tuple[str, Any], ...]]:
+        """P, V, M and options that the family takes."""
+        if schedule == "custom":
+            return self.draw.randint(1, 3), self.one((1, 1, 2)), self.draw.randint(1, 5), ()
+        record = FAMILIES[schedule]
+        for _ in range(60):
+            P = self.draw.randint(1 if not self.gloo else 2, 4)
+            M = self.draw.randint(1, 6) if P < 4 else self.draw.randint(1, 9)
+            V = self.draw.randint(1, 3) if record.takes_chunks else record.num_chunks if record.num_chunks > 1 else None
+            if P * (V or 1) > 8:
+                continue
+            builder: dict[str, Any] = {}
+            if schedule in ("pipedream", "paci"):
+                builder["update_every"] = self.one([k for k in range(1, M + 1) if M % k == 0])
+            if schedule == "pipedream":
+                builder["vertical_sync"] = self.often(0.4)
+            if record.takes_slices and self.often(0.5):
+                builder["num_slices"] = self.draw.randint(1, 3)
+            if schedule in ("1f1b", "2bw") and P > 1 and self.often(0.15):
+                builder["replicas"] = self.one([(1,) * i + (2,) + (1,) * (P - 2 - i) for i in range(P - 1)])
+            chunks = {} if V is None else {"num_chunks": V}
+            try:
+                build(schedule, num_ranks=P, num_microbatches=M, **chunks, **builder)
+            except ValueError:
+                continue
+            if "replicas" not in builder or not self.gloo:
+                return P, V, M, tuple(builder.items())
+        return 2, 2 if record.num_chunks > 1 else None, 4, ()
+
+    def copies(self, schedule: str, builder: Any) -> int:
+        return 2 if "replicas" in dict(builder) else 1 if schedule == "custom" else FAMILIES[schedule].weight_copies
+
+    def mesh(self, schedule: str, P: int) -> tuple[int, int]:
+        """data, tensor."""
+        if schedule in (*SLICING, "pipedream", "paci") or P > 2 or schedule == "custom":
+            return 1, 1
+        if FAMILIES[schedule].weight_copies > 1:
+            return 1, 1
+        if self.gloo:
+            return self.one(((1, 1), (1, 1), (2, 1), (1, 2)))
+        return (2, 1) if self.often(0.15) and schedule != "2bw" else (1, 1)
+
+    # --- the model ---
+
+    def model(self, schedule: str, *, replicated: bool, tensor: int, S: int) -> Model:
+        style = self.style(schedule, tensor)
+        chain = style in CHAINS
+        forms = ("floats", "tokens") if chain or schedule in SLICING else INPUTS
+        inputs = self.one(forms)
+        head = self.one(("none", "linear", "tied")) if inputs == "tokens" else self.one(("none", "linear"))
+        if head == "tied" and (schedule in ASYNC or self.often(0.5)):
+            head = "linear"
+        losses = ["mse", "mse", "sum-count", "module", "huber"]
+        losses += ["cross-entropy"] * 3 * (inputs == "tokens" and head != "none")
+        if not chain and schedule not in SLICING:
+            losses += ["outputs"] + ["model"] * (inputs not in ("pair", "dict"))
+        reads = "nothing" if chain or self.often(0.4) else self.one([name for name in READS if name != "nothing"])
+        if style == "halves" and reads in ("child", "training", "requires-grad"):
+            reads = "config"
+        blocks = self.blocks(schedule, style, replicated=replicated, tensor=tensor, S=S)
+        return Model(style=style, blocks=blocks, inputs=inputs, head=head, loss=self.one(losses), reads=reads)
+
+    def style(self, schedule: str, tensor: int) -> str:
+        if tensor > 1:
+            return str(self.one(("loop", "residual", "memory")))
+        if schedule in SLICING:
+            return str(self.one(("sequential", "loop", "residual")))
+        styles = [*STYLES, "sequential", "stages", "loop"]
+        if schedule in ("pipedream", "paci"):  # weights of several stages
+            styles = [one for one in styles if one not in ("twice", "memory")]
+        if schedule == "paci":
+            styles.remove("checkpoint")
+        return str(self.one(styles))
+
+    def blocks(self, schedule: str, style: str, *, replicated: bool, tensor: int, S: int) -> tuple[str, ...]:
+        out = {"stash", "pop"} | (STATEFUL if replicated or style == "checkpoint" else set())
+        if S > 6 or style in ("checkpoint", "set-of-blocks", "twice", "halves"):
+            out |= RANDOM
+        if schedule in ASYNC:
+            out |= {"parameter-hook", "counter"}
+        if schedule == "paci":  # what runs again sees newer weights: docs/asynchronous.md
+            out |= AGAIN
+        if style in ("set-of-blocks", "dense", "memory", "unet", "twice", "residual", "checkpoint", "halves"):
+            out |= {"argument"}
+        names = [name for name in (CAUSAL if schedule in SLICING else BLOCKS) if name not in out]
+        count = max(S if self.often(0.85) else S - 1, 2) + self.one((0, 0, 1, 2))
+        blocks = [self.one(names) for _ in range(count)]
+        if schedule not in SLICING and style in (*CHAINS, "loop", "residual") and self.often(0.12):
+            at = sorted(self.draw.sample(range(len(blocks) + 1), 2))
+            blocks.insert(at[1], "pop")
+            blocks.insert(at[0], "stash")
+        if tensor > 1 and "mlp" not in blocks:
+            blocks[self.draw.randrange(len(blocks))] = "mlp"
+        return tuple(blocks)
+
+    def options(self, schedule: str, model: Model, *, data: int, tensor: int) -> tuple[tuple[str, Any], ...]:
+        found: dict[str, Any] = {"seed": self.draw.randrange(1000)}
+        if schedule != "paci" and "counter" not in model.blocks and "argument" not in model.blocks and self.often(0.4):
+            found["recompute"] = self.one(RECOMPUTE[1:])
+            if self.often(0.15) and model.style in ("loop", "residual"):
+                found["recompute"] = (("blocks.*", self.one(("full", "selective"))),)
+        if self.often(0.3) and schedule not in ("pipedream", "paci"):
+            found["max_grad_norm"] = self.one((0.05, 1.0))
+        if self.often(0.3):
+            found["lr_scheduler"] = self.one(("step", "lambda"))
+        if schedule in ASYNC and self.often(0.3):
+            found["flush_first"] = self.draw.randint(1, 2)
+        if self.gloo and data > 1 and self.often(0.5):
+            found["data_parallel"] = self.one(("zero1", "fsdp"))
+        if self.often(0.08) and tensor == 1 and not RANDOM & {*model.blocks}:
+            found["verify"] = True
+        return tuple(found.items())
+
+    # --- calls ---
+
+    def batch(self, M: int, data: int) -> tuple[int, int]:
+        """Samples and length."""
+        size = M * data + (self.draw.randint(0, 3) if data == 1 or not self.gloo else data * self.draw.randint(0, 2))
+        return max(size, 2), 3
+
+    def calls(
+        self, schedule: str, model: Model, options: dict[str, Any], *, M: int, data: int, replicated: bool
+    ) -> tuple[Call, ...]:
+        size = self.batch(M, data)
+        sliced = schedule in SLICING
+        size = (size[0], 6) if sliced else size
+        found: list[Call] = []
+        saved = False
+        for _ in range(self.draw.randint(2, 5)):
+            if self.often(0.25):
+                size = (self.batch(M, data)[0], size[1] if sliced or self.often(0.6) else self.draw.randint(2, 5))
+            found.append(("train", *size))
+            for _ in range(self.one((0, 1, 1, 2))):
+                call = self.between(schedule, model, options, size, M=M, data=data, saved=saved)
+                saved |= call[0] == "save"
+                found.append(call)
+        if self.often(0.1):
+            found.insert(0, ("bad", self.one(self.bads(model)), *size))
+        return (*found, ("train", *size))
+
+    def bads(self, model: Model) -> list[str]:
+        kinds = [kind for kind in BAD if kind not in ("target", "fewer", "argument", "empty")]
+        if model.loss in ("mse", "module", "sum-count") and model.inputs == "floats" and model.head == "none":
+            kinds.append("target")
+        if model.loss != "model":
+            kinds += ["argument", "fewer"]
+        return kinds
+
+    def between(
+        self,
+        schedule: str,
+        model: Model,
+        options: dict[str, Any],
+        size: tuple[int, int],
+        *,
+        M: int,
+        data: int,
+        saved: bool,
+    ) -> Call:
+        stream = schedule in ASYNC
+        kinds = [
+            "eval",
+            "predict",
+            "state",
+            "rate",
+            "load-state",
+            "flush",
+            "change",
+            "change",
+            "change",
+            "change",
+            "bad",
+        ]
+        if not stream:
+            kinds += ["accumulate", "accumulate", "verify" if "verify" in options or not self.gloo else "state"]
+            kinds += ["save", "move"] + (["load"] * 2 if saved else [])
+            if data == 1 and schedule not in SLICING and model.inputs not in ("positions",):
+                kinds.append("train-unequal")
+            if model.inputs == "floats" and model.loss != "model":
+                kinds.append("input-grad")
+        kind = self.one(kinds)
+        if kind in ("eval", "predict", "verify", "input-grad"):
+            return (kind, *size)
+        if kind == "accumulate":
+            return (kind, self.draw.randint(1, 3), *size, self.one(("zero", "step", "clip-step")))
+        if kind == "rate":
+            return (kind, self.one((0.0, 0.01, 0.03)))
+        if kind == "bad":
+            return (kind, self.one(self.bads(model)), *size)
+        if kind == "train-unequal":
+            return (kind, tuple((self.draw.randint(1, 3), self.draw.randint(2, 5)) for _ in range(M)))
+        if kind == "move":
+            if "counter" in model.blocks:
+                return ("state",)
+            where = {} if schedule == "custom" else {"schedule": self.one(("1f1b", "gpipe")), "V": None, "builder": ()}
+            return (kind, tuple(where.items()))
+        if kind == "change":
+            return self.change(schedule, model)
+        return (kind,)
+
+    def change(self, schedule: str, model: Model) -> Call:
+        kinds = [*ON_BLOCKS]
+        if model.style not in CHAINS:
+            kinds += ["read"] * 6 * (model.reads != "nothing") + ["root-hook", "root-pre-hook", "scale"]
+            kinds += ["eval-model", "train-model"]
+        if not RANDOM & {*model.blocks} and model.style not in ("halves", "stages"):
+            kinds += ["append", "replace"] + ["delete"] * (model.head == "none")
+        if schedule in SLICING:
+            kinds = [kind for kind in kinds if kind not in ("hook", "pre-hook", "inner-hook")]
+        kind = self.one(kinds)
+        return ("change", kind, self.draw.randrange(6), self.one((0.5, 1.5, 2.0)))

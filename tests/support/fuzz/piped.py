@@ -1,0 +1,329 @@
+"""The same calls on a PipelineModule: in one process, or as one rank of several."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import changes
+from .cases import Call, Case, Outcome
+from .models import Batch, first_names, make_batch, make_loss, make_model, make_optimizer, make_scheduler
+from .plain import batches_of, flatten
+from .random_order import random_schedule
+
+KEPT_BY_NAME = (
+    "recompute",
+    "max_grad_norm",
+    "seed",
+    "flush_first",
+    "data_parallel",
+    "verify",
+    "num_slices",
+    "mesh_order",
+)
+
+
+class AcceptedError(AssertionError):
+    """A bad batch was taken."""
+
+
+def make_schedule(case: Case) -> Any:
+    """A name where that says all."""
+    from stagewright.schedules import build
+
+    if case.schedule == "custom":
+        return random_schedule(case.P, case.V or 1, case.M, seed=case.seed)
+    if not case.builder:
+        return case.schedule
+    chunks = {} if case.V is None else {"num_chunks": case.V}
+    return build(case.schedule, num_ranks=case.P, num_microbatches=case.M, **chunks, **dict(case.builder))
+
+
+def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
+    from stagewright.pipe import PipelineModule
+
+    schedule = make_schedule(case)
+    axes = {"pipe": case.P, "data": case.data, "tensor": case.tensor}
+    options: dict[str, Any] = {name: case.option(name) for name in KEPT_BY_NAME if case.option(name) is not None}
+    options |= {"schedule": schedule, "mesh": {axis: size for axis, size in axes.items() if size > 1 or axis == "pipe"}}
+    if isinstance(schedule, str):
+        options |= {"num_microbatches": case.M, "num_chunks": case.V}
+    if case.tensor > 1:
+        options["tensor_parallel"] = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    if case.model.inputs == "positions":
+        options["batch_dims"] = {"positions": None}
+    if case.model.loss == "model":
+        options["loss_weight"] = "samples"
+    if (points := case.option("split_points")) is not None:
+        options["split_points"] = list(points)
+    if isinstance(options.get("recompute"), tuple):
+        options["recompute"] = (
+            dict(options["recompute"]) if case.option("recompute")[0][0].count(".") else list(options["recompute"])
+        )
+    if not case.is_lazy:
+        batch = local(case, make_batch(case, 0, *_first_sizes(case)))
+        given = replace(batch, target=None).whole
+        options["example_inputs"] = given if isinstance(given, tuple | dict) else (given,)
+    what: dict[str, Any] = {"stages": list(model.children())} if case.model.style == "stages" else {"model": model}
+    return PipelineModule(
+        **what,
+        **options,
+        loss_fn=loss,
+        optimizer=make_optimizer(case.optimizer),
+        lr_scheduler=make_scheduler(case.option("lr_scheduler")),
+        timeout=60.0,
+    )
+
+
+def _first_sizes(case: Case) -> tuple[int, int]:
+    for call in case.calls:
+        if call[0] == "train":
+            return call[1], call[2]
+    return case.M * case.data, 3
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def local(case: Case, batch: Batch) -> Batch:
+    """The batch of this process's data replica; in one process the batch is shared out."""
+    if not case.gloo or case.data == 1:
+        return batch
+    return batch.cut(case.data)[_rank() // case.tensor % case.data]
+
+
+class Piped:
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self.outcome = Outcome()
+        self.begin(make_model(case))
+        self.done: list[Call] = []
+        self.memory: dict[str, Any] = {}
+        self.losses: dict[int, float] = {}
+        self.trained = 0
+
+    def begin(self, model: nn.Module) -> None:
+        """A pipeline over the model, or over its stages."""
+        self.model, self.loss = model, make_loss(self.case)
+        self.names = first_names(model)
+        self.pipe = make_pipeline(self.case, model, self.loss)
+
+    def run(self) -> Outcome:
+        changes.reset()
+        torch.manual_seed(5)
+        for at, call in enumerate(self.case.calls):
+            self.outcome.at = at
+            if self.case.is_async and call[0] not in ("train", "train-unequal"):
+                self.note(self.pipe.flush())
+            getattr(self, call[0].replace("-", "_"))(at, call)
+            if call[0] in ("change", "rate"):
+                self.done.append(call)
+        self.outcome.at = len(self.case.calls)
+        self.note(self.pipe.flush())
+        self.state(len(self.case.calls), ())
+        self.pipe.close()
+        changes.reset()
+        return self.outcome
+
+    def note(self, results: Any) -> None:
+        for result in results:
+            if result.grad_norm is not None:
+                self.outcome.seen.setdefault("norms", []).append(result.grad_norm)
+            if result.loss is not None:
+                key = f"loss of batch {result.loss_step - self.other_steps}"
+                self.outcome.seen[key] = result.loss
+
+    @property
+    def other_steps(self) -> int:
+        """forward_backward counts as a step, too."""
+        return self._others if hasattr(self, "_others") else 0
+
+    def filled(self, batch: Batch) -> Batch:
+        """With `refill`, in the memory of the batch before of this size."""
+        if not self.case.refill:
+            return batch
+
+        def put(name: str, tensor: Tensor) -> Tensor:
+            key = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+            if key in self.memory:
+                return self.memory[key].copy_(tensor)
+            self.memory[key] = tensor
+            return tensor
+
+        counter = iter(range(100))
+        return batch.part(lambda tensor: put(str(next(counter)), tensor))
+
+    # --- calls ---
+
+    def train(self, at: int, call: Call) -> None:
+        batches = batches_of(self.case, at, call)
+        if len(batches) > 1:
+            parts = [batch.whole for batch in batches]
+            result = self.pipe.train_step(microbatches=parts)
+        else:
+            batch = self.filled(local(self.case, batches[0]))
+            result = self.pipe.train_step(*batch.positional, **batch.kwargs)
+        self.note([result])
+        if not self.case.is_async and result.loss is None:
+            self.outcome.seen[f"{at}: no loss"] = 0.0
+        self.trained += 1
+
+    train_unequal = train
+
+    def accumulate(self, at: int, call: Call) -> None:
+        _, times, size, length, then = call
+        for i in range(times):
+            batch = self.filled(local(self.case, make_batch(self.case, 100 * at + i, size, length)))
+            result = self.pipe.forward_backward(*batch.positional, **batch.kwargs)
+            self.outcome.seen[f"{at}: loss {i}"] = result.loss
+            self._others = self.other_steps + 1
+        if then == "clip-step":
+            self.outcome.seen[f"{at}: norm"] = self.pipe.clip_grad_norm_(0.05)
+        for name, parameter in self.pipe.named_parameters():
+            if parameter.grad is not None:
+                self.outcome.seen[f"{at}: gradient of {self.names.get(name, name)}"] = parameter.grad.clone()
+        if then != "zero":
+            for optimizer in self.pipe.optimizers:
+                optimizer.step()
+        for parameter in self.pipe.parameters():
+            parameter.grad = None
+
+    def input_grad(self, at: int, call: Call) -> None:
+        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        x = batch.args[0].requires_grad_()
+        self.pipe.forward_backward(*batch.positional, **batch.kwargs)
+        self._others = self.other_steps + 1
+        if x.grad is not None or not self.case.gloo:
+            self.outcome.seen[f"{at}: gradient of the input"] = x.grad
+        for parameter in self.pipe.parameters():
+            parameter.grad = None
+
+    def eval(self, at: int, call: Call) -> None:
+        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        result = self.pipe.eval_step(*batch.positional, **batch.kwargs)
+        self.outcome.seen[f"{at}: loss"] = result.loss
+        if self.case.data == 1:
+            self.outcome.seen |= {key: value for key, value in flatten(f"{at}: output", result.output) if value.ndim}
+
+    def predict(self, at: int, call: Call) -> None:
+        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        kwargs = {key: value for key, value in batch.kwargs.items() if key != "labels"}
+        output = self.pipe.predict(*batch.args, **kwargs)
+        if self.case.data == 1:
+            self.outcome.seen |= {key: value for key, value in flatten(f"{at}: prediction", output) if value.ndim}
+
+    def verify(self, at: int, call: Call) -> None:
+        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        self.pipe.verify(*batch.positional, **batch.kwargs)
+
+    def change(self, at: int, call: Call) -> None:
+        changes.change(self.model, *call[1:])
+
+    def rate(self, at: int, call: Call) -> None:
+        for optimizer in self.pipe.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = call[1]
+
+    def flush(self, at: int, call: Call) -> None:
+        self.note(self.pipe.flush())
+
+    def state(self, at: int, call: Call) -> None:
+        full = self.pipe.full_state_dict()
+        self.outcome.seen |= {f"{at}: state {name}": tensor.clone() for name, tensor in full.items()}
+
+    def load_state(self, at: int, call: Call) -> None:
+        state = self.pipe.full_state_dict()
+        self.pipe.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in state.items()})
+
+    def save(self, at: int, call: Call) -> None:
+        self.pipe.save(self.folder / "kept")
+        self._others_then = self.other_steps
+
+    def load(self, at: int, call: Call) -> None:
+        self.pipe.load(self.folder / "kept")
+        self._others = self._others_then
+
+    def move(self, at: int, call: Call) -> None:
+        """Into another pipeline, of a model with other weights, cut in another way."""
+        self.pipe.save(self.folder / f"moved-{at}")
+        self.pipe.close()
+        self.case = replace(self.case, **dict(call[1]))
+        self.begin(make_model(replace(self.case, seed=self.case.seed + 1)))
+        for before in self.done:
+            if before[0] == "change" and before[1] not in changes.VALUES:
+                changes.change(self.model, *before[1:])
+        if self.case.is_lazy:
+            batch = local(self.case, make_batch(self.case, 0, *_first_sizes(self.case)))
+            self.pipe.build(*batch.positional, **batch.kwargs)
+        self.pipe.load(self.folder / f"moved-{at}")
+
+    def bad(self, at: int, call: Call) -> None:
+        """A batch that plain PyTorch refuses: a ValueError, and all goes on."""
+        _, kind, size, length = call
+        batch = BAD[kind](local(self.case, make_batch(self.case, 100 * at, size, length)))
+        try:
+            result = self.pipe.train_step(*batch.positional, **batch.kwargs)
+        except ValueError as error:
+            from .verdict import is_own
+
+            if not is_own(error):
+                raise AcceptedError(f"bad batch {kind}: raised by torch: {error!r}") from error
+            return
+        raise AcceptedError(f"a bad batch ({kind}) was taken: {result}")
+
+
+def _on_first(change: Callable[[Any], Any]) -> Callable[[Batch], Batch]:
+    def changed(batch: Batch) -> Batch:
+        if batch.args:
+            return replace(batch, args=(change(batch.args[0]), *batch.args[1:]))
+        return replace(batch, kwargs=batch.kwargs | {"x": change(batch.kwargs["x"])})
+
+    return changed
+
+
+def _tensor(change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+    return lambda value: {**value, "first": change(value["first"])} if isinstance(value, dict) else change(value)
+
+
+BAD: dict[str, Callable[[Batch], Batch]] = {
+    "type": _on_first(_tensor(lambda x: x.float())),
+    "width": _on_first(_tensor(lambda x: torch.cat([x, x], -1) if x.is_floating_point() else x.double())),
+    "text": _on_first(lambda x: "a batch"),
+    "none": _on_first(lambda x: None),
+    "fewer": _on_first(_tensor(lambda x: x[:-1])),
+    "keyword": lambda batch: replace(batch, kwargs=batch.kwargs | {"unknown": torch.ones(batch.size)}),
+    "argument": lambda batch: replace(batch, args=(*batch.args, *([torch.ones(batch.size)] * 3))),
+    "target": lambda batch: replace(
+        batch, target=batch.target[:, :, :-1] if batch.target.ndim == 3 else batch.target[:-1]
+    ),  # type: ignore[index,union-attr]
+    "empty": lambda batch: batch.part(lambda tensor: tensor[:0]),
+}
+
+
+def run(case: Case, *, folder: str | None = None) -> Outcome:
+    """All calls of a case; an error ends it, and stands in the outcome."""
+    state = torch.get_rng_state(), random.getstate()
+    with tempfile.TemporaryDirectory() as made:
+        piped: Piped | None = None
+        try:
+            piped = Piped.__new__(Piped)
+            Piped.__init__(piped, case, Path(folder or made))
+            return piped.run()
+        except Exception as error:  # whatever it is, it is the case's outcome
+            from .verdict import is_clear, story
+
+            outcome = getattr(piped, "outcome", Outcome())
+            outcome.error, outcome.is_clear = story(error), is_clear(error)
+            return outcome
+        finally:
+            changes.reset()
+            torch.set_rng_state(state[0])
+            random.setstate(state[1])
