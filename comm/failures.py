@@ -112,7 +112,7 @@ class FailureBoard:
             key = f"{self._name}/{rank}"
             if rank not in known and self._store.check([key]):
                 peers, gave_up, text = json.loads(self._store.get(key))
-                found[rank] = Account(tuple(peers), gave_up, text)
+                found[rank] = Account(tuple(one for one in range(self._size) if one in peers), bool(gave_up), str(text))
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from .reach import Place, unreached
 T = TypeVar("T")
 
 GLOO_LANES = 4
+_LOOPBACK = "127.0.0.1"
 _LEAST = 0.1  # [s] for what still has to be tried when the time is up
 
 
@@ -72,17 +74,24 @@ def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
     """The store at MASTER_ADDR, which all ranks have reached, and what each has said of itself: torch's env://
     rendezvous, which names who is missing.
 
-    An agent that started the ranks hosts it, else rank 0.
+    An agent that started the ranks hosts it, else rank 0: on loopback alone, unless the job spans hosts.
     """
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(f"{name} is not set")
+    host, port, listens = os.environ["MASTER_ADDR"], _environment("MASTER_PORT"), None
+    is_master = world.rank == 0 and not has_agent
+    if not has_agent and _is_one_host(host, world):
+        host = _LOOPBACK
+        with suppress(OSError):  # this process listens there already, or the store tells who does
+            listens = socket.create_server((host, port), backlog=128 + world.size).detach() if is_master else None
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        _environment("MASTER_PORT"),
+        host,
+        port,
         world.size,
-        is_master=world.rank == 0 and not has_agent,
+        is_master=is_master,
+        master_listen_fd=listens,
         timeout=limit,
         wait_for_workers=False,
         multi_tenant=not has_agent,
@@ -97,6 +106,11 @@ def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
         raise RuntimeError(f"missing: rank {', '.join(missing)}") from None
     said = [each.decode() for each in store.multi_get(places)]
     return PrefixStore(f"default_pg/{visit}", store), said
+
+
+def _is_one_host(host: str, world: World) -> bool:
+    """Whether all ranks are on this one: no other means it by that address, or whoever started them has said so."""
+    return host in ("localhost", "::1", _LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
 
 
 def _environment(name: str, *, default: int | None = None) -> int:

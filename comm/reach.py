@@ -61,8 +61,11 @@ class Place:
 
     @classmethod
     def from_json(cls, text: str) -> Place:
-        """Back from `to_json`."""
-        return cls(**json.loads(text))
+        """Back from `to_json`. Raises ValueError for another text."""
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError):
+            raise ValueError(f"{text!r:.80} at the rendezvous is no place of a rank") from None
 
 
 def gloo_address() -> str:

@@ -1,15 +1,16 @@
 """Exchange between processes beside training, in a thread of their own: through the store at which they met.
 
 A collective of the run would wait for the run's other collectives, and one that timed out would break its group. Here a
-wait is a look at the store now and then, which any thread may take, and which ends nothing.
+wait is a look at the store now and then, which any thread may take, and which ends nothing. Whoever reaches the store
+may write into it: what is read from it is JSON, never code.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
@@ -41,16 +42,20 @@ class StoreExchange:
         self._round = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:
-        """[size] what every process gives, on every process. Raises ExchangeError where one will not come."""
+        """[size] what every process gives, on every process, as JSON keeps it. Raises ExchangeError where one will not
+        come, or is no JSON."""
         keys = [self._key(rank) for rank in range(self._size)]
-        self._store.set(keys[self.rank], pickle.dumps(mine))  # type: ignore[arg-type]  # bytes do as well
+        self._store.set(keys[self.rank], json.dumps(mine))
         while not self._store.check(keys):
             if self._store.check([self._ended]):
-                raise ExchangeError(f"{what}: {self._store.get(self._ended).decode()}")
+                raise ExchangeError(f"{what}: {self._store.get(self._ended).decode(errors='replace')}")
             if self._is_over():
                 raise ExchangeError(f"{what}: nobody waits for it any more")
             time.sleep(_POLL)
-        answers = [cast("T", pickle.loads(self._store.get(key))) for key in keys]
+        try:
+            answers: list[T] = [json.loads(self._store.get(key)) for key in keys]
+        except (ValueError, RecursionError) as error:
+            raise ExchangeError(f"{what}: what stands in the store is no JSON ({error})") from None
         if self._round:  # all have read the round before: they are in this one
             self._store.delete_key(self._key(self.rank, self._round - 1))
         self._round += 1

@@ -39,6 +39,13 @@ def new_name(step: int) -> str:
     return f"step-{step}-{secrets.token_hex(4)}"
 
 
+def checked_name(name: str) -> str:
+    """ValueError for what cannot be the name of a checkpoint, as a path cannot."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r:.80} is no name of a checkpoint")
+    return name
+
+
 def begin(folder: Path, name: str) -> None:
     """Make the folder in which the checkpoint `name` is written. Raises ValueError where `folder` is a file."""
     if folder.exists() and not folder.is_dir():

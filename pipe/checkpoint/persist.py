@@ -15,14 +15,23 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..lock import refuse_other_writer
-from .files import OwnCheckpoints, begin, complete, discard, is_begun, new_name, write_file
-from .manifest import FileRecord, Manifest, Piece, TensorRecord
+from .files import OwnCheckpoints, begin, checked_name, complete, discard, is_begun, new_name, write_file
+from .manifest import (
+    FileRecord,
+    Manifest,
+    Piece,
+    TensorRecord,
+    files_as_json,
+    files_from_json,
+    tensors_as_json,
+    tensors_from_json,
+)
 from .snapshot import HeldPiece, Snapshot
 from .tensor_file import Entry
 from .values import Json, dtype_name
@@ -60,26 +69,26 @@ class SaveResult:
     caution: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """Pieces that a process has written, and its values."""
-
-    files: Mapping[str, FileRecord]
-    tensors: Mapping[str, TensorRecord]
-    values: Mapping[str, Json]
-    by_process: Mapping[str, Json]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """A process's part."""
+class _Answer(NamedTuple):
+    """A process's part, as JSON: what another process gives is checked on arrival."""
 
     name: str = ""
     folder: str = ""
-    written: _Written | None = None
+    written: Json = None  # files, tensors, values of all processes, values of this one
     caution: str = ""
     problem: str = ""
     is_mistake: bool = False
+
+
+def _gathered(processes: Processes, mine: _Answer, *, what: str) -> list[_Answer]:
+    """Raises ValueError for what no process answers."""
+    kinds = (str, str, object, str, str, bool)
+    given = processes.gather(list(mine), what=what)
+    if not all(
+        isinstance(each, list) and len(each) == len(kinds) and all(map(isinstance, each, kinds)) for each in given
+    ):
+        raise ValueError(f"{what}: a process gave what no save of a checkpoint gives")
+    return [_Answer(*each) for each in given]
 
 
 def persist(
@@ -93,28 +102,26 @@ def persist(
     name = new_name(snapshot.step)
     mine = _Answer(name=name, folder=str(path))
     if processes.rank == 0 and (problem := _tried(lambda: _begin(path, name), path)) is not None:
-        mine = replace(problem, folder=str(path))
-    first = processes.gather(mine, what=f"beginning the checkpoint {path}")[0]
+        mine = problem._replace(folder=str(path))
+    first = _gathered(processes, mine, what="beginning a checkpoint")[0]
     if first.problem:
         return _failed(Path(first.folder), name, [first], processes)
-    name = first.name
+    name = name if processes.rank == 0 else checked_name(first.name)
     own.begin(name)
 
-    written: list[_Written] = []
+    written: list[Json] = []
     problem = _tried(lambda: written.append(_write(path, name, processes.rank, snapshot)), path)
-    answers = processes.gather(
-        problem or _Answer(written=written[0]), what=f"writing the checkpoint {path} (process {processes.rank})"
-    )
+    answers = _gathered(processes, problem or _Answer(written=written[0]), what="writing a checkpoint")
     if any(answer.problem for answer in answers):
         return _failed(Path(first.folder), name, answers, processes)
 
     caution: list[str] = []
     mine = _Answer()
     if processes.rank == 0:
-        parts = [answer.written for answer in answers if answer.written is not None]
+        parts = [answer.written for answer in answers]
         mine = _tried(lambda: caution.append(complete(path, _manifest(name, snapshot, parts), own)), path) or mine
-        mine = replace(mine, caution="".join(caution))
-    last = processes.gather(mine, what=f"completing the checkpoint {path}")[0]
+        mine = mine._replace(caution="".join(caution))
+    last = _gathered(processes, mine, what="completing a checkpoint")[0]
     if last.problem:
         return _failed(Path(first.folder), name, [last], processes)
     return SaveResult(path=path / name, caution=last.caution)
@@ -125,7 +132,7 @@ def _begin(path: Path, name: str) -> None:
     refuse_other_writer(path)
 
 
-def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> _Written:
+def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> Json:
     """Write this process's file, if it has any tensor to write."""
     if not is_begun(path, name):
         raise ValueError(
@@ -145,7 +152,7 @@ def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> _Written:
             )
             before = tensors[held.key].pieces if held.key in tensors else ()
             tensors[held.key] = TensorRecord(shape=held.shape, dtype=entry.dtype, pieces=(*before, piece))
-    return _Written(files=files, tensors=tensors, values=snapshot.values, by_process=snapshot.by_process)
+    return [files_as_json(files), tensors_as_json(tensors), dict(snapshot.values), dict(snapshot.by_process)]
 
 
 def _entry(piece: HeldPiece) -> Entry:
@@ -156,21 +163,22 @@ def _entry(piece: HeldPiece) -> Entry:
     )
 
 
-def _manifest(name: str, snapshot: Snapshot, parts: Sequence[_Written]) -> Manifest:
+def _manifest(name: str, snapshot: Snapshot, parts: Sequence[Json]) -> Manifest:
     """Pieces that all processes have written, together. Raises ValueError for pieces that do not make whole tensors."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     values: dict[str, Json] = {}
-    for part in parts:
-        files |= part.files
-        values |= part.values
-        for key, record in part.tensors.items():
+    for its_files, its_tensors, its_values, _ in parts:
+        files |= files_from_json(its_files)
+        values |= its_values
+        for key, record in tensors_from_json(its_tensors).items():
             known = tensors.setdefault(key, replace(record, pieces=()))
             if (known.shape, known.dtype) != (record.shape, record.dtype):
                 raise ValueError(f"processes differ in shape or type of {key!r}: {known.shape} and {record.shape}")
             tensors[key] = replace(known, pieces=(*known.pieces, *record.pieces))
-    for key in dict.fromkeys(key for part in parts for key in part.by_process):
-        each = [part.by_process.get(key) for part in parts]
+    by_process = [part[3] for part in parts]
+    for key in dict.fromkeys(key for one in by_process for key in one):
+        each = [one.get(key) for one in by_process]
         values[key] = each[:1] if all(one == each[0] for one in each) else each
     return Manifest(
         name=name,

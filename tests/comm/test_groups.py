@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -28,6 +30,9 @@ from stagewright.comm import (
     join_world,
     read_mesh,
 )
+from stagewright.comm.groups import _meet
+from stagewright.comm.store_exchange import ExchangeError, StoreExchange
+from stagewright.experiments.host import free_ports
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1)
@@ -313,3 +318,45 @@ def test_a_process_that_stops_while_groups_are_made_is_named_in_time(
         assert "cause: rank 0" not in message
         assert "cause: rank 1" not in message
         assert 1.7 < seconds < 5 * 2.0  # gloo alone tries five times, each as long as the time-out
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "127.0.0.2", "LOCAL_WORLD_SIZE": "1"}]
+)
+def test_the_store_of_one_host_is_reached_from_that_host_alone(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    """It has no password: whoever reaches it may write what ranks read."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    (port,) = free_ports(1)
+    for name, value in {**environment, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    stores = [_meet(ALONE, timedelta(seconds=20), "here")[0] for _ in range(2)]  # a second pipeline shares it
+    with socket.create_connection(("127.0.0.1", port), timeout=20):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=20)  # any other address of this host
+    del stores
+
+
+class _Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+@pytest.mark.parametrize("planted", [pickle.dumps(_Trap()), b"\xff", b"[" * 100_000])
+def test_what_stands_in_the_store_is_not_executed(planted: bytes) -> None:
+    store = dist.HashStore()
+    exchange = StoreExchange(store, rank=0, size=2, name="x", is_over=lambda: False)
+    store.set("x/0/1", planted)  # type: ignore[arg-type]  # bytes do as well
+    with pytest.raises(ExchangeError, match="asking: what stands in the store is no JSON"):
+        exchange.gather("mine", what="asking")
+
+
+def test_a_board_with_other_texts_is_no_report_of_other_ranks() -> None:
+    store = dist.HashStore()
+    board = FailureBoard(store, rank=0, size=3)
+    store.set("failure/1/1", '[["x", [], -1, 7, 2], {}, 5]')
+    told = board.explain(PipelineTimeout("waited", peers=[1]))
+    assert "cause: rank 2, which rank 1 waited for, reports nothing" in str(told)

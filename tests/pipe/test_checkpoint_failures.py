@@ -16,6 +16,7 @@ import torch
 from support.pool import Pool
 from support.small import X, Y, layers, make
 
+from stagewright.comm.store_exchange import Alone
 from stagewright.pipe import PipelineModule
 
 
@@ -153,3 +154,26 @@ def test_ranks_agree_on_what_became_of_a_save(gloo: Pool, tmp_path: Path) -> Non
     pipe = trained(0)
     pipe.load(tmp_path / "c")
     assert pipe.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["x", {}, ["step-1-00000000", "", None, "", "", 5], ["../step-1-00000000", "", None, "", "", False]],
+)
+def test_answers_that_no_process_gives_are_refused(answer: object, tmp_path: Path) -> None:
+    """Beside training they come out of a store that others may reach."""
+    pipe = trained(1)
+    pipe.save(tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+    state = pipe._building.built("a test").state
+    snapshot = state.snapshot(None)
+
+    class Forged(Alone):
+        rank = 1
+
+        def gather(self, mine: Any, *, what: str) -> list[Any]:
+            return [answer, mine]
+
+    with pytest.raises(ValueError, match=r"gave what no save of a checkpoint gives|is no name of a checkpoint"):
+        state.persist(tmp_path / "c", snapshot, processes=Forged())
+    assert sorted(tmp_path.rglob("*")) == before
