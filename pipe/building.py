@@ -94,7 +94,7 @@ class Building:
         """The layout; under schedule="auto" the first batch decides on it."""
         if self.layout is None:
             assert self._auto is not None
-            self.start(self._auto.decide(given), None)
+            self.start(self._auto.decide(given.detached()), None)
             assert self.layout is not None
         return self.layout
 
@@ -129,7 +129,11 @@ class Building:
         with self._guard.together():
             self.pipeline = assemble(
                 given.cut(own)[0].arguments.map(
-                    lambda x: torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on)
+                    lambda x: (
+                        torch.zeros_like(x, device=run_on)
+                        if x.is_meta
+                        else x.detach().to(run_on).requires_grad_(x.requires_grad)
+                    )
                 ),
                 model=self._model,
                 stages=self._stages,

@@ -366,7 +366,7 @@ class PipelineModule(RunFacts, RunState):
         return self._verify(self._given(inputs_and_target, keywords))
 
     def _verify(self, given: Given) -> Verification:
-        found = self._building.built_for(given).verifier.verify(given)
+        found = self._building.built_for(given).verifier.verify(given.detached())
         self._is_verified = True
         return found
 

@@ -20,6 +20,7 @@ from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
 from .batch.batches import Batch
 from .batch.given import Given
+from .batch.gradients import hand_back
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult, UpdateResult
 from .measure.gather import gather_records
@@ -179,6 +180,8 @@ class Training:
             local.recorder.enter()
         batch = self._reader.read(given, step=self.num_steps)
         self._num_samples = batch.num_samples
+        if batch.wants_grad:
+            self._refuse_batch_gradients(batch)
         with self._guard.together():
             self._unchanged.check(training=True)
             check_same_batch(batch, self._collectives, device=self._seeder.device)
@@ -187,9 +190,21 @@ class Training:
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()
-        with self._under_way():
+        with self._under_way(batch):
             yield batch, programs
         self.num_steps += 1
+
+    def _refuse_batch_gradients(self, batch: Batch) -> None:
+        """ValueError where nobody could hand back the gradients that a batch wants."""
+        what, instead = "a batch that wants gradients", "x.detach()"
+        self._update.refuse_users_gradients(what, instead=instead)
+        reason = None
+        if self._update.loss_scales:
+            reason = "beside grad_scaler=, which divides the gradients of the pipeline's own parameters alone"
+        elif batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
+            reason = "over data replicas or a tensor group, where no process has those of the whole batch"
+        if reason is not None:
+            raise ValueError(f"{what} {reason}: expected {instead}, or what makes the batch as a part of the model")
 
     def _replan(self, batch: Batch, schedules: BatchSchedules) -> None:
         """Find the order of a batch, and follow it. Collective over the processes."""
@@ -235,14 +250,19 @@ class Training:
             raise
 
     @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        """Around the engine: an error loses what runs."""
+    def _under_way(self, batch: Batch | None = None) -> Iterator[None]:
+        """Around the engine: an error loses what runs. Behind it the gradients of a batch are ready."""
         try:
             torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
             with self._guard.together(), self._seeder.call():
                 yield
             self._update.losses_known()
             with self._guard.together():
+                if batch is not None and batch.wants_grad:
+                    found = [local.worker.batch_gradients for local in self._engine.ranks]
+                    hand_back(batch, found, self._update.scale, self._collectives)
+                    for each in found:
+                        each.clear()
                 self._update.gradients_ready()
         except BaseException as error:
             self._engine.drop()

@@ -42,6 +42,7 @@ class Batch:
         spans: [M] tokens of each slice; none where microbatches are whole.
         num_slices: of a microbatch.
         signatures: of this process's own microbatches (or slices): shapes and types.
+        wants_grad: whether an input does.
     """
 
     inputs: Sequence[Sequence[torch.Tensor | None]]
@@ -60,6 +61,7 @@ class Batch:
     spans: Sequence[Span] = ()
     num_slices: int = 1
     signatures: Sequence[Signature] = ()
+    wants_grad: bool = False
 
     @property
     def num_items(self) -> int:

@@ -35,7 +35,7 @@ def checksum(value: object) -> float:
         if not isinstance(leaf, torch.Tensor):
             continue
         shape = "nested" if leaf.is_nested else tuple(leaf.shape)
-        number = zlib.crc32(f"{shape} {leaf.dtype}".encode(), number)
+        number = zlib.crc32(f"{shape} {leaf.dtype}{' wants a gradient' * leaf.requires_grad}".encode(), number)
         if leaf.is_nested or leaf.layout is not torch.strided:
             continue
         some = leaf.detach()

@@ -77,6 +77,13 @@ class Given:
         target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.target)
         return replace(self, arguments=self.arguments.map(move), target=target)
 
+    def detached(self) -> Given:
+        """The same without a graph, for who runs a batch beside its training."""
+        if self.microbatches:
+            parts = tuple(part.detached() for part in self.microbatches)
+            return replace(parts[0], microbatches=parts)
+        return replace(self, arguments=self.arguments.map(torch.Tensor.detach))
+
     def copied(self) -> Given:
         """The same with targets of its own, for who runs a batch that will run again: a loss may change its target."""
         if self.microbatches:

@@ -132,6 +132,7 @@ class Worker(ABC):
         self._outbox: dict[Message, Gradients] = {}
         self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
         self._sums: dict[Message, _Sum] = {}
+        self.batch_gradients: dict[tuple[int, int], torch.Tensor] = {}  # by slot of the model's inputs and microbatch
         self._fused: frozenset[Action] = frozenset()
         self._trains = schedule.trains
         self._split = schedule.split_stages
@@ -200,6 +201,7 @@ class Worker(ABC):
         self._taken.clear()
         self._sums.clear()
         self.outputs.clear()
+        self.batch_gradients.clear()
         if self._slices is not None:
             self._slices.drop()
         self.mover.drop()
@@ -268,12 +270,15 @@ class TrainingWorker(Worker):
         try:
             if op is Op.F:
                 slices = _WHOLE if self._slices is None else self._slices.forward(s, index, batch.spans[k])
+                inputs, wants_grad = self._inputs(s, index, batch, k), self._ports[s].wants_grad
+                if batch.wants_grad:
+                    wants_grad = tuple(w or x.requires_grad for w, x in zip(wants_grad, inputs, strict=True))
                 with batch.autocast.again(), slices:  # a drain runs behind the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
                         batch.stages[k][s],
-                        self._inputs(s, index, batch, k),
-                        self._ports[s].wants_grad,
+                        inputs,
+                        wants_grad,
                         batch.targets[k],
                         version=self._updates.version(s, index),
                         is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
@@ -295,6 +300,10 @@ class TrainingWorker(Worker):
                 with batch.autocast.off(), slices:
                     by_input = run(index, gradients, graded, group=group, autocast=batch.autocast)
                 self._hand_back(s, index, by_input, batch.certain[k][s])
+                for (number, slot), gradient in zip(self._ports[s].inputs, by_input, strict=True):
+                    if number == MODEL_INPUT and gradient is not None:
+                        known = self.batch_gradients.get((slot, k))
+                        self.batch_gradients[slot, k] = gradient if known is None else known + gradient
         finally:
             self._seeder.end()
 

@@ -46,16 +46,19 @@ class Signature(NamedTuple):
         form: of the arguments: with the constants among them.
         tensors: shape and type of each.
         dims: of the batch in each; None: all microbatches share it.
+        wants_grad: whether each wants a gradient.
     """
 
     form: Form
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     dims: tuple[int | None, ...]
+    wants_grad: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, arguments: Arguments) -> Signature:
         """The signature of these arguments."""
-        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in arguments.tensors), arguments.dims)
+        tensors, wants = arguments.tensors, tuple(x.requires_grad for x in arguments.tensors)
+        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in tensors), arguments.dims, wants)
 
     @property
     def num_samples(self) -> int:
@@ -78,7 +81,7 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         """For errors."""
-        return shown_call(self.form, self.tensors)
+        return shown_call(self.form, self.tensors) + " that want gradients" * any(self.wants_grad)
 
 
 class OutputFormError(ValueError):
@@ -262,6 +265,7 @@ class InferredStages:
 
     def _key(self, inputs: Signature) -> object:
         autocast = Autocast.now(self._device.type)
+        inputs = inputs if self._training else inputs._replace(wants_grad=())
         return inputs, autocast, self._cut.fixed(), *(m.training for m in self._modes)
 
     def _walk(self, inputs: Signature, num_stages: int, run: _RunStage, output_form: Callable[[], Form]) -> _Walk:
@@ -283,6 +287,8 @@ class InferredStages:
             self._seeder.watch(),
         ):
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
+            for x, wants in zip(flat, inputs.wants_grad, strict=False):
+                x.requires_grad_(wants and self._training)
             for index in range(num_stages):
                 runs.append(run(index, flat, [one.outputs for one in runs]))
         loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form())

@@ -155,7 +155,6 @@ class FlushUpdate(Update):
         self._gradients = LocalGradients(ownership, local, divided, parts.collectives, device=parts.device)
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
-        self._scale = 1.0
         self._root = parts.model.root
         self._buffers: Buffers | None = None  # from before a warm-up with weights that are not confirmed
         self._post_validation = (
@@ -205,13 +204,13 @@ class FlushUpdate(Update):
         """Every rank has all of them."""
         rank = next(iter(self.ranks.values()))
         loss, _ = rank.total(0)
-        self._scale = loss.scale(loss.num_samples)  # samples of other replicas count in what was summed already
+        self.scale = loss.scale(loss.num_samples)  # samples of other replicas count in what was summed already
         self._known = Known(rank.batches[0].step, loss.mean, None)
 
     def gradients_ready(self) -> None:
         """Take what several ranks hold as summed, scale the batch's gradients, and add what was there before."""
         self._present = {name for rank in self._flush_ranks.values() for name in rank.finish_sums()}
-        self._gradients.summed(scale=self._scale)
+        self._gradients.summed(scale=self.scale)
 
     @property
     def unconfirmed(self) -> WarmUp | None:

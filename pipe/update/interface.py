@@ -155,8 +155,10 @@ class Update(ABC):
 
     Attributes:
         gate: entered before weights or optimizer state are written.
+        scale: of all gradients of the newest batch, as its backwards made them.
     """
 
+    scale = 1.0
     _was_lost = "an update was lost"
 
     def __init__(
