@@ -206,3 +206,27 @@ def test_a_batch_refused_on_one_replica_stops_the_others(gloo: Pool) -> None:
     """The others paired its next batch with this one, and trained on."""
     for answer in gloo.run(_one_replica_passes_a_bad_batch, ranks=2):
         assert "a batch of 2 samples for 4 microbatches" in answer
+
+
+class _Branches(nn.Module):
+    """Values decide, behind a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([nn.Bilinear(WIDTH, WIDTH, WIDTH), _Branch(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, middle, last = self.blocks
+        h: Tensor = last(middle(first(x, x * self.scale) * self.scale))
+        return h
+
+
+class _Branch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else -x
+
+
+def test_a_unit_that_reads_values_behind_a_parameter_of_the_models_own() -> None:
+    """The parameter stayed a fake where the others had made-up values: "cannot take ... DataDependentOutput"."""
+    assert make(model=_Branches()).train_step(X, Y).loss is not None

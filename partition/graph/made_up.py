@@ -188,9 +188,10 @@ def _values_in(module: nn.Module, made_up: _MadeUp) -> Iterator[None]:
         table for part in module.modules() for table in (part._parameters, part._buffers) if table
     ]
     recurrent = [(part, part._flat_weights) for part in module.modules() if isinstance(part, nn.RNNBase)]
-    fakes = [(table, dict(table)) for table in tables]
+    fakes = [(table, dict(table.items())) for table in tables]  # one by one: a table may be a view of another's entries
     for table, entries in fakes:
-        table.update({name: made_up.value_of(fake) for name, fake in entries.items() if fake is not None})
+        for name in [name for name, fake in entries.items() if fake is not None]:
+            table[name] = made_up.value_of(entries[name])
     for rnn, _ in recurrent:
         rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
     try:

@@ -302,7 +302,7 @@ class Branch(Block):
         self.fc, self.other = nn.Linear(D, D), nn.Linear(D, D)
 
     def body(self, x: Tensor) -> Tensor:
-        return self.fc(x) if x.sum() > 0 else self.other(x)
+        return self.fc(x) if x[..., 0].sum() > 0 else self.other(x)
 
 
 class Detached(Block):

@@ -15,7 +15,7 @@ from .generate import generate
 from .shrink import shrink
 from .verdict import Verdict, check
 
-LIMIT = 60  # [s] for a case
+LIMIT = 300  # [s] for a case, which takes half a second of a core
 
 
 class HungError(BaseException):

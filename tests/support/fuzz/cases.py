@@ -72,6 +72,11 @@ class Case:
         return dict((*self.builder, *self.options)).get(name, default)
 
     @property
+    def num_stages(self) -> int:
+        replicas = self.option("replicas")
+        return len(replicas) if replicas else self.P * (self.V or 1)
+
+    @property
     def group_size(self) -> int:
         """Microbatches from update to update."""
         if self.schedule not in ("pipedream", "paci"):

@@ -205,12 +205,12 @@ class _Drawn:
                 saved |= call[0] == "save"
                 found.append(call)
         if self.often(0.1):
-            found.insert(0, ("bad", self.one(self.bads(model)), *size))
+            found.insert(0, ("bad", self.one(self.bads(model, first=True)), *size))
         return (*found, ("train", *size))
 
-    def bads(self, model: Model) -> list[str]:
+    def bads(self, model: Model, *, first: bool = False) -> list[str]:
         kinds = [kind for kind in BAD if kind not in ("target", "fewer", "argument", "empty")]
-        if model.loss in ("mse", "module", "sum-count") and model.inputs == "floats" and model.head == "none":
+        if model.loss in ("mse", "module", "sum-count") and model.inputs == "floats" and not self.gloo and not first:
             kinds.append("target")
         if model.loss != "model":
             kinds += ["argument", "fewer"]
@@ -256,11 +256,11 @@ class _Drawn:
         if kind == "rate":
             return (kind, self.one((0.0, 0.01, 0.03)))
         if kind == "bad":
-            return (kind, self.one(self.bads(model)), *size)
+            return (kind, self.one(self.bads(model, first=stream)), *size)
         if kind == "train-unequal":
             return (kind, tuple((self.draw.randint(1, 3), self.draw.randint(2, 5)) for _ in range(M)))
         if kind == "move":
-            if "counter" in model.blocks:
+            if "counter" in model.blocks or model.style == "stages":  # counters are not saved; names follow the stages
                 return ("state",)
             where = {} if schedule == "custom" else {"schedule": self.one(("1f1b", "gpipe")), "V": None, "builder": ()}
             return (kind, tuple(where.items()))

@@ -242,7 +242,7 @@ def make_model(case: Case) -> nn.Module:
             blocks[-1].weight = blocks[0].weight  # type: ignore[assignment]
         if kind.style == "sequential":
             return nn.Sequential(*blocks).double().train()
-        S = case.P * (case.V or 1)
+        S = case.num_stages
         ends = [len(blocks) * s // S for s in range(S + 1)]
         stages = [nn.Sequential(*blocks[a:b]) if b - a != 1 else blocks[a] for a, b in itertools.pairwise(ends)]
         return Chain(stages).double().train()

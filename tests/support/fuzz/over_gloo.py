@@ -20,7 +20,7 @@ from .cases import Case, Outcome
 from .piped import run
 from .verdict import TESTS, Verdict, judge
 
-LIMIT = 60.0  # [s] for a case
+LIMIT = 240.0  # [s] for a case
 _SERVE = "import sys; from multiprocessing.connection import Connection; from support.pool_worker import serve; "
 _SERVE += "serve(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]))"
 

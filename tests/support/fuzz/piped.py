@@ -271,11 +271,11 @@ class Piped:
         batch = BAD[kind](local(self.case, make_batch(self.case, 100 * at, size, length)))
         try:
             result = self.pipe.train_step(*batch.positional, **batch.kwargs)
-        except ValueError as error:
-            from .verdict import is_own
+        except (ValueError, RuntimeError) as error:
+            from .verdict import is_clear
 
-            if not is_own(error):
-                raise AcceptedError(f"bad batch {kind}: raised by torch: {error!r}") from error
+            if kind != "target" and not is_clear(error):  # what the user's loss raises is its own
+                raise AcceptedError(f"bad batch {kind}: no clear refusal: {error!r}") from error
             return
         raise AcceptedError(f"a bad batch ({kind}) was taken: {result}")
 

@@ -18,12 +18,17 @@ from .cases import Case, Outcome
 
 HOUSE = Path(__file__).resolve().parents[3]
 TESTS = HOUSE / "tests"
-GOOD = ("equal", "refused")
+GOOD = ("equal", "refused", "diverged")
+LARGE = 1e4  # a run that comes to such numbers learns nothing, and shows rounding alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """kind: equal, refused (by a ValueError of the library's own), wrong, error, hang; what: in a line."""
+    """What became of a case.
+
+    kind: equal, refused (by a ValueError of the library's own), wrong, error, hang, diverged (the training), no case
+    (a plain process cannot run it either). what: in a line.
+    """
 
     kind: str
     what: str = ""
@@ -106,6 +111,8 @@ def judge(case: Case, outcomes: Sequence[Outcome]) -> Verdict:
         expected = plain_outcome(case, where)
     except Exception as error:
         return Verdict(kind="no case", what=_last_line(story(error)), text=story(error))
+    if not all(_size(value) < LARGE for value in expected.seen.values()):
+        return Verdict(kind="diverged")
     for outcome in sorted(errors, key=lambda one: "PeerLost" in _last_line(one.error)):
         if not outcome.is_clear:
             return Verdict(kind="error", what=_last_line(outcome.error), text=outcome.error, at=outcome.at)
@@ -152,6 +159,12 @@ def _difference(case: Case, outcomes: Sequence[Outcome], expected: Outcome, *, w
     if whole and missing:
         return f"{min(missing)} is missing ({len(missing)})"
     return None
+
+
+def _size(value: Any) -> float:
+    """The largest absolute value; infinite where one is no number."""
+    tensor = torch.as_tensor(value).double()
+    return float(tensor.abs().nan_to_num(nan=math.inf).max()) if tensor.numel() else 0.0
 
 
 def _gap(value: Any, wanted: Any) -> float:
