@@ -28,6 +28,7 @@ from .errors import PipelineError, PipelineTimeout
 from .mesh import MeshPlace, World
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _SOON = 0.6  # [s] for the reports of ranks that lose a connection, and for the others to read rank 0's store
 _LATER = 1.5  # [s] for those of ranks whose own wait began a little later
@@ -126,6 +127,7 @@ class Guard:
         self._board = board
         self._let_go: list[Callable[[], None]] = []
         self._end: str | None = None
+        self._spared: BaseException | None = None
         self.closed = False
 
     def stands_at(self, place: MeshPlace) -> None:
@@ -136,6 +138,15 @@ class Guard:
     def on_failure(self, let_go: Callable[[], None]) -> None:
         """Register a call after which nobody waits for this rank any longer."""
         self._let_go.append(let_go)
+
+    def spared(self, error: E) -> E:
+        """The error, which ends nothing within `together`, since all ranks raise one at this place."""
+        self._spared = error
+        return error
+
+    def spares(self, error: BaseException) -> bool:
+        """Whether it is the one that ends nothing."""
+        return error is self._spared
 
     @property
     def ended(self) -> bool:
@@ -165,6 +176,9 @@ class Guard:
         try:
             yield
         except BaseException as error:
+            if error is self._spared:
+                self._spared = None
+                raise
             if self._board is None:
                 self._release()
                 raise

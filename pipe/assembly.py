@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import nn
 
-from ..comm import Guard
+from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments
 from ..schedules import Schedule, Timeline
 from ..schedules.timing.records import RankRecord, as_it_ran
@@ -66,6 +66,7 @@ def assemble(
     layout: Layout,
     settings: Settings,
     guard: Guard,
+    collectives: Collectives,
     verify: bool,
 ) -> Pipeline:
     """The pipeline for batches whose microbatches are like this one. Collective over the processes.
@@ -77,7 +78,14 @@ def assemble(
         guard: is told how to let go of other ranks.
     """
     ground = prepare(
-        arguments, model=model, stages=stages, layout=layout, settings=settings, guard=guard, verify=verify
+        arguments,
+        model=model,
+        stages=stages,
+        layout=layout,
+        settings=settings,
+        guard=guard,
+        collectives=collectives,
+        verify=verify,
     )
     placed = place_stages(ground)
     connected = connect(ground, placed)

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from ..partition.plans.replan import Replanner
 from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
-from .batch.agreement import check_agreement
+from .batch.agreement import agreed, check_agreement
 from .batch.given import Given, check_batch
 from .clipped import clipping
 from .layout import Layout, layout_of_plan
@@ -158,7 +158,8 @@ class AutoLayout:
             ]
             return [each.to_json() for each in sorted(ordered, key=lambda each: each.simulated_step_time or 0.0)]
 
-        texts = self._together(search if self._world.rank == 0 else lambda: [], what="planning")[0]
+        texts = agreed(search if self._world.rank == 0 else lambda: [], self._collectives, self._guard, what="planning")
+        texts = self._collectives.gather(texts, what="planning")[0]
         found = self._tried([Plan.from_json(text) for text in texts], given)
         self._collectives.gather(None, what="planning")
         self._collectives.close()
@@ -173,7 +174,7 @@ class AutoLayout:
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
             f"a batch of {batch}, trials={self._trials}, max_grad_norm={self._settings.max_grad_norm}"
         )
-        check_agreement(mine, self._collectives, rank=self._world.rank)
+        check_agreement(mine, self._collectives, self._guard, rank=self._world.rank)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         """The best of some plans, the one with the least predicted step first."""
@@ -244,7 +245,8 @@ class AutoLayout:
             return socket.gethostname(), replace(found, action_seconds=action, around_seconds=around).to_json()
 
         self._collectives.gather(None, what="profiling together")  # all begin at once
-        found = self._together(measure, what="profiling the model")
+        mine = agreed(measure, self._collectives, self._guard, what="profiling the model")
+        found = self._collectives.gather(mine, what="profiling the model")
         profile = self._typical([(host, Profile.from_json(text)) for host, text in found])
         if profile.optimizer_ratio is not None and settings.delay_correction is not None:
             profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
@@ -276,29 +278,6 @@ class AutoLayout:
         if len(set(host_speeds(self._hosts))) > 1:
             cluster = with_host_speeds(cluster, measured.hosts, self._hosts)
         return cluster
-
-    def _together(self, run: Callable[[], T], *, what: str) -> list[T]:
-        """By rank what `run` returns there; where it fails on one rank, ValueError on all."""
-        mine: T | None = None
-        failed: Exception | None = None
-        story = ""
-        try:
-            mine = run()
-        except Exception as error:
-            if not self._world.distributed:
-                raise
-            failed, story = error, _told(error)
-        answers = self._collectives.gather((mine, story), what=what)
-        rank = next((rank for rank, (_, its) in enumerate(answers) if its), None)
-        if rank is not None:
-            raise ValueError(f"{what} failed on rank {rank}: {answers[rank][1]}") from failed
-        return [answer for answer, _ in answers]  # type: ignore[misc]
-
-
-def _told(error: Exception) -> str:
-    """An error in a sentence about it: with its kind, unless its text was written to be read alone."""
-    text = str(error)
-    return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:

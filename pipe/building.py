@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..comm import Guard, World
+from ..comm import Collectives, Guard, World
+from ..partition.graph.forms import Arguments
 from .assembly import Pipeline, assemble
+from .batch.agreement import agreed
 from .batch.given import Given, check_batch
 from .layout import Layout
+from .placing import make_collectives
 from .run.engine import check_runnable
 from .settings import Settings
 from .slicing import check_slicing
@@ -49,6 +53,7 @@ class Building:
         self._guard = guard
         self._verifies = verify
         self._auto: AutoLayout | None = None
+        self._collectives: Collectives | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
 
@@ -122,24 +127,38 @@ class Building:
             )
         return self.pipeline
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Within a call: an error takes back stages that it has built in one process, for the next batch to build."""
+        was_built = self.pipeline is not None
+        try:
+            yield
+        except BaseException:
+            if not was_built and not self._world.distributed:
+                self.pipeline = None
+            raise
+
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
-        run_on = self._settings.device
-        own = layout.schedule.num_microbatches // layout.place.replica[1]
-        check_batch(given, own if given.microbatches else 1)  # training asks for more
+        settings, own = self._settings, layout.schedule.num_microbatches // layout.place.replica[1]
+
+        def example() -> Arguments:
+            check_batch(given, own if given.microbatches else 1)  # training asks for more
+            first = given.cut(own)[0].arguments
+            return first.map(lambda x: torch.zeros_like(x, device=settings.device) if x.is_meta else x)
+
         with self._guard.together():
+            if self._collectives is None:
+                self._collectives = make_collectives(layout, settings, self._guard)
             self.pipeline = assemble(
-                given.cut(own)[0].arguments.map(
-                    lambda x: (
-                        torch.zeros_like(x, device=run_on)
-                        if x.is_meta
-                        else x.detach().to(run_on).requires_grad_(x.requires_grad)
-                    )
+                agreed(example, self._collectives, self._guard, what="the first batch").map(
+                    lambda x: x.detach().to(settings.device).requires_grad_(x.requires_grad)
                 ),
                 model=self._model,
                 stages=self._stages,
                 layout=layout,
-                settings=self._settings,
+                settings=settings,
                 guard=self._guard,
+                collectives=self._collectives,
                 verify=self._verifies,
             )
         if self._world.distributed and self.pipeline.parts.is_traced:

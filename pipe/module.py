@@ -325,13 +325,15 @@ class PipelineModule(RunFacts, RunState):
         self._settings.require_optimizer()
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
-        return self._training_for(given).step(given)
+        with self._building.undone_on_error():
+            return self._training_for(given).step(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
-        return self._training_for(given).accumulate(given)
+        with self._building.undone_on_error():
+            return self._training_for(given).accumulate(given)
 
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
         """Forwards alone, in evaluation mode, of a batch as for `train_step`; without a loss_fn there is no target.
@@ -339,7 +341,8 @@ class PipelineModule(RunFacts, RunState):
         A batch of fewer samples than M makes fewer microbatches.
         """
         given = self._given(inputs_and_target, keywords)
-        return self._building.built_for(given).evaluation.step(given)
+        with self._building.undone_on_error():
+            return self._building.built_for(given).evaluation.step(given)
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -348,7 +351,8 @@ class PipelineModule(RunFacts, RunState):
         others than those to train on: the stages then run in another way.
         """
         given = self._given(inputs, keywords, has_target=False)
-        return self._building.built_for(given).evaluation.predict(given)
+        with self._building.undone_on_error():
+            return self._building.built_for(given).evaluation.predict(given)
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -363,7 +367,9 @@ class PipelineModule(RunFacts, RunState):
         likely cause.
         """
         self._settings.require_loss()
-        return self._verify(self._given(inputs_and_target, keywords))
+        given = self._given(inputs_and_target, keywords)
+        with self._building.undone_on_error():
+            return self._verify(given)
 
     def _verify(self, given: Given) -> Verification:
         found = self._building.built_for(given).verifier.verify(given.detached())

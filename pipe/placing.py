@@ -15,7 +15,7 @@ from torch import nn
 from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments
 from ..partition.graph.recorded.words import modules
-from .batch.agreement import SamePrograms, check_agreement, describe
+from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.given import Given
 from .batch.sequence import Slice
 from .layout import Layout
@@ -96,6 +96,13 @@ class Ground:
         )
 
 
+def make_collectives(layout: Layout, settings: Settings, guard: Guard) -> Collectives:
+    """Groups of processes for a layout, let go of on failure. Collective over the processes."""
+    collectives = Collectives(layout.place, device=settings.device, timeout=settings.timeout)
+    guard.on_failure(collectives.abort)
+    return collectives
+
+
 def prepare(
     arguments: Arguments,
     *,
@@ -104,9 +111,10 @@ def prepare(
     layout: Layout,
     settings: Settings,
     guard: Guard,
+    collectives: Collectives,
     verify: bool,
 ) -> Ground:
-    """Seeds, a copy to compare with, and groups of processes. Collective over the processes.
+    """Seeds, and a copy to compare with.
 
     Arguments:
         arguments: of a microbatch.
@@ -123,8 +131,6 @@ def prepare(
     refuse_divided(root)
     judge = place.process_of(schedule.owners[-1][0], tensor=0)
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
-    collectives = Collectives(place, device=settings.device, timeout=settings.timeout)
-    guard.on_failure(collectives.abort)
     return Ground(
         model=model,
         stages=stages,
@@ -140,7 +146,7 @@ def prepare(
         seeder=Seeder(settings.seed, settings.device, runs_again=layout.recompute.runs_again, member=place.tensor[0]),
         collectives=collectives,
         plain=plain,
-        same_programs=None if collectives.alone else SamePrograms(collectives, Signature.of(example)),
+        same_programs=None if collectives.alone else SamePrograms(collectives, guard, Signature.of(example)),
     )
 
 
@@ -179,18 +185,30 @@ def place_stages(ground: Ground) -> Placed:
         lambda: modules(root), lambda: sorted(modules(root))
     )  # a ModuleDict of a set has another order in each process
     peers = layout.tensor.peers_in_parts(place, collectives)
-    whole = WholeOutputs(ground.cut, ground.microbatch, is_wanted=bool(peers))  # before the model is divided
+    whole = agreed(
+        lambda: WholeOutputs(ground.cut, ground.microbatch, is_wanted=bool(peers)),  # before the model is divided
+        *(collectives, ground.guard),
+        what="cutting the model",
+    )
     tensor = read_tensor_parallel(layout.tensor.parallel, root, count=place.tensor[1])
     if tensor.styles and place.world.rank == 0:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if ground.verify and tensor.styles else None
     group = divide_over_group(root, tensor.styles, collectives, device=settings.device, on_region=ground.seeder.region)
     with group.undone_on_error():
-        parts = ground.cut()
+
+        def cut() -> tuple[CutModel, Mode, Mode]:
+            parts = ground.cut()
+            wired = partial(wire, microbatch=ground.microbatch)
+            return (
+                parts,
+                wired(schedule, parts.train, alike=whole.alike(parts.train, training=True)),
+                wired(schedule.forward_only(), parts.evaluate, alike=whole.alike(parts.evaluate, training=False)),
+            )
+
+        parts, train, evaluate = agreed(cut, collectives, ground.guard, what="cutting the model")
+        _agree(ground, parts, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
         num_parameters = _count_parameters(parts, group)
-        wired = partial(wire, microbatch=ground.microbatch)
-        train = wired(schedule, parts.train, alike=whole.alike(parts.train, training=True))
-        evaluate = wired(schedule.forward_only(), parts.evaluate, alike=whole.alike(parts.evaluate, training=False))
         local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
         ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group, by_name=by_name)
         unchanged = Unchanged(
@@ -203,7 +221,6 @@ def place_stages(ground: Ground) -> Placed:
             parts.evaluate.stages[index].module.to(settings.device)
         if ground.slices:
             check_stages(parts, local_stages, ground.whole, ground.slices, device=settings.device)
-        _agree(ground, parts, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
         ownership.spread_from_first_owners(collectives)
     if same is not None:
         same.settled()
@@ -230,7 +247,6 @@ def _agree(ground: Ground, parts: CutModel, *, tensor: str) -> None:
     mine = describe(
         ground.layout.schedule,
         parts.names,
-        ground.microbatch,
         seed=settings.seed,
         slice_lengths=settings.sequence.lengths,
         max_grad_norm=settings.max_grad_norm,
@@ -241,7 +257,8 @@ def _agree(ground: Ground, parts: CutModel, *, tensor: str) -> None:
         verify=ground.verify,
         tensor=tensor,
     )
-    check_agreement(mine, ground.collectives, rank=ground.layout.place.world.rank)
+    place, common = ground.layout.place, f", microbatches of {ground.microbatch}"
+    check_agreement(mine, ground.collectives, ground.guard, rank=place.world.rank, replica=(place.replica[0], common))
 
 
 def _kind_of_loss(settings: Settings) -> str:

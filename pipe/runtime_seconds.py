@@ -28,6 +28,7 @@ from ..partition.profiler.optimizers import OptimizerFactory
 from .assembly import Pipeline, assemble
 from .batch.given import Given
 from .layout import choose_layout
+from .placing import make_collectives
 from .settings import Settings
 
 _SHORT, _LONG = 4, 16  # microbatches
@@ -183,13 +184,15 @@ def _pipeline(
         device=torch.device("cpu"),
         timeout=_TIMEOUT,
     )
+    layout, guard = make_layout(World(rank=0, size=1)), Guard(None)
     return assemble(
         Arguments.of((_samples(1),)),
         model=None,
         stages=stages,
-        layout=make_layout(World(rank=0, size=1)),
+        layout=layout,
         settings=settings,
-        guard=Guard(None),
+        guard=guard,
+        collectives=make_collectives(layout, settings, guard),
         verify=False,
     )
 

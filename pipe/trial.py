@@ -40,6 +40,7 @@ from ..schedules.wording import count, duration, size
 from .assembly import Pipeline, assemble
 from .batch.given import Given
 from .layout import layout_of_plan
+from .placing import make_collectives
 from .settings import Settings
 
 TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
@@ -318,6 +319,7 @@ class Trials:
                 layout=layout,
                 settings=settings,
                 guard=guard,
+                collectives=make_collectives(layout, settings, guard),
                 verify=False,
             )
         try:

@@ -62,8 +62,9 @@ def export_model(model: nn.Module, example: Arguments) -> tuple[fx.GraphModule, 
     except Exception as error:
         raise ValueError(
             f"torch.export cannot trace {type(model).__name__} whole{users_line(error)}: {first_line(error)}. "
-            f"Expected a model without data-dependent Python control flow; change that line, make the model an "
-            f"nn.Sequential, or give the parts yourself: PipelineModule(stages=[...])"
+            f"Expected inputs that it takes (given: {example}), and a model without data-dependent Python control "
+            f"flow; change that line, make the model an nn.Sequential, or give the parts yourself: "
+            f"PipelineModule(stages=[...])"
         ) from error
     return exported.module(check_guards=False), exported.range_constraints, forms[-1]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile, zip_longest
+from typing import TypeVar
 
 import torch
 
-from ...comm import Collectives
+from ...comm import Collectives, Guard
 from ...partition.graph.recorded.words import digest
 from ...partition.graph.units import Step, Steps
 from ...schedules import Schedule
@@ -16,41 +17,86 @@ from ..stages.shapes import Signature
 from .batches import Batch
 from .checksum import UNKNOWN
 
+T = TypeVar("T")
 
-def describe(schedule: Schedule, names: Sequence[str], microbatch: Signature, **options: object) -> str:
+
+def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str:
     """Description of all that must be the same on every rank, in a line that people can compare.
 
     >>> from ...schedules import build
-    >>> import torch
-    >>> from ...partition.graph.forms import Arguments
-    >>> microbatch = Signature.of(Arguments.of([torch.ones(3)]))
-    >>> describe(build("gpipe", num_ranks=1, num_microbatches=2), ["0 .. 3"], microbatch, seed=0)
-    "schedule 'gpipe' (order 9aaf733a), P=1, M=2, microbatches of ((3,) torch.float32), stages 0 .. 3, seed=0"
+    >>> describe(build("gpipe", num_ranks=1, num_microbatches=2), ["0 .. 3"], seed=0)
+    "schedule 'gpipe' (order 9aaf733a), P=1, M=2, stages 0 .. 3, seed=0"
     """
     order = zlib.crc32("\n".join(" ".join(map(str, program)) for program in schedule.programs).encode())
     parts = [
         f"schedule {schedule.name!r} (order {order:08x})",
         f"P={schedule.num_ranks}",
         f"M={schedule.num_microbatches}{'' if schedule.num_slices == 1 else f', {schedule.num_slices} slices each'}",
-        f"microbatches of {microbatch}",
         f"stages {'; '.join(names)}",
         *(f"{name}={value}" for name, value in options.items()),
     ]
     return ", ".join(parts)
 
 
-def check_agreement(mine: str, collectives: Collectives, *, rank: int) -> None:
-    """ValueError on every rank unless all give the same description. Collective over the processes.
+def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
+    """What `make` makes; where it fails on one rank, ValueError on all, and the run goes on. Collective over all.
+
+    Within, `make` may gather what all give by `gathered`: a rank that fails before answers there.
+    """
+    if collectives.alone:
+        return make()
+    made: list[T] = []
+    failed: Exception | None = None
+    story = ""
+    try:
+        made.append(make())
+    except Exception as error:
+        if guard.spares(error):
+            raise
+        failed, story = error, f"{what} failed on {collectives.name_of(collectives.rank)}: {_told(error)}"
+    gathered(None, collectives, guard, what=what, story=story, failed=failed)
+    return made[0]
+
+
+def gathered(
+    mine: T, collectives: Collectives, guard: Guard, *, what: str, story: str = "", failed: Exception | None = None
+) -> list[T]:
+    """What every process gives, on every process; ValueError on all where one says that it has failed.
+
+    Arguments:
+        story: of what failed here, if so.
+    """
+    everyone = collectives.gather((story, mine), what=what)
+    first = next((its for its, _ in everyone if its), None)
+    if first is not None:
+        raise guard.spared(ValueError(first)) from failed
+    return [given for _, given in everyone]
+
+
+def _told(error: Exception) -> str:
+    """An error in a sentence about it: with its kind, unless its text was written to be read alone."""
+    text = str(error)
+    return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
+
+
+def check_agreement(
+    mine: str, collectives: Collectives, guard: Guard, *, rank: int, replica: tuple[int, str] = (0, "")
+) -> None:
+    """ValueError on every rank unless all give the same description; the run goes on. Collective over the processes.
 
     Arguments:
         rank: of this process.
+        replica: its number, and what the ranks of that one must have in common.
     """
-    for other, its in enumerate(collectives.gather(mine, what="comparing the pipelines of all ranks")):
-        if its != mine:
+    gathered = collectives.gather((*replica, mine), what="comparing the pipelines of all ranks")
+    for other, (number, common, its) in enumerate(gathered):
+        if its != mine or (number == replica[0] and common != replica[1]):
             one, another = collectives.name_of(other), collectives.name_of(rank)
-            raise ValueError(
-                f"{one} has {its}; {another} has {mine}: expected the same model, schedule, options and batch sizes on "
-                f"every rank"
+            raise guard.spared(
+                ValueError(
+                    f"{one} has {its}{common}; {another} has {mine}{replica[1]}: expected the same model, schedule, "
+                    f"options and batch sizes on every rank"
+                )
             )
 
 
@@ -61,8 +107,9 @@ class SamePrograms:
         microbatch: processes whose microbatches have these shapes are compared.
     """
 
-    def __init__(self, collectives: Collectives, microbatch: Signature) -> None:
+    def __init__(self, collectives: Collectives, guard: Guard, microbatch: Signature) -> None:
         self._collectives: Collectives | None = collectives
+        self._guard = guard
         self._microbatch = str(microbatch)
         self._differed: dict[bool, bool] = {}  # by mode: training or evaluation
 
@@ -73,12 +120,13 @@ class SamePrograms:
             return self._differed.get(training, False)
         steps = own()
         digests = digest(steps), digest(steps if canonical is None else canonical())
-        given = together.gather((self._microbatch, *digests), what="comparing what all ranks run")
+        what = "comparing what all ranks run"
+        given = gathered((self._microbatch, *digests), together, self._guard, what=what)
         first = {microbatch: digests for microbatch, *digests in reversed(given)}
         self._differed[training] = any(its != first[microbatch][0] for microbatch, its, _ in given)
         if any(its != first[microbatch][1] for microbatch, _, its in given):
-            everyone = together.gather((self._microbatch, steps), what="comparing what all ranks run")
-            raise ValueError(_first_difference(everyone, together))
+            everyone = gathered((self._microbatch, steps), together, self._guard, what=what)
+            raise self._guard.spared(ValueError(_first_difference(everyone, together)))
         return self._differed[training]
 
     def settled(self) -> None:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, fresh_leaves, run_and_watch, take
@@ -25,6 +24,7 @@ from ...partition.graph.memory import memory_of
 from ...partition.graph.modes import evaluating, uncompiled
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins
+from ...partition.graph.strict_fakes import StrictFakeMode
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import untouched
 from .autocast import Autocast
@@ -275,7 +275,7 @@ class InferredStages:
             output_form: of the model, once all stages ran.
         """
         self._cut.batch_sizes.check(inputs.num_samples)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = StrictFakeMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
         runs: list[StageRun] = []
         modules = () if self._training else (self._root,)

@@ -215,7 +215,8 @@ def test_ranks_that_disagree(gloo: Pool) -> None:
     for rank, (built, sizes, closed, calls) in enumerate((first, second)):
         assert built.kind == "ValueError"
         assert f"rank {1 - rank} has schedule '1f1b' (order " in built.text
-        assert f"P=2, M={5 - rank}, microbatches of (" in built.text
+        assert f"P=2, M={5 - rank}, stages " in built.text
+        assert ", microbatches of ((" in built.text
         assert built.text.endswith("expected the same model, schedule, options and batch sizes on every rank")
         assert at_once(built)
         for one in (sizes, calls):
