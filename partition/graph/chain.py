@@ -16,8 +16,10 @@ from torch import nn
 from .cut import cut_evenly
 from .export import BatchSizes
 from .fingerprint import module_form
-from .forms import Form
-from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Unit, ValueRef, check_stages
+from .forms import Arguments, Form
+from .handed_on import HandedOn, handed_on
+from .positions import forbid
+from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Together, Unit, ValueRef, check_stages
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -33,19 +35,34 @@ def hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
 
 
 class ChainUnits:
-    """The children of an nn.Sequential, in order; a child that stands there twice counts twice.
+    """The children of an nn.Sequential, in order; a child that stands there twice counts twice. Those that hand tensors
+    to each other past their arguments are one unit, with all between them.
+
+    Arguments:
+        example: arguments of a microbatch.
+        device: of the run.
 
     Raises ValueError where there is none.
     """
 
-    def __init__(self, model: nn.Sequential, *, enter_unit: EnterUnit | None) -> None:
-        named = [(name, child) for name, child in model._modules.items() if child is not None]
-        if not named:
+    def __init__(
+        self, model: nn.Sequential, example: Arguments, *, device: torch.device, enter_unit: EnterUnit | None
+    ) -> None:
+        self._names, self._modules = _children(model)
+        if not self._names:
             raise ValueError("an nn.Sequential without children: expected at least one")
-        self._modules = [child for _, child in named]
         self._enter_unit = enter_unit
+        self._handed_on = handed_on([self._modules], example, device=device, spread=False)
+        self._crossing = forbid([0.0] * len(self._names), [each[:2] for each in self._handed_on])
+        starts = [i for i, each in enumerate(self._crossing) if each == 0.0]
         self.units = tuple(
-            Unit(name=name, description=type(child).__name__, first=i, last=i) for i, (name, child) in enumerate(named)
+            Unit(
+                name=self._names[a],
+                description=", ".join(type(child).__name__ for child in self._modules[a:b]),
+                first=a,
+                last=b - 1,
+            )
+            for a, b in pairwise([*starts, len(self._names)])
         )
 
     def evenly(self, num_stages: int) -> Cut:
@@ -56,11 +73,12 @@ class ChainUnits:
             fresh = [p for p in module.parameters() if id(p) not in seen]
             seen.update(map(id, fresh))
             weights.append(float(sum(p.numel() for p in fresh)))
-        return self._cut(cut_evenly(weights, num_stages=num_stages))
+        crossing_bytes = self._crossing if self._handed_on else None
+        return self._cut(cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing_bytes))
 
     def at(self, split_points: Sequence[str]) -> Cut:
         """See ModelUnits."""
-        place = {unit.name: unit.first for unit in self.units}
+        place = {name: i for i, name in enumerate(self._names)}
         starts = [0]
         for point in split_points:
             if point not in place:
@@ -88,26 +106,48 @@ class ChainUnits:
                     f"the plan puts {one!r} on stage {before} and {other!r}, which follows it, on stage {behind}: "
                     f"expected stages of an nn.Sequential in order"
                 )
-        return self._cut([stages.index(number) for number in range(stages[-1] + 1)])
+        return self._cut([self.units[stages.index(number)].first for number in range(stages[-1] + 1)])
 
     def _cut(self, starts: Sequence[int]) -> Cut:
+        _refuse_parted(self._handed_on, self._names, starts)
         return _chain_cut(
             [
                 _ChainPiece(
-                    names=tuple(unit.name for unit in self.units[a:b]),
+                    names=tuple(self._names[a:b]),
                     modules=tuple(self._modules[a:b]),
                     first=a,
                     enter_unit=self._enter_unit,
                     spread=False,
                 )
-                for a, b in pairwise([*starts, len(self.units)])
+                for a, b in pairwise([*starts, len(self._names)])
             ],
-            lambda model: [child for child in model._modules.values() if child is not None],
+            lambda model: _children(model)[1],
+            _by_modules(self._handed_on, self._names, self._modules),
         )
 
 
-def given_stages(stages: Sequence[nn.Module], *, enter_unit: EnterUnit | None) -> Cut:
-    """Stages as the user gives them; the units of one that is an nn.Sequential are its children."""
+def _children(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    named = {name: child for name, child in model._modules.items() if child is not None}
+    return list(named), list(named.values())
+
+
+def _refuse_parted(handed: Sequence[HandedOn], names: Sequence[str], starts: Sequence[int]) -> None:
+    for each in handed:
+        if any(each.first < start <= each.second for start in starts):
+            raise ValueError(f"no stage may end between them: {each.text(names)}")
+
+
+def _by_modules(handed: Sequence[HandedOn], names: Sequence[str], modules: Sequence[nn.Module]) -> Together:
+    return tuple((modules[each.first], modules[each.second], each.text(names)) for each in handed)
+
+
+def given_stages(
+    stages: Sequence[nn.Module], example: Arguments, *, device: torch.device, enter_unit: EnterUnit | None
+) -> Cut:
+    """Stages as the user gives them; the units of one that is an nn.Sequential are its children.
+
+    Raises ValueError where one hands a tensor to another past its arguments.
+    """
     first = 0
     pieces = []
     for index, stage in enumerate(stages):
@@ -122,8 +162,13 @@ def given_stages(stages: Sequence[nn.Module], *, enter_unit: EnterUnit | None) -
             )
         )
         first += len(named)
+    handed = handed_on([piece.modules for piece in pieces], example, device=device, spread=True)
+    names = [name for piece in pieces for name in piece.names]
+    _refuse_parted(handed, names, [piece.first for piece in pieces])
     return _chain_cut(
-        pieces, lambda model: [unit for stage in model.children() for unit in given_units(stage).values()]
+        pieces,
+        lambda model: [unit for stage in model.children() for unit in given_units(stage).values()],
+        _by_modules(handed, names, [module for piece in pieces for module in piece.modules]),
     )
 
 
@@ -137,14 +182,17 @@ def given_units(stage: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in children.items() if child is not None} or {"": stage}
 
 
-def _chain_cut(pieces: Sequence[_ChainPiece], units_of: Callable[[nn.Module], Sequence[nn.Module]]) -> Cut:
+def _chain_cut(
+    pieces: Sequence[_ChainPiece], units_of: Callable[[nn.Module], Sequence[nn.Module]], together: Together
+) -> Cut:
     return Cut(
         pieces=tuple(pieces),
         batch_sizes=BatchSizes(),
         output_form=None,
-        evaluation=lambda arguments: _chain_cut(pieces, units_of),
+        evaluation=lambda arguments: _chain_cut(pieces, units_of, together),
         entering=lambda model, enter: _enter_in_order(units_of(model), enter),
         is_live=True,
+        together=together,
     )
 
 

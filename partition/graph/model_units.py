@@ -40,13 +40,13 @@ def model_units(
 
     Raises ValueError for a model that can be neither recorded nor traced whole, and for an empty nn.Sequential.
     """
+    run_on = device if device is not None else example.tensors[0].device
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)
-        chain = ChainUnits(model, enter_unit=enter_unit)
+        chain = ChainUnits(model, example, device=run_on, enter_unit=enter_unit)
         if agree is not None:
             agree(lambda: [Step(f"{unit.name} ({unit.description})") for unit in chain.units])
         return chain
-    run_on = device if device is not None else example.tensors[0].device
     try:
         return RecordedUnits(model, example, device=run_on, enter_unit=enter_unit, agree=agree)
     except RecordingError as error:

@@ -24,6 +24,8 @@ EnterUnit = Callable[[int], None]  # called with a unit's number right before it
 
 Entering = Callable[[nn.Module, EnterUnit], AbstractContextManager[None]]
 
+Together = tuple[tuple[nn.Module, nn.Module, str], ...]  # two units that belong together, and why
+
 MODEL_INPUT = -1
 
 
@@ -194,6 +196,7 @@ class Cut:
         is_live: whether the stages run the user's own modules.
         again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
         fixed: what the pieces have taken from the model as it stood: where it is another, they are made again.
+        together: units of which the second takes what the first hands on past its arguments.
         digest: of the calls that the pieces make: equal in processes whose pieces fit together.
     """
 
@@ -205,6 +208,7 @@ class Cut:
     is_live: bool
     again: Callable[[Arguments], Cut] | None = None
     fixed: Callable[[], object] = lambda: None
+    together: Together = ()
     digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:

@@ -87,7 +87,7 @@ def cut_model(
                 f"expected one module a stage"
             )
         root: nn.Module = nn.ModuleList(stages)
-        cut = given_stages(stages, enter_unit=seeder.enter)
+        cut = given_stages(stages, example, device=device, enter_unit=seeder.enter)
     else:
         assert model is not None
         root = model
@@ -109,6 +109,7 @@ def cut_model(
         train = InferredStages(
             cut, microbatch, root=root, seeder=seeder, device=device, training=True, loss_slot=loss_slot
         )
+    recomputed.refuse_parted(train.stages, cut.together)
     evaluate = InferredStages(
         cut.evaluation(example), microbatch, root=root, seeder=seeder, device=device, training=False
     )

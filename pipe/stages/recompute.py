@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ...partition.graph.units import StageModule
+from ...partition.graph.units import StageModule, Together
 from ...partition.stage_cost import RECOMPUTE
 from ..patterns import match
 from .calls import Calls
@@ -155,6 +155,23 @@ class RecomputedModules:
                 "recompute='full' or 'none' for each stage, or a model that runs its own modules (the warning about "
                 "its graph says what is in the way; nn.Sequential and stages=[...] always do)"
             )
+
+    def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
+        """ValueError for modules that would run again without those whose tensors they take past their arguments."""
+        for index, stage in enumerate(stages):
+            for module, named in self.of_stage(index, stage).items():
+                inside = set(module.modules())
+                parted = (
+                    why
+                    for one, other, why in together
+                    if (one in inside) != (other in inside) or (one is other and one in inside)
+                )
+                why = next(parted, None)
+                if why is not None:
+                    raise ValueError(
+                        f"recompute={named.rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
+                        f"{why}, or recompute='full' for the stage, which runs as a whole"
+                    )
 
     def of_stage(self, index: int, stage: StageModule) -> dict[nn.Module, NamedRule]:
         """Modules of a stage that run again by themselves."""

@@ -184,7 +184,7 @@ def test_transformers_outputs() -> None:
 def test_a_chain_refuses_keywords(given: bool) -> None:
     arguments = Arguments.of((), {"x": torch.randn(2, 3)})
     modules = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    cut = given_stages(modules, enter_unit=None) if given else None
+    cut = given_stages(modules, arguments, device=torch.device("cpu"), enter_unit=None) if given else None
     cut = cut or model_units(nn.Sequential(*modules), arguments, enter_unit=None).evenly(2)
     with pytest.raises(ValueError, match=r"x by keyword for .*: expected positional arguments, in the order of Linear"):
         cut.pieces[0].link(None, index=0, inputs=arguments.form)

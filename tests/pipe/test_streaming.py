@@ -409,7 +409,7 @@ def test_ranks_that_make_different_calls_end_with_a_reason(gloo: Pool) -> None:
 def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
     """A version stands in for them while the module runs, and no longer, whatever the module does."""
     layer = nn.Linear(WIDTH, WIDTH)
-    (piece,) = given_stages([layer], enter_unit=None).pieces
+    (piece,) = given_stages([layer], Arguments.of((X,)), device=torch.device("cpu"), enter_unit=None).pieces
     module, _, _ = first_run(piece, piece.link(None, index=0, inputs=Arguments.of((X,)).form), (X,))
     parameters = list(layer.named_parameters())
     weights = WeightVersions(name="stage 0", module=layer, parameters=parameters, rule=RULES["2bw"], count=2)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..forms import Form
+from ..units import Together
 from .templates import Parts, Template, walk
 
 _KINDS = ("cpu", "cuda")
@@ -178,6 +179,7 @@ class Record:
         bytes_of: by value number [bytes].
         together: pairs of calls that no cut may separate, and why.
         opened: the modules that were recorded.
+        handed_on: units of which the second works on a tensor that the first left in an object.
         as_run: where in `calls` each stands, in the order in which they ran; none: they stand in that order.
     """
 
@@ -187,4 +189,5 @@ class Record:
     bytes_of: Mapping[int, float]
     together: tuple[tuple[int, int, str], ...]
     opened: tuple[nn.Module, ...]
+    handed_on: Together = ()
     as_run: tuple[int, ...] = ()

@@ -230,6 +230,7 @@ class _How:
             is_live=True,
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             fixed=lambda: _fixed(flow.record, training=self.training),
+            together=flow.record.handed_on,
             digest=cache(lambda: digest(Words(self.model).record(flow.record))),
         )
 

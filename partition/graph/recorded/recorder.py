@@ -52,8 +52,9 @@ class Recorder:
             join=self._join,
         )
         self._together: list[tuple[int, int, str]] = []
+        self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
-        self._owners = Owners(self._draws, is_models=lambda x: id(x) in self._values.slots, join=self._join)
+        self._owners = Owners(self._draws, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
         self._values = Values(model, what=self._owners.what, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
@@ -89,6 +90,10 @@ class Recorder:
 
     def _join(self, first: int, second: int, why: str) -> None:
         self._together.append((first, second, why))
+
+    def _hand_on(self, first: int, second: int, why: str) -> None:
+        self._together.append((first, second, why))
+        self._handed_on.append((first, second, why))
 
     # What is listened to
 
@@ -392,6 +397,12 @@ class Recorder:
             bytes_of=self._values.bytes_of,
             together=(*self._together, *around_writes(self._calls)),
             opened=tuple(self._roles.opened.values()),
+            handed_on=tuple(
+                (one.module, other.module, why)
+                for first, second, why in self._handed_on
+                if isinstance(one := self._calls[first], UnitCall)
+                and isinstance(other := self._calls[second], UnitCall)
+            ),
         )
 
 

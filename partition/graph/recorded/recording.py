@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from contextlib import ExitStack
-
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..fake_run import on_fakes
 from ..forms import Arguments
-from ..modes import uncompiled
 from ..source_line import first_line, module_at, users_line
-from ..stand_ins import stand_ins
-from ..untouched import untouched
 from .calls import Record
 from .carried import CarriedError
 from .intercept import listening
@@ -51,16 +45,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
             raise RecordingError(f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
-    grad = torch.enable_grad() if training else torch.no_grad()
-    with ExitStack() as stack:
-        stack.enter_context(untouched(model, device=device))
-        stack.enter_context(uncompiled())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(grad)
-        given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
-        stack.enter_context(stand_ins(model, device))
+    with on_fakes(model, example, device=device, training=training) as given:
         recorder = Recorder(model, roles, given.tensors)
         try:
             with listening(recorder, {id(each): each for each in (*roles.opened.values(), *roles.units.values())}):

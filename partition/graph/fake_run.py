@@ -1,0 +1,35 @@
+"""A model run for its shapes, on fake tensors; it stays as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .forms import Arguments
+from .modes import uncompiled
+from .stand_ins import stand_ins
+from .untouched import untouched
+
+
+@contextmanager
+def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, training: bool) -> Iterator[Arguments]:
+    """Within, the model may be called with these arguments, fake ones like those of the example.
+
+    Arguments:
+        training: whether a graph is built.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model, device=device))
+        stack.enter_context(uncompiled())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.enable_grad() if training else torch.no_grad())
+        given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
+        stack.enter_context(stand_ins(model, device))
+        yield given

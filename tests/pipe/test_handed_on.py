@@ -1,0 +1,249 @@
+"""Units of an nn.Sequential, and of stages=, that hand tensors to each other past their arguments stay on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+WIDTH = 4
+Put, Take = Callable[[Tensor], None], Callable[[], Tensor]
+
+
+class Puts(nn.Module):
+    """Hands on its argument, or what it makes of it."""
+
+    def __init__(self, put: Put, *, made: bool) -> None:
+        super().__init__()
+        self.layer, self.put, self.made = nn.Linear(WIDTH, WIDTH), put, made
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        self.put(y if self.made else x)
+        return y
+
+
+class Takes(nn.Module):
+    def __init__(self, take: Take) -> None:
+        super().__init__()
+        self.layer, self.take = nn.Linear(WIDTH, WIDTH), take
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.take()
+
+
+class Remembers(nn.Module):
+    """`self.last = x`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return torch.tanh(self.layer(x))
+
+
+class Returns(nn.Module):
+    """Returns what another one left, without an operation on it."""
+
+    def __init__(self, take: Take) -> None:
+        super().__init__()
+        self.take = take
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.take()
+
+
+class Both(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def attribute() -> list[nn.Module]:
+    first = Remembers()
+    return [linear(), first, linear(), Takes(lambda: first.last), linear(), linear()]
+
+
+def shared_dict() -> list[nn.Module]:
+    stash: dict[str, Tensor] = {}
+    put, take = Puts(lambda x: stash.update(skip=x), made=True), Takes(lambda: stash.pop("skip"))
+    return [linear(), put, linear(), take, linear(), linear()]
+
+
+def shared_list() -> list[nn.Module]:
+    stash: list[Tensor] = []
+    return [linear(), Puts(stash.append, made=False), linear(), Takes(stash.pop), linear(), linear()]
+
+
+def shared_object() -> list[nn.Module]:
+    box = SimpleNamespace()
+    put = Puts(lambda x: setattr(box, "value", x), made=False)
+    return [linear(), put, linear(), Returns(lambda: box.value), Both(), linear()]
+
+
+def shared_tensor() -> list[nn.Module]:
+    """One that no forward made, changed in place."""
+    table = torch.zeros(1, dtype=torch.float64)
+    put = Puts(lambda x: table.copy_(x.detach().mean()), made=False)  # type: ignore[arg-type, return-value]
+    return [linear(), put, linear(), Takes(table.clone), linear(), linear()]
+
+
+def held_by_both() -> list[nn.Module]:
+    third = Remembers()
+    take = Takes(lambda: third.last)
+    take.third = third
+    return [linear(), nn.Sequential(third, nn.Tanh()), linear(), take, linear(), linear()]
+
+
+KINDS = [attribute, shared_dict, shared_list, shared_object, shared_tensor, held_by_both]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x, y
+
+
+def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*make()).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def plain(make: Callable[[], list[nn.Module]]) -> tuple[list[float], dict[str, Tensor]]:
+    model = made(make)
+    optimizer = sgd(model.parameters())
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        parts = zip(*(each.tensor_split(4) for each in batch(step)), strict=True)
+        found = [F.mse_loss(model(x), y) / 4 for x, y in parts]
+        torch.stack(found).sum().backward()
+        optimizer.step()
+        losses.append(sum(each.item() for each in found))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """Losses, weights by name."""
+    settings = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss, "optimizer": sgd, "timeout": 60.0}
+    pipe = PipelineModule(made(make), **(settings | options))
+    losses = [pipe.train_step(*batch(step)).loss for step in range(2)]
+    state = {name: value.clone() for name, value in pipe.full_state_dict().items()}
+    pipe.close()
+    return losses, state
+
+
+def agree(found: tuple[list[Any], dict[str, Tensor]], make: Callable[[], list[nn.Module]]) -> None:
+    losses, state = plain(make)
+    assert found[0] == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(found[1], state, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_even_stages_do_not_part_them(make: Callable[[], list[nn.Module]]) -> None:
+    agree(pipelined(make, mesh={"pipe": 3}), make)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("make", [shared_dict], ids=lambda make: make.__name__)
+def test_over_processes(gloo: Pool, make: Callable[[], list[nn.Module]]) -> None:
+    for found in gloo.run(pipelined, ranks=2, args=(make,)):
+        agree(found, make)
+
+
+def test_a_whole_stage_runs_again() -> None:
+    agree(pipelined(attribute, mesh={"pipe": 2}, recompute="full"), attribute)
+
+
+@pytest.mark.parametrize("recompute", ["layer", "selective", {"1": "full"}], ids=str)
+def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> None:
+    with pytest.raises(ValueError, match=r"'3' takes a tensor of shape \(2, 4\) that '1' hands on.*recompute='full'"):
+        pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) -> None:
+    with pytest.raises(
+        ValueError, match=r"no stage may end between them: '3' takes a tensor .* that '1' hands on past"
+    ):
+        pipelined(make, mesh={"pipe": 2}, split_points=["3"])
+    agree(pipelined(make, mesh={"pipe": 2}, split_points=["1"]), make)
+
+
+class Own(nn.Module):
+    """The same units in a model that is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(attribute())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["layer", {"units.3": "full"}], ids=str)
+def test_units_of_a_recorded_model(recompute: Any) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
+    x, y = batch(0)
+    model = Own().double()
+    expected = F.mse_loss(model(x), y).item()
+    with pytest.raises(ValueError, match=r"reads what units\.0 left in an object.*recompute='full' for the stage"):
+        PipelineModule(model, recompute=recompute, **options).forward_backward(x, y)
+    pipe = PipelineModule(model, recompute="full", **options)
+    assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_more_stages_than_that_leaves_are_refused() -> None:
+    with pytest.raises(ValueError, match="model of 4 units that can be cut apart"):
+        pipelined(attribute, mesh={"pipe": 5})
+
+
+def test_given_stages() -> None:
+    units = list(made(attribute))
+    x, y = batch(0)
+    expected = F.mse_loss(nn.Sequential(*units)(x), y).item()
+    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
+    pipe = PipelineModule(stages=[nn.Sequential(*units[:4]), nn.Sequential(*units[4:])], **options)
+    assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ValueError, match=r"'1\.0' takes a tensor of shape \(2, 4\) that '0\.1' hands on"):
+        PipelineModule(stages=[nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], **options).forward_backward(x, y)
+
+
+class Counts(nn.Module):
+    """Something shared that is no tensor of a forward."""
+
+    def __init__(self, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.shared = nn.Linear(WIDTH, WIDTH), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared["calls"] += 1
+        return self.layer(x) * self.shared["scale"] * self.shared["table"]
+
+
+def test_counters_and_constants_may_be_shared() -> None:
+    shared = {"calls": 0, "scale": 0.5, "table": torch.ones(WIDTH, dtype=torch.float64)}
+    model = made(lambda: [Counts(shared) for _ in range(4)])
+    pipe = PipelineModule(model, mesh={"pipe": 4}, schedule="gpipe", num_microbatches=2)
+    assert pipe.predict(batch(0)[0]).shape == (8, WIDTH)
+    assert shared["calls"] == 4 * 2
