@@ -303,5 +303,5 @@ def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory: backends know few types."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """Its memory: backends know few types. One element without gaps may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

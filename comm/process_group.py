@@ -288,8 +288,11 @@ def _checksum(spec: TensorSpec) -> int:
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor without gaps, in order; as bytes where its type is none that every backend knows."""
-    flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-    return flat.reshape(-1).view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) else flat
+    is_known = tensor.dtype not in (torch.bool, torch.bfloat16)
+    if is_known and tensor.is_contiguous():
+        return tensor
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride, and bytes need this one
+    return flat if is_known else flat.view(torch.uint8)
 
 
 def _arrival(message: Message, peer: int) -> str:

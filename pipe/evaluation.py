@@ -99,7 +99,7 @@ class Evaluation:
 
     def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
         """The tensors of the output, joined; none on ranks that do not hold the last stage."""
-        return self._run(given, has_loss=self._has_loss)[2]
+        return self._run(given, has_loss=False)[2]
 
     def join(
         self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments

@@ -44,7 +44,8 @@ def checksum(value: object) -> float:
             some = some.view(-1)[places] if leaf.is_contiguous() else some[torch.unravel_index(places, leaf.shape)]
         some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
         if some.numel():
-            number = zlib.crc32(some.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes(), number)
+            flat = some.contiguous().as_strided((some.numel(),), (1,))  # bytes need this stride
+            number = zlib.crc32(flat.view(torch.uint8).cpu().numpy().tobytes(), number)
     return float(number)
 
 

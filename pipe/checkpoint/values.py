@@ -97,7 +97,8 @@ def decode(value: Json) -> Any:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Its elements in order, without a copy where they lie so on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    whole = tensor.detach().to("cpu").contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride, and bytes need this one
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-
-from .plain import Outcome
+from torch.autograd.graph import Node
 
 # Relative to the largest element of a tensor. Sums in another order differ by some rounding errors; what this is to
 # find (a missing hook, a lost gradient, a buffer that moved twice) differs by far more.
@@ -16,16 +16,34 @@ _OF_SHORTER_TYPES = 5e-2
 _BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Results of one batch.
+
+    Arguments:
+        loss: mean of the batch.
+        gradients: by parameter name, summed over the update groups; None where there is none.
+        buffers: by name, after the batch.
+        outputs: flat outputs of an evaluation before the batch; None where they are not at hand.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+    buffers: Mapping[str, torch.Tensor]
+    outputs: Sequence[torch.Tensor] | None
+
+
 def first_difference(
-    plain: Outcome, piped: Outcome, *, stage_of: Mapping[str, str], suspects: Mapping[str, str]
+    plain: Outcome, piped: Outcome, *, tolerance: float, stage_of: Mapping[str, str], suspects: Mapping[str, str]
 ) -> str | None:
     """The first place, from the loss backwards, with its likely cause; None where both agree.
 
     Arguments:
+        tolerance: of the shortest type that the plain module computes in.
         stage_of: parameter or buffer name -> its stage, for people.
         suspects: module name -> what it does that a cut may lose; "" for the whole model.
     """
-    found = _find(plain, piped)
+    found = _find(plain, piped, tolerance)
     if found is None:
         return None
     name, what = found
@@ -36,7 +54,8 @@ def first_difference(
         f"Likely cause: {'; '.join(listed[:3])}, which the pipeline does not carry out as the plain module does"
         if listed
         else "The modules have no hooks and no state of their own that would explain it; look at a loss or a module "
-        "whose result depends on how a batch is cut, or that draws random numbers by itself"
+        "whose result depends on how a batch is cut or on the order of its microbatches, or that draws random numbers "
+        "by itself"
     )
     where = f" ({stage_of[name]})" if name in stage_of else ""
     return (
@@ -45,14 +64,14 @@ def first_difference(
     )
 
 
-def _find(plain: Outcome, piped: Outcome) -> tuple[str, str] | None:
+def _find(plain: Outcome, piped: Outcome, tolerance: float) -> tuple[str, str] | None:
     """(parameter or buffer name or "", what is the matter with {name})."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
-    allowed = max(map(_tolerance, types), default=1e-3) * max(abs(plain.loss), 1e-6)
+    allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), 1e-6)
     if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module"
     for number, (theirs, ours) in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
-        what = differs(theirs, ours, floor=0.0)
+        what = differs(theirs, ours, tolerance=tolerance)
         if what:
             return "", f"output {number} of an evaluation {what}"
     sizes = [size(g) for g in plain.gradients.values() if g is not None]
@@ -63,26 +82,30 @@ def _find(plain: Outcome, piped: Outcome) -> tuple[str, str] | None:
             return name, "{name} has a gradient in the pipeline, and none in the plain module"
         if expected is not None and given is None:
             return name, "{name} has no gradient in the pipeline, and one in the plain module"
-        what = None if expected is None or given is None else differs(expected, given, floor=floor)
+        what = None if expected is None or given is None else differs(expected, given, tolerance=tolerance, floor=floor)
         if what:
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
-        what = differs(plain.buffers[name], ours, floor=0.0)
+        what = differs(plain.buffers[name], ours, tolerance=tolerance)
         if what:
             return name, f"after the batch, buffer {{name}} {what}"
     return None
 
 
-def differs(theirs: torch.Tensor, ours: torch.Tensor, *, floor: float) -> str | None:
-    """How far apart two tensors are, or None where they agree."""
+def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor: float = 0.0) -> str | None:
+    """How far apart two tensors are, or None where they agree.
+
+    Arguments:
+        tolerance: that their own type's is raised to.
+        floor: that their largest element is raised to.
+    """
     if theirs.shape != ours.shape:
         return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
     one, other = (x.detach().cpu().to_dense() if x.is_sparse else x.detach().cpu() for x in (theirs, ours))
     if not (one.is_floating_point() or one.is_complex()):
         return None if torch.equal(one, other) else "is not the plain module's"
-    if torch.allclose(
-        other, one.to(other.dtype), rtol=0.0, atol=_tolerance(one.dtype) * max(size(one), floor), equal_nan=True
-    ):
+    allowed = max(tolerance, _tolerance(one.dtype)) * max(size(one), floor)
+    if torch.allclose(other, one.to(other.dtype), rtol=0.0, atol=allowed, equal_nan=True):
         return None
     apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
     return f"differs from the plain module's by up to {apart:.3g} (largest element there: {size(one):.3g})"
@@ -96,3 +119,21 @@ def size(x: torch.Tensor) -> float:
 
 def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _OF_SHORTER_TYPES)
+
+
+def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
+    """What they were computed by, each node once."""
+    pending = [x.grad_fn for x in tensors]
+    found: dict[Node, None] = {}
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            pending += [after for after, _ in node.next_functions]
+    return list(found)
+
+
+def tolerance_of(nodes: Iterable[Node]) -> float:
+    """That of the shortest type that is computed in: rounding to it may go either way."""
+    types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
+    return max((_tolerance(dtype) for dtype in types if dtype.is_floating_point), default=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from ..stages.autocast import Autocast
 from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
 from ..stages.stage import LossValue
+from .compare import Outcome, graph_of, tolerance_of
+
+_WORDS = 624  # of the state of Python's generator; behind them the place of the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +38,6 @@ class Microbatch:
     target: object
     samples: int
     number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Results of one batch.
-
-    Arguments:
-        loss: mean of the batch.
-        gradients: by parameter name, summed over the update groups; None where there is none.
-        buffers: by name, after the batch.
-        outputs: flat outputs of an evaluation before the batch; None where they are not at hand.
-    """
-
-    loss: float
-    gradients: Mapping[str, torch.Tensor | None]
-    buffers: Mapping[str, torch.Tensor]
-    outputs: Sequence[torch.Tensor] | None
 
 
 class PlainModule:
@@ -211,31 +198,40 @@ class Watch:
         self._model = model
         self._buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
         self._state = dict(_python_state(model))
-        self._python_random = random.getstate()
         self._functions: set[str] = set()
+        self._python_random = random.getstate()
+        self._draws = False
+        self.tolerance = 0.0
 
-    def loss_of(self, loss_of: Callable[[object, object], LossValue]) -> Callable[[object, object], LossValue]:
-        """The same loss, whose graph is looked at for custom autograd functions."""
+    def entering(self, entering: Entering) -> Entering:
+        """The same, with a look at what the model drew from Python's generator."""
 
-        def watched(output: object, target: object) -> LossValue:
-            value = loss_of(output, target)
-            self._look_at(value[0])
-            return value
+        @contextmanager
+        def watched(model: nn.Module, enter: Callable[[int], None]) -> Iterator[None]:
+            with entering(model, enter):
+                yield
+            self._look_for_draws()
 
         return watched
 
-    def _look_at(self, loss: torch.Tensor) -> None:
-        pending = [loss.grad_fn]
-        seen = {loss.grad_fn, None}
-        while pending:
-            node = pending.pop()
-            if node is None:
-                continue
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                self._functions.add(type(node).__name__.removesuffix("Backward"))
-            fresh = [after for after, _ in node.next_functions if after not in seen]
-            seen.update(fresh)
-            pending += fresh
+    def _look_for_draws(self) -> None:
+        """It may have been seeded since it was last looked at; a fresh state has used up none of its words."""
+        state = random.getstate()
+        self._draws |= state != self._python_random and state[1][-1] != _WORDS
+
+    def loss_of(self, loss_of: Callable[[object, object], LossValue]) -> Callable[[object, object], LossValue]:
+        """The same loss, whose graph is looked at."""
+
+        def watched(output: object, target: object) -> LossValue:
+            value = loss_of(output, target)
+            self._look_for_draws()
+            nodes = graph_of([value[0]])
+            self.tolerance = max(self.tolerance, tolerance_of(nodes))
+            custom = (type(node) for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction))
+            self._functions.update(kind.__name__.removesuffix("Backward") for kind in custom)
+            return value
+
+        return watched
 
     def suspects(self) -> dict[str, str]:
         """Module name ("" for the whole model) -> what it does."""
@@ -257,7 +253,7 @@ class Watch:
         everywhere = []
         if self._functions:
             everywhere.append(f"uses the autograd.Function {', '.join(sorted(self._functions))}")
-        if random.getstate() != self._python_random:
+        if self._draws:
             everywhere.append("draws from Python's random module")
         if everywhere:
             found[""] = " and ".join(everywhere)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from ..nested import mapped
@@ -27,7 +28,7 @@ from ..parallel.styles import Local, Row
 from ..parallel.styles import Sequence as Positions
 from ..parallel.tensor_option import describe
 from ..stages.calls import Calls
-from .compare import differs, size
+from .compare import differs, graph_of, size, tolerance_of
 
 _BLOCKS = (1, 2, 3)  # of what a member may hold a part
 
@@ -79,7 +80,10 @@ class Regions:
 
         def keep(region: Region) -> Callable[..., Any]:
             def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                if region.name not in self._calls and torch.is_grad_enabled():  # the run that the backward follows
+                is_real = torch.is_grad_enabled() and not any(  # the run that the backward follows: no look at shapes
+                    x.is_meta or isinstance(x, FakeTensor) for x in _tensors((args, kwargs))
+                )
+                if is_real and region.name not in self._calls:
                     self._calls[region.name] = mapped((args, kwargs), _fresh)
                 return forward(*args, **kwargs)
 
@@ -141,16 +145,21 @@ class Regions:
     def _first(
         self, expected: _Outcome, found: _Outcome, share: Callable[[str, Tensor], Share], floor: float
     ) -> str | None:
+        gradients = partial(differs, tolerance=expected.tolerance, floor=floor)
+        outputs = partial(differs, tolerance=expected.tolerance)
         for name in expected.ended:
             plain, own = expected.calls[name], found.calls.get(name)
-            if own is None or _part_differs(plain.given, own.given) or not (what := _part_differs(plain.out, own.out)):
+            if own is None or _part_differs(plain.given, own.given, outputs):
+                continue
+            what = _part_differs(plain.out, own.out, outputs)
+            if not what:
                 continue
             return self._named(name, f"its output {what}", "its forward is not that of its part")
         for name, plain in reversed(expected.calls.items()):
             own = found.calls.get(name)
-            if own is None or _part_differs(plain.out_gradient, own.out_gradient, floor):
+            if own is None or _part_differs(plain.out_gradient, own.out_gradient, gradients):
                 continue
-            what = _part_differs(plain.given_gradient, own.given_gradient, floor)
+            what = _part_differs(plain.given_gradient, own.given_gradient, gradients)
             if what:
                 return self._named(name, f"the gradient of its input {what}", "it is the sum over the tensor group")
             for key in plain.weights:
@@ -158,7 +167,7 @@ class Regions:
                 if gradient is None or held is None:
                     what = None if (gradient is None) == (held is None) else "is there in one of the two"
                 else:
-                    what = differs(share(key, held).take(gradient), held, floor=floor)
+                    what = gradients(share(key, held).take(gradient), held)
                 if what:
                     return self._named(name, f"the gradient of {key!r} {what}", "it is the sum over the tensor group")
         return None
@@ -217,6 +226,7 @@ class _Outcome:
     weights: dict[str, Tensor | None] = field(default_factory=dict)
     calls: dict[str, _Call] = field(default_factory=dict)  # in the order in which they begin
     ended: list[str] = field(default_factory=list)
+    tolerance: float = 0.0  # of the shortest type that is computed in
 
 
 def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
@@ -239,6 +249,7 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
             for number, module in enumerate(modules.values()):
                 value = module(*args, **kwargs) if number == 0 else module(value)
             outs = [x for x in _tensors(value) if x.requires_grad]
+            outcome.tolerance = tolerance_of(graph_of(outs))
             torch.autograd.backward(outs, [_cotangent(x) for x in outs])
             outcome.out = [x.detach() for x in outs]
             outcome.gradients = [x.grad for x in leaves]
@@ -297,13 +308,13 @@ def _note_gradient(call: _Call, name: str, gradient: Tensor) -> None:
     setattr(call, name, gradient.detach())
 
 
-def _part_differs(plain: Tensor | None, own: Tensor | None, floor: float = 0.0) -> str | None:
+def _part_differs(plain: Tensor | None, own: Tensor | None, differs: Callable[..., str | None]) -> str | None:
     """How far `own` is from the plain tensor, or from a part of it; None where it is one of them, or cannot be told."""
     if plain is None or own is None or plain.dim() != own.dim():
         return None
     unequal = [dim for dim, (a, b) in enumerate(zip(plain.shape, own.shape, strict=True)) if a != b]
     if not unequal:
-        return differs(plain, own, floor=floor)
+        return differs(plain, own)
     dim = unequal[0]
     if len(unequal) > 1 or own.shape[dim] == 0 or plain.shape[dim] % own.shape[dim]:
         return None
@@ -313,7 +324,7 @@ def _part_differs(plain: Tensor | None, own: Tensor | None, floor: float = 0.0) 
             continue
         parts = [block.chunk(count, dim) for block in plain.chunk(blocks, dim)]
         for index in range(count):
-            found = differs(torch.cat([part[index] for part in parts], dim), own, floor=floor)
+            found = differs(torch.cat([part[index] for part in parts], dim), own)
             if found is None:
                 return None
             what = what or found
@@ -326,7 +337,9 @@ def _whole(name: str, expected: _Outcome, found: _Outcome) -> str | None:
     for what, theirs, ours in pairs:
         floor = 1e-3 * max((size(x) for x in theirs if x is not None), default=0.0)
         for one, other in zip(theirs, ours, strict=False):
-            how = None if one is None or other is None else differs(one, other, floor=floor)
+            if one is None or other is None:
+                continue
+            how = differs(one, other, tolerance=expected.tolerance, floor=floor)
             if how:
                 return (
                     f"verify: module {name!r}, parts of which the tensor group divides: {what} {how}. Expected the "

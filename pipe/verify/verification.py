@@ -32,8 +32,8 @@ from ..stages.randomness import Seeder
 from ..training import Training
 from ..update.gradients import clip_factor
 from ..update.interface import Update
-from .compare import first_difference
-from .plain import Microbatch, Outcome, PlainModule, Watch
+from .compare import Outcome, first_difference
+from .plain import Microbatch, PlainModule, Watch
 from .regions import Regions
 
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -212,7 +212,7 @@ class Verifier:
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
                 self._seeder,
-                entering=self._parts.entering,
+                entering=watch.entering(self._parts.entering),
                 step=step,
                 group_size=self._schedule.group_size // self._schedule.num_slices,
                 loss_scale=self._loss_scale(),
@@ -226,6 +226,7 @@ class Verifier:
             difference = first_difference(
                 outcome,
                 piped,
+                tolerance=watch.tolerance,
                 stage_of={
                     name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
                 },

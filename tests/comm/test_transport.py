@@ -78,7 +78,7 @@ def payloads() -> list[list[Tensor]]:
         [plain[:, :2, ::2], plain[:, :1].expand(2, 5, 4)],
         [torch.zeros(0, 4), torch.tensor(3.5), torch.zeros(2, 0, 3, dtype=torch.bool)],
         [torch.ones(2, 8, 3, 5).to(memory_format=torch.channels_last)],
-        [torch.zeros(3, dtype=torch.int64), plain, torch.ones(1, dtype=torch.bfloat16)],
+        [torch.zeros(3, dtype=torch.int64), plain, torch.ones((), dtype=torch.bfloat16).expand(1)],
         [],
     ]
 

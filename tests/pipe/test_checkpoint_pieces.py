@@ -13,6 +13,7 @@ from stagewright.pipe.checkpoint.manifest import Piece, model_key
 from stagewright.pipe.checkpoint.persist import persist
 from stagewright.pipe.checkpoint.reader import Checkpoint
 from stagewright.pipe.checkpoint.snapshot import HeldPiece, Snapshot
+from stagewright.pipe.checkpoint.values import tensor_bytes
 from stagewright.pipe.parallel.share import Share
 
 FULL = torch.arange(12 * 6, dtype=torch.float64).reshape(12, 6)
@@ -74,3 +75,12 @@ def test_pieces_that_overlap_or_are_missing_are_not_published(tmp_path: Path) ->
             written(tmp_path, shares)
         assert not [each for each in tmp_path.iterdir() if each.is_dir()]
         assert not (tmp_path / "latest").exists()
+
+
+def test_one_element_of_any_stride() -> None:
+    one = torch.tensor(0.5, dtype=torch.float64).expand(1, 1)
+    assert (
+        tensor_bytes(one).tobytes()
+        == tensor_bytes(one.clone()).tobytes()
+        == torch.ones(1).double().div(2).numpy().tobytes()
+    )

@@ -37,6 +37,7 @@ def test_shapes_and_types_count_and_what_is_no_tensor_does_not() -> None:
     assert len({checksum(x), checksum(x.T), checksum(x.int()), checksum(torch.zeros(0)), checksum(())}) == 5
     assert checksum((x, "mean")) == checksum((x, "sum")) == checksum(x)
     assert checksum(torch.tensor(3.0)) != checksum(torch.tensor(4.0))
+    assert checksum(torch.tensor(3.0).expand(1)) == checksum(torch.tensor([3.0]))  # one element, of stride 0
 
 
 def test_shapes_alone_are_not_compared() -> None:

@@ -255,6 +255,27 @@ def test_streams_are_those_of_replicas_with_whole_optimizers(gloo: Pool, options
         assert_same(found["state"], wanted["state"], tolerance=1e-10)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def verified() -> int:
+    model, options = nn.Sequential(even(), Scale()), {"mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2}
+    with PipelineModule(model, data_parallel="fsdp", loss_fn=F.mse_loss, optimizer=sgd, verify=True, **options) as pipe:
+        return pipe.verify(X, Y).num_gradients
+
+
+@pytest.mark.gloo
+def test_verify_with_a_parameter_of_one_element(gloo: Pool) -> None:
+    """Its gradient may have any stride."""
+    assert gloo.run(verified, ranks=2) == [9, 9]
+
+
 EVEN_BYTES = 8 * 4 * (64 + 8)
 
 

@@ -189,6 +189,26 @@ def test_bad_options() -> None:
         pipe_of("mlp", "1f1b", loss_fn=None, optimizer=None).verify(*batch_of("mlp")[:-1])
 
 
+class Auxiliary(nn.Module):
+    """Has an output more in training, as GoogLeNet and Inception have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.aux, self.back = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.front(x)
+        found = {"out": self.back(h.tanh())}
+        return found | {"aux": self.aux(h)} if self.training else found
+
+
+def test_an_output_of_training_alone() -> None:
+    """The loss needs it: it is computed in training alone."""
+    loss_fn = lambda out, y: F.mse_loss(out["out"], y) + 0.3 * F.mse_loss(out["aux"], y)  # noqa: E731
+    pipe = PipelineModule(Auxiliary(), mesh={"pipe": 2}, num_microbatches=2, loss_fn=loss_fn)
+    assert pipe.verify(torch.randn(6, 4), torch.randn(6, 4)).num_gradients == 6
+
+
 class Noise(nn.Module):
     """Draws in evaluation, too."""
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.pool import Pool
 from support.verified import TRACED, Net, Reverse, chain
 from torch import Tensor, nn
+from torch.nn import functional
 
 from stagewright.comm import PipelineError
 from stagewright.partition.graph.model_units import TracedModelWarning
 from stagewright.pipe import PipelineModule, VerificationError
+from stagewright.pipe.verify.compare import differs, graph_of, tolerance_of
+from stagewright.schedules.constraints import B, Constraints, F, in_order
 
 
 def with_backward_hook() -> Net:
@@ -45,7 +47,12 @@ def with_reassigned_buffer() -> Net:
 
 def refused(net: nn.Module, **options: Any) -> str:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"schedule": "1f1b", "mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
+    settings: dict[str, Any] = {
+        "schedule": "1f1b",
+        "mesh": {"pipe": 2},
+        "num_microbatches": 2,
+        "loss_fn": functional.mse_loss,
+    }
     settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "verify": True, "timeout": 120.0}
     pipe = PipelineModule(net, **(settings | options))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -83,6 +90,16 @@ def test_a_dropped_python_random_number_is_named() -> None:
     told = refused(net)
     assert "the loss is" in told
     assert "draws from Python's random module" in told
+
+
+def test_python_random_is_not_blamed_for_seeding_it() -> None:
+    """recompute= seeds it for each microbatch; here buffers meet the microbatches in another order."""
+    backwards = [in_order(F, key=lambda s, m: (-m, s)), in_order(B, key=lambda s, m: (-m, -s))]
+    schedule = Constraints(num_ranks=2, num_microbatches=2, num_chunks=1, placement="cyclic", rules=backwards).solve()
+    told = refused(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), schedule=schedule, recompute="full")
+    assert "buffer '0.running_mean'" in told
+    assert "order of its microbatches" in told
+    assert "random module" not in told
 
 
 @TRACED
@@ -131,7 +148,12 @@ class Sum(nn.Module):
 
 def buffers_over_processes() -> str:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss, "verify": True}
+    settings: dict[str, Any] = {
+        "mesh": {"pipe": 2},
+        "num_microbatches": 2,
+        "loss_fn": functional.mse_loss,
+        "verify": True,
+    }
     pipe = PipelineModule(chain(Sum()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
@@ -161,3 +183,16 @@ def test_buffers_that_an_evaluation_moves_are_no_difference() -> None:
             return super().forward(x) * self.count.clone()
 
     assert refused(nn.Sequential(Counts(), Counts())) == "nothing"
+
+
+def test_tolerance_is_that_of_the_shortest_type_computed_in() -> None:
+    """Of norms that compute in float32, as Gemma's, in a float64 model; autocast."""
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    assert tolerance_of(graph_of([x.sin().cos()])) == 1e-9
+    assert tolerance_of(graph_of([x.float().sin().double().cos()])) == 1e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tolerance_of(graph_of([functional.linear(x.float(), x.float()).double()])) == 5e-2
+    assert tolerance_of(graph_of([torch.complex(x, x).abs()])) == 1e-9
+    other = x * (1 + 1e-7)
+    assert differs(x, other, tolerance=1e-3) is None
+    assert "differs from the plain module's" in (differs(x, other, tolerance=1e-9) or "")

@@ -91,11 +91,23 @@ class TwiceBias(ParallelStyle):
         return module
 
 
+class InFloat32(nn.Module):
+    """A norm that computes in it whatever it is given: sums of its parts round in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(24, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.rms_norm(x.float(), (24,)) * self.weight.float()).type_as(x)
+
+
 ATTENTION = {"blocks.*.attention.qkv": "column", "blocks.*.attention.out": "row"}
 OPTIONS: dict[str, tuple[Any, str | None]] = {
     "right": ("auto", None),
     "torch": (ATTENTION | {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, None),
     "positions": (ATTENTION | {"blocks.*.norm?": "sequence", "head.linear": Column(gather_output=True)}, None),
+    "float32": (ATTENTION | {"blocks.*.norm?": "sequence"}, None),
     "column": (
         ATTENTION
         | {
@@ -121,6 +133,8 @@ def verdict(name: str) -> str | None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, dropout=0.1)).double()
     nn.init.ones_(model.blocks[0].down.bias)
+    for block in model.blocks if name == "float32" else ():
+        block.norm1, block.norm2 = InFloat32(), InFloat32()
     styles = read_tensor_parallel(OPTIONS[name][0], model, count=2).styles
     regions, whole = Regions(model, styles), copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2,))
@@ -157,7 +171,7 @@ def trained(option: Any, dropout: float) -> tuple[str | None, float]:
     """The answer to the first batch of a pipeline with verify=True, and its loss."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, dropout=dropout)).double()
-    tokens = torch.arange(32).view(4, 8)
+    tokens = torch.arange(40).view(5, 8) % 32  # microbatches of two sizes
     with PipelineModule(
         model,
         mesh={"pipe": 2, "tensor": 2},
