@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,15 +17,22 @@ from .stand_ins import stand_ins
 from .untouched import untouched
 
 
+class FakeRun(NamedTuple):
+    """What a model may be called with, fake, and the classes of its modules and of the user's objects in it."""
+
+    given: Arguments
+    kinds: set[type]
+
+
 @contextmanager
-def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, training: bool) -> Iterator[Arguments]:
-    """Within, the model may be called with these arguments, fake ones like those of the example.
+def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, training: bool) -> Iterator[FakeRun]:
+    """Within, the model may be called, with arguments like those of the example.
 
     Arguments:
         training: whether a graph is built.
     """
     with ExitStack() as stack:
-        stack.enter_context(untouched(model, device=device))
+        kept = stack.enter_context(untouched(model, device=device))
         stack.enter_context(uncompiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
@@ -32,4 +40,4 @@ def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, trai
         stack.enter_context(torch.enable_grad() if training else torch.no_grad())
         given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
         stack.enter_context(stand_ins(model, device))
-        yield given
+        yield FakeRun(given, kept.kinds)

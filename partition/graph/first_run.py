@@ -67,7 +67,7 @@ def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozen
     values = [None if isinstance(x, FakeTensor) else x.detach().clone() for x in arguments]  # fakes have none
     versions = [x._version for x in arguments]
     try:
-        value = call_for_shapes(module, arguments)
+        value = call_for_shapes(module, arguments, call=module.forward)
     except RuntimeError as error:
         if "in-place" not in str(error):  # what autograd says of a leaf that is changed
             raise
@@ -80,7 +80,7 @@ def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozen
                 x.detach().copy_(before)
     copies = [x.clone() for x in arguments]
     versions = [x._version for x in copies]
-    value = call_for_shapes(module, copies)
+    value = call_for_shapes(module, copies, call=module.forward)
     return value, frozenset(
         i for i, (x, before) in enumerate(zip(copies, versions, strict=True)) if x._version != before
     )

@@ -9,13 +9,12 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 
 _PACKAGE = str(Path(__file__).absolute().parents[2])
-_NOT_THE_USERS = (
-    *(os.path.join(_PACKAGE, part) + os.sep for part in ("partition", "pipe", "comm", "schedules")),
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-)
+_OURS = tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("partition", "pipe", "comm", "schedules"))
+_NOT_THE_USERS = (*_OURS, *(str(Path(str(library.__file__)).absolute().parent) + os.sep for library in (torch, np)))
 
 
 def users_line(error: BaseException) -> str:
@@ -35,6 +34,11 @@ def line_now() -> str:
             return f" at {name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def is_ours(filename: str) -> bool:
+    """Whether the code of this file runs models; examples are as a user's."""
+    return os.path.abspath(filename).startswith(_OURS)
 
 
 def is_users(filename: str) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from .export import BatchSizes
 from .forms import Arguments, Form, FormError, Tensors
+from .recorded.guards import Guards
 
 EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
 
@@ -122,7 +123,7 @@ class StageModule:
 
     def run(self, inputs: Tensors) -> Tensors:
         """The flat outputs."""
-        return self.flatten(self.module(*([x.clone() for x in inputs] if self.clone_inputs else inputs)))
+        return self.flatten(self.module.forward(*([x.clone() for x in inputs] if self.clone_inputs else inputs)))
 
     def detached(self, outputs: Tensors) -> Tensors:
         """Outputs as they leave the stage: without a graph, and without the memory of buffers."""
@@ -195,8 +196,8 @@ class Cut:
         entering: within, a copy of the whole model, called once, tells of its units as the stages do.
         is_live: whether the stages run the user's own modules.
         again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
-        fixed: what the pieces have taken from the model as it stood: where it is another, they are made again.
         together: units of which the second takes what the first hands on past its arguments.
+        guards: of what the pieces have taken from the model as it stood: where it is another, they are made again.
         digest: of the calls that the pieces make: equal in processes whose pieces fit together.
     """
 
@@ -207,8 +208,8 @@ class Cut:
     entering: Entering
     is_live: bool
     again: Callable[[Arguments], Cut] | None = None
-    fixed: Callable[[], object] = lambda: None
     together: Together = ()
+    guards: Guards | None = None
     digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:

@@ -40,7 +40,7 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Iterator[None]:
+def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Iterator[Kept]:
     """Within: these modules and functions may run; afterwards they, and the random generators, are as they were.
 
     Arguments:
@@ -49,7 +49,7 @@ def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Ite
     """
     kept = Kept(roots, device=device, buffers=buffers)
     try:
-        yield
+        yield kept
     finally:
         kept.restore()
 
@@ -85,11 +85,18 @@ class Kept:
         named = [
             function.__globals__.get(name)
             for function in functions
-            if _is_users(function.__module__)
+            if is_users_module(function.__module__)
             for name in function.__code__.co_names
         ]
         of_modules = [p for value in named if isinstance(value, nn.Module) for p in value.parameters()]
         return not wanted.isdisjoint({*self._seen, *map(id, named), *map(id, of_modules)})
+
+    @property
+    def kinds(self) -> set[type]:
+        """Classes of the modules and the user's objects among it."""
+        return {
+            type(value) for value in self._seen.values() if _is_entered(value) and not isinstance(value, torch.Tensor)
+        }
 
     def restore(self) -> None:
         """Everything as it was."""
@@ -107,9 +114,8 @@ class Kept:
         if isinstance(value, MethodType):
             return value.__self__, value.__func__
         if isinstance(value, FunctionType):
-            return self._held_by_function(value) if _is_users(value.__module__) else ()
-        is_entered = isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _is_users(type(value).__module__))
-        return (vars(value),) if is_entered else ()
+            return self._held_by_function(value) if is_users_module(value.__module__) else ()
+        return (vars(value),) if _is_entered(value) else ()
 
     def _held_by_function(self, function: FunctionType) -> Collection[object]:
         held: list[object] = []
@@ -125,6 +131,10 @@ class Kept:
             elif isinstance(value, _HOLDERS):
                 held.append(value)
         return held
+
+
+def _is_entered(value: object) -> bool:
+    return isinstance(value, nn.Module) or (hasattr(value, "__dict__") and is_users_module(type(value).__module__))
 
 
 def _clear(tables: Collection[dict[object, object]]) -> None:
@@ -223,7 +233,7 @@ def _undo_of(value: Any) -> list[Callable[[], object]]:
 
 
 @cache
-def _is_users(module: str | None) -> bool:
+def is_users_module(module: str | None) -> bool:
     """Whether what is defined in this Python module is the user's own."""
     top = (module or "").partition(".")[0]
     if top == _OURS or top in sys.stdlib_module_names:

@@ -22,6 +22,7 @@ from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.made_up import wanting_gradient
 from ...partition.graph.memory import memory_of
 from ...partition.graph.modes import evaluating, uncompiled
+from ...partition.graph.recorded.guards import Changes, Guards
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.strict_fakes import StrictFakeMode
@@ -37,6 +38,7 @@ _RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], StageRun]
 
 
 LossSlot = Callable[[Form], int | None]
+_MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
 
 
 class Signature(NamedTuple):
@@ -119,6 +121,13 @@ class _Walk(NamedTuple):
     float16: str | None
 
 
+class _Known(NamedTuple):
+    """Stages, and what must be as it was when they were made."""
+
+    guards: Guards | None
+    inferred: Inferred
+
+
 class InferredStages:
     """The stages of a model in one mode, complete, and what they return for given model inputs.
 
@@ -159,7 +168,10 @@ class InferredStages:
         # What a module that runs as it is does, and draws, may change when these do.
         live = {m: None for stage in self.stages for m in stage.module.modules()} if cut.is_live else {}
         self._modes = tuple(live) if training else ()
-        self._known: dict[object, Inferred] = {self._key(example): self.example}
+        self._known: dict[object, list[_Known]] = {self._key(example): [_Known(cut.guards, self.example)]}
+        self._changes = Changes()
+        if training and cut.guards is not None:
+            cut.guards.tell_unknown()
 
     @property
     def stages(self) -> tuple[StageModule, ...]:
@@ -176,7 +188,7 @@ class InferredStages:
         return self.of(inputs).specs
 
     def of(self, inputs: Signature) -> Inferred:
-        """The stages for such inputs, remembered by signature, autocast, modes and what they were made under.
+        """The stages for such inputs, remembered by signature, autocast and modes, as long as their guards hold.
 
         Raises ValueError for inputs that the stages do not take.
         """
@@ -185,16 +197,26 @@ class InferredStages:
                 f"arguments {inputs.form} for stages that were built for {self._form} (_: a tensor): expected the same "
                 f"arguments, with the same numbers, strings and flags among them, for every batch"
             )
-        key = self._key(inputs)
-        if key not in self._known:
-            self._known[key] = self._inferred(inputs)
-        return self._known[key]
+        known = self._known.setdefault(self._key(inputs), [])
+        differing: list[str] = []
+        for each in known:
+            paths = [] if each.guards is None else each.guards.differing()
+            if not paths:
+                return each.inferred
+            differing = differing or paths
+        if known:
+            self._changes.note(differing)
+        made = self._inferred(inputs)
+        known[:] = [made, *known[: _MOST_KNOWN - 1]]
+        return made.inferred
 
-    def _inferred(self, inputs: Signature) -> Inferred:
+    def _inferred(self, inputs: Signature) -> _Known:
         if self._cut.again is None:
             walk = self._walk(inputs, len(self.stages), self._run_again, lambda: self.output_form)
-            return replace(self.example, specs=walk.specs, certain=walk.certain, float16=walk.float16)
-        found = self._first_walk(self._cut.again(inputs.shapes_alone()), inputs)
+            inferred = replace(self.example, specs=walk.specs, certain=walk.certain, float16=walk.float16)
+            return _Known(None, inferred)
+        cut = self._cut.again(inputs.shapes_alone())
+        found = self._first_walk(cut, inputs)
         for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
             _refuse_other_flow(index, mine, other, inputs)
         if found.output_form != self.output_form:
@@ -202,7 +224,7 @@ class InferredStages:
                 f"the model returns {found.output_form} for {inputs}, and {self.output_form} for the inputs that it "
                 f"was built with (_: a tensor): expected the same form for every batch"
             )
-        return found
+        return _Known(cut.guards, found)
 
     def _first_walk(self, cut: Cut, inputs: Signature) -> Inferred:
         """The stages of a cut, and what they return."""
@@ -266,7 +288,7 @@ class InferredStages:
     def _key(self, inputs: Signature) -> object:
         autocast = Autocast.now(self._device.type)
         inputs = inputs if self._training else inputs._replace(wants_grad=())
-        return inputs, autocast, self._cut.fixed(), *(m.training for m in self._modes)
+        return inputs, autocast, *(m.training for m in self._modes)
 
     def _walk(self, inputs: Signature, num_stages: int, run: _RunStage, output_form: Callable[[], Form]) -> _Walk:
         """Walk over the stages with fake tensors.

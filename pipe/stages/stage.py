@@ -146,7 +146,7 @@ class Stage:
             weights.bind(version)
         self._compiled.begin()
         self._reruns.begin()
-        try:  # the module is called from here: every function in between costs each microbatch time
+        try:  # called from here, since each function in between costs time; past hooks on all modules: it is no user's
             buffers = self._buffers.before_forward() if runs_again else ()
             targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
             copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
@@ -156,7 +156,7 @@ class Stage:
                 self._split.forward() if is_split else _NOTHING,
                 moving.saving() if moving is not None else _NOTHING,
             ):
-                value = module.module(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
+                value = module.module.forward(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
                 outputs, loss = self._with_loss(module.flatten(value), target)
             if runs_again:
                 buffers = self._buffers.after_forward(buffers)

@@ -49,11 +49,16 @@ class Unchanged:
         self._compiled = [
             (name, table, tuple(table)) for name, module in inside.items() for table in hook_tables(module)
         ]
-        self._opened = list(_opened(cut.model))
+        self._opened = [(name, module, tuple(module._modules)) for name, module in _opened(cut.model)]
         self._check_opened()
 
     def _check_opened(self) -> None:
-        for name, module in self._opened:
+        for name, module, children in self._opened:
+            if added := [child for child in module._modules if child not in children]:
+                raise ValueError(
+                    f"module {'.'.join(filter(None, (name, added[0])))!r} was added to an nn.Sequential whose children "
+                    f"run in its place: no stage runs it. Expected {_AGAIN}"
+                )
             if any(hook_tables(module)):
                 raise ValueError(
                     f"{module_at(name)} is an nn.Sequential with a hook, which would never run, since stages run its "

@@ -15,7 +15,23 @@ from torch import nn
 
 _MISSING = object()
 _PLAIN = bool | int | float | str
-_READ = -1  # not written: read before
+
+
+class Patches(ExitStack):
+    """Methods of classes that have others within; put back in the reverse order, since several may share one."""
+
+    def put(self, kind: type, name: str, make: Callable[[Any], Any]) -> bool:
+        """Give a class what `make` makes of its method; False for a class of an extension."""
+        original, own = getattr(kind, name), kind.__dict__.get(name, _MISSING)
+        try:
+            setattr(kind, name, make(original))
+        except TypeError:
+            return False
+        if own is _MISSING:
+            self.callback(delattr, kind, name)
+        else:
+            self.callback(setattr, kind, name, own)
+        return True
 
 
 class Attributes:
@@ -24,6 +40,7 @@ class Attributes:
     Arguments:
         running: number of the unit's call that is under way; None: the code between the units runs.
         opened: ids of the modules whose code is recorded.
+        has_read: whether that code has read an attribute before.
         inside: ids of the modules that units consist of.
         refuse: called with the reason where a read finds what no stage will have written.
         join: called with two calls, of which the second reads what the first wrote.
@@ -37,27 +54,26 @@ class Attributes:
         *,
         running: Callable[[], int | None],
         opened: set[int],
+        has_read: Callable[[int, str], bool],
         inside: set[int],
         refuse: Callable[[str], None],
         join: Callable[[int, int, str], None],
     ) -> None:
-        self._running, self._opened, self._inside = running, opened, inside
+        self._running, self._opened, self._has_read, self._inside = running, opened, has_read, inside
         self._refuse, self._join = refuse, join
         self._objects: set[int] = set()
         self._written: dict[tuple[int, str], int | None] = {}
-        self._patches = ExitStack()
+        self._patches = Patches()
         self._kinds: set[type] = set()
         self._carried: set[tuple[int, str]] = set()
         self.setting_own: set[int] = set()
 
     @contextmanager
-    def watched(self, opened: list[nn.Module]) -> Iterator[None]:
-        """Within: modules are watched, and objects from `watch` on."""
+    def watched(self) -> Iterator[Patches]:
+        """Within: modules are watched, and objects from `watch` on; yields what else may patch their classes."""
         with self._patches:
-            self._patch(nn.Module, "__setattr__", self._setting)
-            for kind in {type(module) for module in opened}:
-                self._patch(kind, "__getattribute__", self._getting)
-            yield
+            self._patches.put(nn.Module, "__setattr__", self._setting)
+            yield self._patches
 
     def watch(self, value: object) -> None:
         """An object that the forward made and that units are given, as it is now."""
@@ -65,35 +81,17 @@ class Attributes:
         kind = type(value)
         if kind not in self._kinds:
             self._kinds.add(kind)
-            self._patch(kind, "__setattr__", self._setting)
-            self._patch(kind, "__getattribute__", self._getting)
+            self._patches.put(kind, "__setattr__", self._setting)
+            self._patches.put(kind, "__getattribute__", self._getting)
 
     def carries(self, module: nn.Module, name: str) -> bool:
         """Whether the code between the units has read an attribute of an opened module, and set it behind that."""
         return (id(module), name) in self._carried
 
-    def _patch(self, kind: type, name: str, make: Callable[[Any], Any]) -> None:
-        original, own = getattr(kind, name), kind.__dict__.get(name, _MISSING)
-        try:
-            setattr(kind, name, make(original))
-        except TypeError:  # a class of an extension
-            return
-        if own is _MISSING:
-            self._patches.callback(delattr, kind, name)
-        else:
-            self._patches.callback(setattr, kind, name, own)
-
     def _getting(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def get(owner: Any, name: str) -> Any:
-            key = id(owner), name
-            if key[0] in self._objects:
+            if id(owner) in self._objects:
                 self._read(owner, name)
-            elif (
-                key[0] in self._opened
-                and self._running() is None
-                and name in object.__getattribute__(owner, "__dict__")
-            ):
-                self._written.setdefault(key, _READ)
             return original(owner, name)
 
         return get
@@ -117,7 +115,7 @@ class Attributes:
             elif me is not None and key[0] in self._inside:
                 self.setting_own.add(me)
             elif me is None and key[0] in self._opened:
-                if self._written.get(key) == _READ:
+                if key not in self._written and self._has_read(*key):
                     self._carried.add(key)
                 self._written.setdefault(key, None)
             elif me is None and key[0] in self._inside and not _is_as_before(vars(owner).get(name, _MISSING), value):

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..forms import Form
 from ..units import Together
+from .reads import Reads
 from .templates import Parts, Template, walk
 
 _KINDS = ("cpu", "cuda")
@@ -178,7 +179,7 @@ class Record:
         output_form: of the model.
         bytes_of: by value number [bytes].
         together: pairs of calls that no cut may separate, and why.
-        opened: the modules that were recorded.
+        reads: of its code.
         handed_on: units of which the second works on a tensor that the first left in an object.
         as_run: where in `calls` each stands, in the order in which they ran; none: they stand in that order.
     """
@@ -188,6 +189,6 @@ class Record:
     output_form: Form
     bytes_of: Mapping[int, float]
     together: tuple[tuple[int, int, str], ...]
-    opened: tuple[nn.Module, ...]
+    reads: Reads
     handed_on: Together = ()
     as_run: tuple[int, ...] = ()

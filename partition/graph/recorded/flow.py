@@ -70,7 +70,7 @@ class Flow:
         """Glue that depends on the model's inputs and on buffers that stand still, and draws nothing."""
         calls = self.record.calls
         written = {(id(slot.module), slot.key) for i, call in enumerate(calls) if call.writes for slot in self.slots[i]}
-        opened = {id(module) for module in self.record.opened}
+        opened = {id(module) for module in self.record.reads.opened.values()}
 
         def is_still(slot: Slot) -> bool:
             is_buffer = slot.table == "_buffers" and id(slot.module) in opened

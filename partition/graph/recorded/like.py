@@ -22,10 +22,11 @@ def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow, *, same_mo
     names = [call.name for i in other.order if isinstance(call := other.record.calls[i], UnitCall)]
     odd = sorted(set(units) ^ set(names))
     if odd and same_modules:
-        where = "here" if odd[0] in names else "when the stages were built"
+        how = "runs now and did not" if odd[0] in names else "does not run now and did"
         raise ValueError(
-            f"module {odd[0]!r} runs {where} alone: the forward runs other modules for inputs of other shapes, "
-            f"or since the model was changed. Expected the same modules for every batch, so that each has its stage"
+            f"module {odd[0]!r} {how} when the stages were built: the forward runs other modules for inputs "
+            f"of other shapes, or since the model was changed. Expected the same modules for every batch, so that each "
+            f"has its stage"
         )
     holders = {id(p): stage for call, stage in sorted(stage_of.items(), reverse=True) for p in flow.parameters(call)}
     last = max(stage_of.values())

@@ -22,6 +22,7 @@ from .announce import announcing
 from .calls import Record, UnitCall
 from .canonical import in_canonical_order
 from .flow import Flow
+from .guards import Guards
 from .like import stages_like
 from .program import Program
 from .recording import RecordingError, record
@@ -174,14 +175,15 @@ def _record(
     device: torch.device,
     agree: Agree | None,
     training: bool,
+    is_first: bool = True,
 ) -> tuple[Flow, Opening]:
-    """A record; a module whose own code cannot be recorded is kept whole, unless it is the model itself."""
+    """A record; in the first one, a module whose own code cannot be recorded is kept whole, unless it is the model."""
     while True:
         try:
             found = record(model, opening.roles(model), example, device=device, training=training)
             return Flow(found if agree is None else _agreed(found, model, agree, training=training)), opening
         except RecordingError as error:
-            if not error.inside or error.inside in opening.keep_whole:
+            if not (is_first and error.inside) or error.inside in opening.keep_whole:
                 if agree is not None:
                     agree(lambda: [Step("code between the modules that cannot be recorded")], training=training)
                 raise
@@ -229,8 +231,8 @@ class _How:
             entering=lambda model, enter: announcing(self.opening.roles(model), in_run_order, enter),
             is_live=True,
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
-            fixed=lambda: _fixed(flow.record, training=self.training),
             together=flow.record.handed_on,
+            guards=Guards(flow.record.reads, training=self.training),
             digest=cache(lambda: digest(Words(self.model).record(flow.record))),
         )
 
@@ -240,15 +242,22 @@ class _How:
     def _like(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments, *, same_modules: bool) -> Cut:
         """The same cut of a record made now, for these inputs."""
         with evaluating(*(() if self.training else (self.model,))):
-            found, opening = _record(
-                self.model, self.opening, example, device=self.device, agree=self.agree, training=self.training
-            )
-        if opening != self.opening:
-            odd = sorted(opening.keep_whole - self.opening.keep_whole)[0]
-            raise ValueError(
-                f"module {odd!r} cannot be recorded for inputs of other shapes, or in evaluation mode, as it was when "
-                f"the stages were built: expected code that makes the same calls in all of them"
-            )
+            try:
+                found, _ = _record(
+                    self.model,
+                    self.opening,
+                    example,
+                    device=self.device,
+                    agree=self.agree,
+                    training=self.training,
+                    is_first=False,
+                )
+            except RecordingError as error:
+                raise ValueError(
+                    f"{error}: so it cannot be recorded for inputs of other shapes, in evaluation mode or since it was "
+                    f"changed, as it was when the stages were built. Expected code that makes the same calls in all of "
+                    f"them, and hooks on the modules that run as they are"
+                ) from error
         return self.cut(found, stages_like(flow, stage_of, found, same_modules=same_modules), num_stages, example)
 
 
@@ -265,29 +274,6 @@ def _above(points: Collection[str], flow: Flow) -> set[str]:
         above = [".".join(parts[:end]) for end in range(1, len(parts))]
         found |= set(above[next(i for i, path in enumerate(above) if path in units) :])
     return found
-
-
-def _fixed(record: Record, *, training: bool) -> object:
-    """Values that a record has taken from the modules that it opened: another value makes another record."""
-    return tuple(
-        tuple(
-            (key, _shallow(value))
-            for key, value in vars(module).items()
-            if not key.startswith("_") and (training or key != "training")
-        )
-        for module in record.opened
-    )
-
-
-def _shallow(value: object) -> object:
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple(x if isinstance(x, bool | int | float | str | None) else id(x) for x in value)
-    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value):
-        plain = bool | int | float | str | None
-        return id(value), tuple((k, v) for k, v in vars(value).items() if isinstance(v, plain))
-    return id(value)
 
 
 # Stages

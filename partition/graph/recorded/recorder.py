@@ -21,7 +21,8 @@ from .carried import CarriedError, around_writes, follows, plain_attributes
 from .decisions import READS, calls_behind, samples_of
 from .draws import Draws
 from .owners import Owners
-from .templates import Parts, Ref, Slot, Template
+from .reads import Reads
+from .templates import Constant, Parts, Ref, Slot, Template
 from .values import RefusedError, Values
 from .which import Roles
 
@@ -44,9 +45,11 @@ class Recorder:
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
         self._plain = {path: plain_attributes(module) for path, module in roles.opened.items()}
+        self._reads = Reads(roles.opened, is_within_call=lambda: self._running is not None or self._is_busy)
         self._attributes = Attributes(
             running=lambda: self._running,
             opened={id(module) for module in roles.opened.values()},
+            has_read=self._reads.has_read,
             inside={id(part) for module in roles.units.values() for part in module.modules()},
             refuse=_refuse,
             join=self._join,
@@ -83,9 +86,9 @@ class Recorder:
         return "" if self._has_ended else line_now()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within: every operation is seen."""
-        with self._owners.watching(), self._attributes.watched(list(self._roles.opened.values())):
+    def watching(self, kinds: set[type]) -> Iterator[None]:
+        """Within: every operation is seen, and what is read of objects of these classes."""
+        with self._owners.watching(), self._attributes.watched() as patches, self._reads.watching(kinds, patches):
             yield
 
     def _join(self, first: int, second: int, why: str) -> None:
@@ -219,6 +222,10 @@ class Recorder:
         calls = None if number is None else calls_behind(number, self._values.made_by, self._calls)
         if number is None or calls is None:
             return None
+        templates = [each for call in calls for each in call.templates()]
+        self._reads.tensors += [
+            each.value for each in templates if isinstance(each, Constant) and isinstance(each.value, torch.Tensor)
+        ]
         samples = samples_of(number, calls, lambda value: read(value, *args[1:]))
         if any(each != samples[0] for each in samples):
             raise RefusedError(
@@ -375,7 +382,8 @@ class Recorder:
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         for path, module in self._roles.opened.items():
-            changed = [k for k, v in plain_attributes(module).items() if self._plain[path].get(k, v) != v]
+            before = self._plain[path]
+            changed = [k for k, v in plain_attributes(module).items() if before.get(k, v) not in (v,)]  # NaN is NaN
             carried = [
                 k
                 for k, v in vars(module).items()
@@ -396,13 +404,13 @@ class Recorder:
             output_form=form,
             bytes_of=self._values.bytes_of,
             together=(*self._together, *around_writes(self._calls)),
-            opened=tuple(self._roles.opened.values()),
             handed_on=tuple(
                 (one.module, other.module, why)
                 for first, second, why in self._handed_on
                 if isinstance(one := self._calls[first], UnitCall)
                 and isinstance(other := self._calls[second], UnitCall)
             ),
+            reads=self._reads,
         )
 
 

@@ -45,12 +45,12 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
             raise RecordingError(f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
-    with on_fakes(model, example, device=device, training=training) as given:
-        recorder = Recorder(model, roles, given.tensors)
+    with on_fakes(model, example, device=device, training=training) as fakes:
+        recorder = Recorder(model, roles, fakes.given.tensors)
         try:
             with listening(recorder, {id(each): each for each in (*roles.opened.values(), *roles.units.values())}):
-                with recorder.watching():
-                    output: object = given.call(model)
+                with recorder.watching(fakes.kinds):
+                    output: object = fakes.given.call(model)
                 return recorder.finish(output)
         except Exception as error:
             inside = recorder.inside

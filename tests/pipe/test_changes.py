@@ -1,0 +1,201 @@
+"""What code between the modules reads may change between two batches: it counts from the next one on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small import WIDTH, X, Y, make
+from torch import Tensor, nn
+
+from stagewright.partition.graph.recorded.guards import Changes
+
+RATES = {"now": 1.0}
+SCALE = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain, self.count = nn.Linear(WIDTH, WIDTH), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + self.linear(x)
+
+
+class Scale(nn.Module):
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Net(nn.Module):
+    """Reads all kinds of things between its blocks."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.options: dict[str, Any] = {"alpha": 1.0, "deep": {"beta": 1.0}}
+        self.cfg = SimpleNamespace(sub=SimpleNamespace(alpha=1.0))
+        self.array, self.names, self.history = np.ones(3), {"p", "q"}, [1.0]
+        self.weight = torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * block.gain
+        x = x * self.options["alpha"] * self.options["deep"]["beta"] * self.cfg.sub.alpha * self.factor
+        x = x * float(self.array[0]) * RATES["now"] * SCALE * sum(self.history) * (2.0 if "x" in self.names else 1.0)
+        return x * 0.5 if not self.blocks[1].linear.weight.requires_grad else x * float(self.weight * 1.0)
+
+
+def set_scale(_: Any) -> None:
+    globals()["SCALE"] = 0.3
+
+
+KINDS: dict[str, Callable[[Any], object]] = {
+    "entry of a dict": lambda m: m.options.update(alpha=0.3),
+    "entry of a dict in a dict": lambda m: m.options["deep"].update(beta=0.3),
+    "attribute of an object in an object": lambda m: setattr(m.cfg.sub, "alpha", 0.3),
+    "attribute of a module": lambda m: setattr(m.blocks[1], "gain", 0.3),
+    "attribute of the class": lambda m: setattr(Net, "factor", 0.3),
+    "global": set_scale,
+    "entry of a global": lambda m: RATES.update(now=0.3),
+    "array": lambda m: m.array.__setitem__(0, 0.3),
+    "set": lambda m: m.names.add("x"),
+    "list": lambda m: m.history.append(1.0),
+    "requires_grad": lambda m: m.blocks[1].linear.weight.requires_grad_(False),
+    "value of a tensor": lambda m: m.weight.fill_(0.3),
+    "method of the class": lambda m: setattr(
+        Net, "forward", lambda s, x: s.blocks[3](s.blocks[2](s.blocks[1](s.blocks[0](x))))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", KINDS.values(), ids=KINDS)
+def test_what_recorded_code_reads_counts_from_the_next_batch_on(
+    change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name in ((Net, "factor"), (Net, "forward")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # as it was, afterwards
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setitem(RATES, "now", 1.0)
+    torch.manual_seed(0)
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    pipe = make(model=model, example_inputs=(X.double(),))
+    x, y = X.double(), Y.double()
+
+    def step() -> None:
+        for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+            (F.mse_loss(twin(part), target) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for when in range(3):
+        if when == 1:
+            change(model)
+            change(twin)
+        with torch.no_grad():
+            expected = F.mse_loss(twin(x), y).item()
+        assert pipe.eval_step(x, y).loss == pytest.approx(expected, abs=1e-12)
+        assert pipe.train_step(x, y).loss == pytest.approx(expected, abs=1e-12)
+        step()
+    assert [block.count for block in model.blocks] == [
+        24
+    ] * 4  # building and recording have run them, and left no trace
+
+
+def nothing(*_: object) -> None:
+    """A hook."""
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "module": (lambda m: m.blocks.append(Block()), "module 'blocks.4' runs now and did not when the stages were built"),
+    "module without parameters": (lambda m: m.blocks.append(Scale()), "module 'blocks.4' runs now and did not"),
+    "one less": (lambda m: m.blocks.pop(3), "module 'blocks.3' does not run now and did when"),
+    "forward hook": (lambda m: m.register_forward_hook(nothing), r"the model has hooks \(forward hooks\): .* expected"),
+    "forward pre hook": (lambda m: m.register_forward_pre_hook(nothing), "the model has hooks"),
+    "backward hook": (lambda m: m.register_full_backward_hook(nothing), "the model has hooks"),
+    "backward pre hook": (lambda m: m.register_full_backward_pre_hook(nothing), "the model has hooks"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_no_stage_could_run_is_refused(change: Callable[[Any], object], message: str) -> None:
+    model = Net()
+    pipe = make(model=model)
+    pipe.train_step(X, Y)
+    pipe.eval_step(X, Y)
+    change(model)
+    for call in (pipe.eval_step, pipe.train_step):
+        with pytest.raises(ValueError, match=f"(?i){message}"):
+            call(X, Y)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_module_that_is_added_to_a_chain_is_refused(stages: bool) -> None:
+    chains = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    pipe = make(stages=chains) if stages else make(model=nn.Sequential(*chains[0], *chains[1]))
+    pipe.train_step(X, Y)
+    chain: Any = chains[1] if stages else pipe._model
+    name = "1.2" if stages else "4"
+    chain.append(Block())
+    for call in (pipe.eval_step, pipe.train_step):
+        with pytest.raises(ValueError, match=f"module '{name}' was added to an nn.Sequential whose children run in"):
+            call(X, Y)
+    del chain[-1]
+    pipe.train_step(X, Y)
+
+
+def test_a_module_within_a_unit_may_be_added() -> None:
+    """Units run as they are."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4)])
+    pipe = make(model=model, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    pipe.train_step(X, Y)
+    model[2].append(nn.Tanh())
+    assert pipe.train_step(X, Y).loss == pytest.approx(F.mse_loss(model(X), Y).item(), abs=1e-6)
+
+
+def test_an_attribute_that_takes_turns_is_recorded_once_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, values = Net(), []
+    pipe = make(model=model)
+    monkeypatch.setattr(Changes, "note", lambda self, paths: values.append(paths))
+    for alpha in (0.5, 1.0, 0.5, 1.0, 0.5):
+        model.options["alpha"] = alpha
+        pipe.train_step(X, Y)
+    assert values == [["model.options['alpha']"]]
+
+
+HOOKS = {
+    "register_module_forward_hook": lambda module, args, output: output * 1.25,
+    "register_module_forward_pre_hook": lambda module, args: (args[0] * 1.25,),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_on_all_modules_are_those_of_plain_pytorch(kind: str, late: bool) -> None:
+    """Around the modules that run as they are, and the model itself; not around what stages are made of."""
+    model = Net().double()
+    pipe = make(model=model, example_inputs=(X.double(),)) if late else None
+    if pipe is not None:
+        pipe.eval_step(X.double(), Y.double())
+    handle = getattr(torch.nn.modules.module, kind)(HOOKS[kind])
+    try:
+        pipe = pipe or make(model=model, example_inputs=(X.double(),))
+        expected = F.mse_loss(model(X.double()), Y.double()).item()
+        assert pipe.eval_step(X.double(), Y.double()).loss == pytest.approx(expected, rel=1e-12)
+        assert pipe.train_step(X.double(), Y.double()).loss == pytest.approx(expected, rel=1e-12)
+    finally:
+        handle.remove()
