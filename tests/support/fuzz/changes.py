@@ -59,6 +59,11 @@ def _freeze(block: Any, value: float) -> None:
         parameter.requires_grad_(False)
 
 
+def _unfreeze(block: Any, value: float) -> None:
+    for parameter in block.parameters():
+        parameter.requires_grad_(True)
+
+
 def _buffers(block: Any, value: float) -> None:
     for buffer in block.buffers():
         if buffer.is_floating_point() and not buffer.is_meta:
@@ -88,6 +93,7 @@ ON_BLOCKS: dict[str, OnBlock] = {
     "edit": _edit,
     "edit-data": _edit_data,
     "freeze": _freeze,
+    "unfreeze": _unfreeze,
     "buffers": _buffers,
     "hook-parameter": _hook_parameter,
     "hook": lambda block, value: block.register_forward_hook(_doubled),

@@ -9,15 +9,11 @@ from typing import Any
 from stagewright.schedules import FAMILIES, build
 
 from .blocks import AGAIN, BLOCKS, CAUSAL, RANDOM, STATEFUL
-from .cases import Call, Case, Model
-from .changes import ON_BLOCKS
-from .models import CHAINS, STYLES
-from .piped import BAD
+from .cases import Case, Model
+from .generate_calls import ASYNC, FLUSHING, SLICING, Calls
+from .models import CHAINS, STYLES, make_model, unit_names
 from .reads import READS
 
-SLICING = tuple(name for name, one in FAMILIES.items() if one.takes_slices)
-ASYNC = ("2bw", "pipedream", "paci")
-FLUSHING = tuple(name for name in FAMILIES if name not in (*SLICING, *ASYNC))
 INPUTS = ("floats", "tokens", "pair", "mask", "positions", "dict")
 RECOMPUTE = ("none", "full", "layer", "selective")
 
@@ -46,7 +42,8 @@ class _Drawn:
         model = self.model(schedule, replicated=replicated, tensor=tensor, S=P * (V or 1))
         optimizer = self.one(("sgd", "momentum", "adamw", "adam-foreach", "decay"))
         options = self.options(schedule, model, data=data, tensor=tensor)
-        calls = self.calls(schedule, model, dict(options), M=M, data=data, replicated=replicated)
+        options += self.cut(model, S=P * (V or 1))
+        calls = Calls(self.draw, schedule, model, dict(options), M=M, data=data, gloo=self.gloo).drawn()
         draws = bool(RANDOM & {*model.blocks})
         return Case(
             model=model,
@@ -177,105 +174,17 @@ class _Drawn:
             found["flush_first"] = self.draw.randint(1, 2)
         if self.gloo and data > 1 and self.often(0.5):
             found["data_parallel"] = self.one(("zero1", "fsdp"))
+        if "max_grad_norm" in found and schedule not in ASYNC and self.often(0.25):
+            found["post_validation"] = True
         if self.often(0.08) and tensor == 1 and not RANDOM & {*model.blocks}:
             found["verify"] = True
         return tuple(found.items())
 
-    # --- calls ---
-
-    def batch(self, M: int, data: int) -> tuple[int, int]:
-        """Samples and length."""
-        size = M * data + (self.draw.randint(0, 3) if data == 1 or not self.gloo else data * self.draw.randint(0, 2))
-        return max(size, 2), 3
-
-    def calls(
-        self, schedule: str, model: Model, options: dict[str, Any], *, M: int, data: int, replicated: bool
-    ) -> tuple[Call, ...]:
-        size = self.batch(M, data)
-        sliced = schedule in SLICING
-        size = (size[0], 6) if sliced else size
-        found: list[Call] = []
-        saved = False
-        for _ in range(self.draw.randint(2, 5)):
-            if self.often(0.25):
-                size = (self.batch(M, data)[0], size[1] if sliced or self.often(0.6) else self.draw.randint(2, 5))
-            found.append(("train", *size))
-            for _ in range(self.one((0, 1, 1, 2))):
-                call = self.between(schedule, model, options, size, M=M, data=data, saved=saved)
-                saved |= call[0] == "save"
-                found.append(call)
-        if self.often(0.1):
-            found.insert(0, ("bad", self.one(self.bads(model, first=True)), *size))
-        return (*found, ("train", *size))
-
-    def bads(self, model: Model, *, first: bool = False) -> list[str]:
-        kinds = [kind for kind in BAD if kind not in ("target", "fewer", "argument", "empty")]
-        if model.loss in ("mse", "module", "sum-count") and model.inputs == "floats" and not self.gloo and not first:
-            kinds.append("target")
-        if model.loss != "model":
-            kinds += ["argument", "fewer"]
-        return kinds
-
-    def between(
-        self,
-        schedule: str,
-        model: Model,
-        options: dict[str, Any],
-        size: tuple[int, int],
-        *,
-        M: int,
-        data: int,
-        saved: bool,
-    ) -> Call:
-        stream = schedule in ASYNC
-        kinds = [
-            "eval",
-            "predict",
-            "state",
-            "rate",
-            "load-state",
-            "flush",
-            "change",
-            "change",
-            "change",
-            "change",
-            "bad",
-        ]
-        if not stream:
-            kinds += ["accumulate", "accumulate", "verify" if "verify" in options or not self.gloo else "state"]
-            kinds += ["save", "move"] + (["load"] * 2 if saved else [])
-            if data == 1 and schedule not in SLICING and model.inputs not in ("positions",):
-                kinds.append("train-unequal")
-            if model.inputs == "floats" and model.loss != "model":
-                kinds.append("input-grad")
-        kind = self.one(kinds)
-        if kind in ("eval", "predict", "verify", "input-grad"):
-            return (kind, *size)
-        if kind == "accumulate":
-            return (kind, self.draw.randint(1, 3), *size, self.one(("zero", "step", "clip-step")))
-        if kind == "rate":
-            return (kind, self.one((0.0, 0.01, 0.03)))
-        if kind == "bad":
-            return (kind, self.one(self.bads(model, first=stream)), *size)
-        if kind == "train-unequal":
-            return (kind, tuple((self.draw.randint(1, 3), self.draw.randint(2, 5)) for _ in range(M)))
-        if kind == "move":
-            if "counter" in model.blocks or model.style == "stages":  # counters are not saved; names follow the stages
-                return ("state",)
-            where = {} if schedule == "custom" else {"schedule": self.one(("1f1b", "gpipe")), "V": None, "builder": ()}
-            return (kind, tuple(where.items()))
-        if kind == "change":
-            return self.change(schedule, model)
-        return (kind,)
-
-    def change(self, schedule: str, model: Model) -> Call:
-        kinds = [*ON_BLOCKS]
-        if model.style not in CHAINS:
-            kinds += ["read"] * 6 * (model.reads != "nothing") + ["root-hook", "root-pre-hook", "scale"]
-            kinds += ["eval-model", "train-model"]
-        if not RANDOM & {*model.blocks} and model.style not in ("halves", "stages"):
-            kinds += ["append", "replace"] + ["delete"] * (model.head == "none")
-        if schedule in SLICING:
-            kinds = [kind for kind in kinds if kind not in ("hook", "pre-hook", "inner-hook")]
-        kind = self.one(kinds)
-        return ("change", kind, self.draw.randrange(6), self.one((0.5, 1.5, 2.0)))
+    def cut(self, model: Model, *, S: int) -> tuple[tuple[str, Any], ...]:
+        """Sometimes split points of its own."""
+        if model.style in ("stages", "set-of-blocks", "twice") or {"stash", "pop"} & {*model.blocks} or S == 1:
+            return ()
+        names = unit_names(make_model(Case(model=model)))[1:]
+        if len(names) < S - 1 or self.often(0.8):
+            return ()
+        return (("split_points", tuple(names[i] for i in sorted(self.draw.sample(range(len(names)), S - 1)))),)

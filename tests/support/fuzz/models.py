@@ -263,6 +263,12 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: firsts.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def unit_names(model: Any) -> list[str]:
+    """The names of its units, in order."""
+    by_id = {id(module): name for name, module in model.named_modules()}
+    return [by_id[id(unit)] for unit in units(model)]
+
+
 def units(model: Any) -> list[nn.Module]:
     """The modules at whose entry randomness is seeded."""
     if isinstance(model, nn.Sequential):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Callable
@@ -18,16 +19,7 @@ from .models import Batch, first_names, make_batch, make_loss, make_model, make_
 from .plain import batches_of, flatten
 from .random_order import random_schedule
 
-KEPT_BY_NAME = (
-    "recompute",
-    "max_grad_norm",
-    "seed",
-    "flush_first",
-    "data_parallel",
-    "verify",
-    "num_slices",
-    "mesh_order",
-)
+KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify", "post_validation")
 
 
 class AcceptedError(AssertionError):
@@ -224,6 +216,18 @@ class Piped:
         batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
         self.pipe.verify(*batch.positional, **batch.kwargs)
 
+    def nan(self, at: int, call: Call) -> None:
+        """A loss that is not finite: no update, and the next call is that step once more."""
+        from stagewright.pipe import NonFiniteLossError
+
+        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = _on_first(_tensor(lambda x: x * math.nan))(batch)
+        try:
+            result = self.pipe.train_step(*batch.positional, **batch.kwargs)
+        except NonFiniteLossError:
+            return
+        raise AcceptedError(f"a loss that is not finite was taken: {result}")
+
     def change(self, at: int, call: Call) -> None:
         changes.change(self.model, *call[1:])
 
@@ -255,7 +259,8 @@ class Piped:
         """Into another pipeline, of a model with other weights, cut in another way."""
         self.pipe.save(self.folder / f"moved-{at}")
         self.pipe.close()
-        self.case = replace(self.case, **dict(call[1]))
+        options = tuple(pair for pair in self.case.options if pair[0] != "split_points")
+        self.case = replace(self.case, options=options, **dict(call[1]))
         self.begin(make_model(replace(self.case, seed=self.case.seed + 1)))
         for before in self.done:
             if before[0] == "change" and before[1] not in changes.VALUES:

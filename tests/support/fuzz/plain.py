@@ -311,7 +311,7 @@ class Plain:
     def nothing(self, at: int, call: Call) -> None:
         """A call that leaves the numbers alone: flush, verify, another cut, a batch that is refused."""
 
-    flush = move = verify = bad = nothing
+    flush = move = verify = bad = nan = nothing
 
 
 @contextmanager
