@@ -133,8 +133,8 @@ class _Drawn:
         if schedule in SLICING:
             return str(self.one(("sequential", "loop", "residual")))
         styles = [*STYLES, "sequential", "stages", "loop"]
-        if schedule in ("pipedream", "paci"):  # weights of several stages
-            styles = [one for one in styles if one not in ("twice", "memory")]
+        if schedule in ("pipedream", "paci"):  # weights of several stages; an order of stages of each process's own
+            styles = [one for one in styles if one not in ("twice", "memory", *["set-of-blocks"] * self.gloo)]
         if schedule == "paci":
             styles.remove("checkpoint")
         return str(self.one(styles))

@@ -59,7 +59,7 @@ class Calls:
             for _ in range(self.one((0, 1, 1, 2))):
                 found.append(self.between())
                 self.is_saved |= found[-1][0] == "save"
-        if self.often(0.1):
+        if self.often(0.1) and (not self.gloo or self.data == 1):
             found.insert(0, ("bad", self.one(self.bads(first=True)), *self.size))
         return (*found, ("train", *self.size))
 
@@ -73,7 +73,9 @@ class Calls:
         return kinds
 
     def kinds(self) -> list[str]:
-        kinds = ["eval", "predict", "state", "rate", "load-state", "flush", *["change"] * 4, "bad"]
+        kinds = ["eval", "predict", "state", "rate", "load-state", "flush", *["change"] * 4]
+        if not self.gloo or self.data == 1:  # replicas have batches of their own: the others cannot go on
+            kinds.append("bad")
         if self.schedule in ASYNC:
             return kinds
         kinds += ["accumulate", "accumulate", "save", *["load"] * 2 * self.is_saved]

@@ -180,7 +180,7 @@ class Piped:
         if then == "clip-step":
             self.outcome.seen[f"{at}: norm"] = self.pipe.clip_grad_norm_(0.05)
         for name, parameter in self.pipe.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and self.case.tensor == 1:
                 self.outcome.seen[f"{at}: gradient of {self.names.get(name, name)}"] = parameter.grad.clone()
         if then != "zero":
             for optimizer in self.pipe.optimizers:
@@ -202,14 +202,14 @@ class Piped:
         batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
         result = self.pipe.eval_step(*batch.positional, **batch.kwargs)
         self.outcome.seen[f"{at}: loss"] = result.loss
-        if self.case.data == 1:
+        if not self.case.parts_outputs:
             self.outcome.seen |= {key: value for key, value in flatten(f"{at}: output", result.output) if value.ndim}
 
     def predict(self, at: int, call: Call) -> None:
         batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
         kwargs = {key: value for key, value in batch.kwargs.items() if key != "labels"}
         output = self.pipe.predict(*batch.args, **kwargs)
-        if self.case.data == 1:
+        if not self.case.parts_outputs:
             self.outcome.seen |= {key: value for key, value in flatten(f"{at}: prediction", output) if value.ndim}
 
     def verify(self, at: int, call: Call) -> None:

@@ -154,7 +154,7 @@ class Plain:
             if update:
                 self.optimizer.zero_grad()
             for k, part in enumerate(members, first):
-                row = self.table[self.trained * case.M + k] if case.is_async else None
+                row = self.table[self.trained * case.M + k // case.data] if case.is_async else None
                 if row is not None:
                     self._put(row, "right")
                 self.microbatch, self.unit = k, 0

@@ -154,8 +154,10 @@ def _difference(case: Case, outcomes: Sequence[Outcome], expected: Outcome, *, w
                 return f"{key}: off by {gap:.1e}" + (f" on rank {rank}" if len(outcomes) > 1 else "")
         seen_by_any |= outcome.seen.keys()
     missing = expected.seen.keys() - seen_by_any - {"norms"}
-    if case.data > 1:
+    if case.parts_outputs:
         missing = {key for key in missing if "output" not in key and "prediction" not in key}
+    if case.tensor > 1:
+        missing = {key for key in missing if "gradient of" not in key}
     if whole and missing:
         return f"{min(missing)} is missing ({len(missing)})"
     return None
