@@ -24,7 +24,7 @@ from stagewright.pipe import PipelineModule
 from stagewright.pipe.batch import reader
 from stagewright.pipe.run.worker import TrainingWorker
 
-SAMPLE = (1, 2, 5, 7, 9, 15, 17, 20, 22, 24, 25, 26, 29, 30, 33, 37)
+SAMPLE = range(16)
 CHUNKS = 8
 CASES = int(os.environ.get("FUZZ_CASES", "480"))  # in process; a sixth of it over gloo
 FIRST = int(os.environ.get("FUZZ_FIRST", time.strftime("%y%j0000")))  # others each day
@@ -108,7 +108,7 @@ def test_it_finds_a_mistake_and_makes_it_small(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mistake(patch)
-        report = campaign(range(13, 400), stops=True)
+        report = campaign(range(400), stops=True)
         (script,) = report.scripts
         capsys.readouterr()
         exec(script, {})
