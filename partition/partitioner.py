@@ -148,7 +148,7 @@ def partition(
         bound=model.seconds / topology.total_speed if by_work else options.bound,
         says_size=profile.microbatch_size is not None,
         num_runners_up=num_candidates - 1,
-        notes=(*model.cuts.notes, *options.notes, *dict.fromkeys(why_not)),
+        notes=(*model.notes, *options.notes, *dict.fromkeys(why_not)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from heapq import heapify, heappop, heappush
@@ -331,6 +332,8 @@ class Profile:
         if self.step_seconds is not None:
             whole = self.step_seconds * self.slowdown
             factor = whole / self.parts_seconds if self.parts_seconds > 0 else factor
+        if math.isclose(factor, 1.0, rel_tol=1e-12):
+            return replace(self, step_seconds=whole, slowdown=1.0)
         nodes = tuple(
             replace(node, **{name: known * factor for name in _SECONDS if (known := getattr(node, name)) is not None})
             for node in self.nodes

@@ -16,7 +16,7 @@ _LONGEST = 80  # characters of a value that errors show
 def read_text(path: str | Path) -> str:
     """All of a file; ValueError names it where it is no UTF-8 text."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # with a byte order mark, as spreadsheets write it, or not
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a JSON file") from None
 

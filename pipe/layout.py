@@ -159,13 +159,18 @@ def layout_of_plan(
             f"the plan splits tensors over {plan.tensor} ranks, which are processes: expected {plan.num_devices} of "
             f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with tensor=1"
         )
+    if over := plan.num_devices % plan.tensor:
+        raise ValueError(
+            f"the plan splits tensors over groups of {plan.tensor} of its {plan.num_devices} ranks, which leaves "
+            f"{over} in no group: expected a number that {plan.tensor} divides (plan(runnable=True) finds such alone)"
+        )
     if plan.tensor > 1 and tensor.parallel is None:
         tensor = replace(tensor, parallel=AUTO)
     idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
     if idle and schedule.is_asynchronous:
         raise ValueError(
             f"the plan leaves rank {idle[0]} idle under the asynchronous schedule {schedule.name!r}: expected a plan "
-            f"that uses all {plan.num_devices} ranks, or a flush schedule such as '1f1b'"
+            f"that uses all {plan.num_devices} ranks (plan(runnable=True)), or a flush schedule such as '1f1b'"
         )
     return Layout(
         schedule=schedule,

@@ -32,7 +32,7 @@ def read_schedule(path: Path) -> Schedule:
     Raises ValueError for a file that cannot be read, ScheduleError for a schedule that is faulty; both name the file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with a byte order mark, as spreadsheets write it, or not
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
     try:

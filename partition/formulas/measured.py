@@ -1,7 +1,8 @@
 """Measurements of others, as files, and a device model fitted to it.
 
 Trainings are CSV with the columns of vTrain (Bang et al., MICRO 2024, github.com/VIA-Research/vTrain, data/), a line
-each; sums over the devices of a node are CSV with those of NCCL's tests. Lines that begin with "# " are comments.
+each; sums over the devices of a node are CSV with those of NCCL's tests. Lines that begin with "# " are comments, but
+that of the columns.
 """
 
 from __future__ import annotations
@@ -140,24 +141,30 @@ def fit_measured(
 def _rows(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """[(file and line, cell by column)]; of columns that the file names twice the first."""
     lines = list(enumerate(read_text(path).splitlines(), start=1))
-    lines = [(number_, line) for number_, line in lines if line.strip() and not line.startswith("# ")]
+    wanted = set(columns)  # of which "# GPUs" may stand first
+    header = next((n for n, line in lines if 2 * len(wanted.intersection(_cells(line))) > len(columns)), 0)
+    lines = [(n, line) for n, line in lines if line.strip() and (n == header or not line.startswith("# "))]
     if not lines:
         raise ValueError(f"{path}: empty: expected a line of columns ({', '.join(columns)}), then one a measurement")
-    (_, header), *body = lines
-    names = [name.strip() for name in next(csv.reader([header]))]
+    (_, first), *body = lines
+    names = _cells(first)
     missing = [column for column in columns if column not in names]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(map(repr, missing))}: expected {', '.join(columns)}")
     rows = []
     for number_, line in body:
-        cells = next(csv.reader([line]))
+        cells = _cells(line)
         where = f"{path}, line {number_}"
         if len(cells) != len(names):
             fail(where, len(cells), f"{len(names)} cells, one a column")
-        rows.append((where, {column: cells[names.index(column)].strip() for column in columns}))
+        rows.append((where, {column: cells[names.index(column)] for column in columns}))
     if not rows:
         raise ValueError(f"{path}: no measurement: expected a line each below the columns")
     return rows
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in next(csv.reader([line]), [])]
 
 
 def _whole(where: str, text: str) -> int:

@@ -14,10 +14,11 @@ from ..solver.cut_sums import Cuts, node_names
 from ..stage_cost import StageSums
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
+_SCALED = 0.005  # of the profile's seconds: less is not worth a word
 
 
 class Model:
-    """One profile for the planner.
+    """One profile for the planner, with the seconds that a run will see (`Profile.typical`).
 
     Arguments:
         optimizer_ratio: bytes of optimizer state a byte of parameters.
@@ -27,13 +28,19 @@ class Model:
     def __init__(
         self, profile: Profile, *, optimizer_ratio: float, max_cuts: int = MAX_CUTS, compression: float = 1.0
     ) -> None:
-        self.profile = profile
+        self.profile = profile.typical()
+        self._scaled = _scaled(profile.parts_seconds, self.profile.parts_seconds)
         self.optimizer_ratio = optimizer_ratio
-        cuts = all_cuts(profile, limit=max_cuts)
+        cuts = all_cuts(self.profile, limit=max_cuts)
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the profile before anything was looked at."""
+        return self._scaled + self.cuts.notes
 
     @cached_property
     def coarse(self) -> list[int]:
@@ -110,3 +117,12 @@ class Model:
         own = self.cuts.members[last] & ~self.cuts.members[first]
         nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
         return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])
+
+
+def _scaled(parts: float, counted: float) -> tuple[str, ...]:
+    """What to say of seconds that are not those of the profile's parts."""
+    if not parts:
+        return ("no part of the profile takes any time: expected forward_seconds and backward_seconds [s]",)
+    if abs(counted / parts - 1) < _SCALED:
+        return ()
+    return (f"all parts of the profile count {counted / parts:.3g} times, since the whole takes as much longer",)

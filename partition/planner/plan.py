@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,11 +29,11 @@ from .candidates import TooLargeError, candidates
 from .evaluate import Evaluator
 from .evaluated import Ends
 from .model import Model
-from .result import Found, as_plan, distinct, label
+from .result import IDLE, Found, as_plan, distinct, label
 from .search import Brought, Progress, Search
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
-from .space import Configuration, SearchSpace
+from .space import Configuration, Runs, SearchSpace
 
 SCHEDULES = ("1f1b", "interleaved")
 CHUNK_SIZES = tuple(range(2, 9))
@@ -89,7 +90,8 @@ def plan(
         max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm in front of the updates
             of a batch that is flushed, for as long as a sum over them all takes. 0: they do not; None: as the profile
             says, or not.
-        runnable: only what the runtime executes, which today is all.
+        runnable: only what the runtime executes: numbers of tensor ranks that divide the devices, and no idle devices
+            without a flush. Otherwise plans may need some of the devices alone.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
         seconds: to search for, or a little longer, until something is found; likewise. None: until nothing left can
@@ -127,7 +129,7 @@ def plan(
             )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    ways = _tensor_sizes(source, cluster, tensor_sizes)
+    ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
     order = canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=limit)
@@ -171,6 +173,7 @@ def plan(
         seconds=None if seconds is None else number("seconds", seconds),
         progress=progress,
     )
+    runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
     brought: list[Brought] = []
     if data_sizes is None and pipeline_sizes is None and 1 in ways:
         for size, name in product(sizes, filter(SCHEDULES_WITH_REPLICAS.__contains__, names)):
@@ -183,11 +186,13 @@ def plan(
                 microbatch_size=size,
                 num_microbatches=num_microbatches,
                 makes_room={*allowed, *sharding} != {"none"},
+                runs=runs,
             )
             brought.append(Brought(search.least.of_any(name, model_of(size, 1), num_microbatches), find))
-    found = search.run(_in_all_orders(space, topology.cluster), brought)
-    if not found:
-        found = search.run(_in_all_orders(replace(space, all_layouts=True), topology.cluster), [])
+    every = replace(space, all_layouts=True)
+    found = search.run(filter(runs, _in_all_orders(space, topology.cluster)), brought) or search.run(
+        filter(runs, _in_all_orders(every, topology.cluster)), []
+    )
     if not found:
         raise ValueError(_why_nothing(search, space))
     found = distinct(found)
@@ -210,7 +215,15 @@ def plan(
 
     if on_runners_up is not None:
         on_runners_up([plan_of(number) for number in range(1, min(len(found), num_runners_up + 1))])
-    return plan_of(0)
+    return _warned(plan_of(0))
+
+
+def _warned(found: Plan) -> Plan:
+    """The same, with a warning where less than an eighth of the devices have something to do."""
+    if 8 * len({rank for stage in found.stages for rank in stage.ranks}) < found.num_devices:
+        idle = next(note for note in found.notes if note.endswith(IDLE))
+        warnings.warn(f"{idle}: expected a larger batch, more nodes in the profile, or fewer devices", stacklevel=3)
+    return found
 
 
 def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
@@ -253,6 +266,7 @@ def _unequal(
     microbatch_size: int,
     num_microbatches: int,
     makes_room: bool,
+    runs: Runs,
 ) -> Iterator[tuple[Configuration, Ends]]:
     """The dynamic program's candidates with the memory limit, and without it where recomputation or shards make room.
 
@@ -275,7 +289,7 @@ def _unequal(
         for configuration, ends in options.found:
             has_work = max(configuration.counts) <= configuration.batch
             is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
-            if has_work and is_short:
+            if has_work and is_short and runs(configuration):
                 plain = replace(configuration, ranks=None)
                 same = configuration.is_equal and tuple(map(tuple, plain.stage_ranks)) == configuration.ranks
                 yield plain if same else configuration, ends
@@ -325,7 +339,9 @@ def _chunks(values: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:
+def _tensor_sizes(
+    source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None, *, runnable: bool
+) -> tuple[int, ...]:
     known = tuple(source.tensor_sizes(cluster.num_devices))
     sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
     if not sizes:
@@ -333,12 +349,17 @@ def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int]
             f"tensor_sizes={_listed(wanted)}: expected some of {', '.join(map(str, known)) or '1'}, the sizes that the "
             f"profiles and the cluster allow"
         )
+    if runnable and all(cluster.num_devices % size for size in sizes):
+        raise ValueError(
+            f"tensor ranks: {_listed(sizes)} on {cluster.num_devices} devices: expected a number that divides them, "
+            f"since the runtime leaves no process outside of a tensor group; or runnable=False"
+        )
     return sizes
 
 
 def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[str]:
     best = found[0].evaluated
-    notes = [f"{CHOSEN}{label(best)}", *best.model.cuts.notes]
+    notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
     if not says_size:
         notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
     if search.refused:

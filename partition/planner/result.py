@@ -20,6 +20,8 @@ from .evaluated import Evaluated
 from .paces import stage_paces
 from .simulated import Simulated, traffic_of
 
+IDLE = "devices stay idle: nothing that was looked at is faster with them"  # ends the note of how many
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -66,6 +68,8 @@ def as_plan(
     """
     best = found[0]
     e, c = best.evaluated, best.evaluated.configuration
+    if idle := topology.num_devices - c.num_devices:
+        notes = [*notes, f"{idle} of {topology.num_devices} {IDLE}"]
     return Plan(
         stages=plan_stages(e, order, topology.level_sizes[0]),
         num_devices=topology.num_devices,

@@ -71,6 +71,8 @@ class MeasuredProfiles:
                     f"profiles of microbatches of {self.sizes[0]}{_over(first)} and of {size}{_over(profile)}: "
                     f"{differs}: expected profiles of one model, device and type"
                 )
+        for tensor in self._ways:
+            _refuse_seconds([(size, self._profiles[size, tensor].typical().parts_seconds) for size in self.sizes])
         self._cluster = cluster
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
@@ -80,12 +82,34 @@ class MeasuredProfiles:
             return found
         assert self._cluster is not None
         rings = Topology(self._cluster).rings_of_groups(tensor)
-        return replace(found, nodes=tuple(_with_sums(node, rings) for node in found.nodes))
+        nodes = tuple(_with_sums(node, rings) for node in found.typical().nodes)
+        return replace(found, nodes=nodes, step_seconds=None, slowdown=1.0)  # the whole was measured without the sums
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
         """Those that were measured, of groups within an innermost group of devices."""
         most = min(limit, self._cluster.levels[0].size if self._cluster is not None else 1)
         return tuple(tensor for tensor in self._ways if tensor == 1 or tensor <= most)
+
+
+def _refuse_seconds(known: Sequence[tuple[int, float]]) -> None:
+    """ValueError where nothing takes any time, and for microbatches that take less than half of smaller ones: more work
+    makes no device that much faster.
+
+    Arguments:
+        known: sizes, ascending, and seconds of F + B.
+    """
+    for size, seconds in known:
+        if not seconds:
+            raise ValueError(
+                f"profile of microbatches of {size}: forward_seconds and backward_seconds of all its nodes are 0: "
+                f"expected what they take [s], since plans are told apart by that"
+            )
+    for (size, shorter), (larger, longer) in pairwise(known):
+        if 2 * longer < shorter:
+            raise ValueError(
+                f"profiles of microbatches of {size} and {larger}, which take {shorter:.3g} s and {longer:.3g} s of F "
+                f"+ B: expected no less than half for more samples; measure both on one device, with nothing beside"
+            )
 
 
 def _sized(profiles: Sequence[Profile]) -> Iterable[tuple[int, Profile]]:

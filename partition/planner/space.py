@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...schedules.registry import family
+from ..solver.orders import own_ranks
 
 ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are always looked at, too
 
@@ -103,6 +104,35 @@ class Configuration:
             parts.append(f"tensor {self.tensor}")
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Whether a configuration can be carried out on these devices, as `plans.to_schedule` and the runtime do.
+
+    Arguments:
+        num_devices: of the cluster.
+        order: of its nodes, as they are looked at.
+        node_size: devices of one.
+        runnable: whether the runtime is to run it, where groups of T divide the devices, and streams leave none idle.
+    """
+
+    num_devices: int
+    order: Sequence[int]
+    node_size: int
+    runnable: bool
+
+    def __call__(self, c: Configuration) -> bool:
+        """True where it can."""
+        streams = family(c.schedule).rule.is_asynchronous
+        if self.runnable and (self.num_devices % c.tensor or (streams and c.num_devices < self.num_devices)):
+            return False
+        moved = c.ranks is not None or tuple(self.order) != tuple(range(len(self.order)))
+        if c.tensor == 1 or not moved or self.node_size % c.tensor == 0:
+            return True
+        ranks = [rank for own in c.stage_ranks for rank in own_ranks(self.order, self.node_size, own)]
+        rows = (ranks[begin : begin + c.tensor] for begin in range(0, len(ranks), c.tensor))
+        return all(row[0] % c.tensor == 0 and row == list(range(row[0], row[0] + c.tensor)) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
     """The plan's schedule; ranks that it leaves idle have an empty program.
 
     A rank of the schedule is a rank of the plan, or, of a plan that splits tensors over T, a group of T in a row: rank
-    r of the schedule is run by the plan's ranks r T to r T + T - 1 together.
+    r of the schedule is run by the plan's ranks r T to r T + T - 1 together. Fewer than T at the end are none.
 
     Arguments:
         num_microbatches: M of the whole batch, where the plan leaves it open.
@@ -90,11 +90,10 @@ def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
 def _groups(plan: PlanRecord, stage: PlanStage) -> list[int]:
     """The schedule's ranks of a stage: numbers of its tensor groups."""
     size = plan.tensor
-    if stage.tensor != size or plan.num_devices % size:
-        other = next((each.tensor for each in plan.stages if each.tensor != size), size)
+    if stage.tensor != size:
         raise ValueError(
-            f"the plan splits tensors over {size} ranks and over {other}, on {plan.num_devices} ranks: expected one "
-            f"size for all stages, which divides the ranks, since members of a group send to those of the same number"
+            f"the plan splits tensors over {size} ranks and over {stage.tensor}: expected one size for all stages, "
+            f"since members of a group send to those of the same number"
         )
     rows = [stage.ranks[begin : begin + size] for begin in range(0, len(stage.ranks), size)]
     for row in rows:

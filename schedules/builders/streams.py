@@ -57,7 +57,8 @@ def build_stream(
 
     Raises ValueError for a number of batches that is none.
     """
-    deepest = math.ceil(max(warmups) / num_microbatches)  # batches under way at once
+    # Batches under way at once.
+    deepest = math.ceil(max(warmup * count for warmup, count in zip(warmups, counts, strict=True)) / num_microbatches)
     if num_batches is None:
         num_batches = 2 * deepest + 6
     if not isinstance(num_batches, int) or num_batches < 1:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
 from stagewright.partition.in_flight import count_in_flight
 from stagewright.partition.planner.space import Configuration
 from stagewright.schedules import Costs, Op, build, check, simulate
@@ -128,7 +128,7 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     """Twice the samples in 1.2 times the seconds."""
     profiles = {
         size: replace(chain(4, forward_seconds=seconds, backward_seconds=2 * seconds), microbatch_size=size)
-        for size, seconds in ((1, 1.0), (2, 1.2), (3, 0.1))
+        for size, seconds in ((1, 1.0), (2, 1.2), (3, 0.7))
     }
     found = plan(profiles, FOUR, global_batch=8)
     assert found.microbatch_size == 2  # 3 does not divide the batch
@@ -282,9 +282,52 @@ def test_one_schedule_as_text() -> None:
     assert plan(chain(4), FOUR, global_batch=4, schedules="1F1B").schedule == "1f1b"
 
 
+def test_idle_devices_are_told() -> None:
+    """A batch of one sample keeps two nodes busy at most, and 62 devices of 64 idle."""
+    many = Cluster.parse("64:net=1GB/s")
+    with pytest.warns(UserWarning, match="63 of 64 devices stay idle: .*: expected a larger batch, more nodes"):
+        found = plan(chain(2), many, global_batch=1)
+    assert "note: 63 of 64 devices stay idle: nothing that was looked at is faster with them" in found.explain()
+    assert "idle:" not in plan(chain(4), FOUR, global_batch=8).explain()
+    three = plan(chain(3), FOUR, global_batch=3)  # most are busy: no warning
+    assert "1 of 4 devices stay idle" in three.explain()
+
+
 def test_no_seconds_at_all() -> None:
-    found = plan(chain(4, forward_seconds=0.0, backward_seconds=0.0), FOUR, global_batch=4)
-    assert " a batch, -; " in found.explain()
+    nothing = chain(4, forward_seconds=0.0, backward_seconds=0.0)
+    with pytest.raises(
+        ValueError, match=r"microbatches of 1: forward_seconds and backward_seconds of all its nodes are 0"
+    ):
+        plan(nothing, FOUR, global_batch=4)
+    assert "no part of the profile takes any time" in partition(nothing, FOUR).explain()
+
+
+def test_larger_microbatches_that_take_much_less_are_refused() -> None:
+    """As where one of the profiles was measured on another machine, or in other units."""
+    fast = replace(chain(4, forward_seconds=0.01, backward_seconds=0.02), microbatch_size=2)
+    with pytest.raises(
+        ValueError, match=r"of 1 and 2, which take 12 s and 0.12 s of F \+ B: expected no less than half"
+    ):
+        plan([chain(4), fast], FOUR, global_batch=4)
+
+
+def test_the_whole_counts_where_its_parts_say_less() -> None:
+    """1,000 s measured at once, beside parts of 12 that were undisturbed; all of them count as much longer."""
+    for whole, slowdown, times in (
+        (1000.0, 1.0, 1000 / 12),
+        (None, 1.5, 1.5),
+        (24.0, 2.0, 4.0),
+        (12.01, 1.0, 12.01 / 12),
+    ):
+        profile = replace(chain(4), step_seconds=whole, slowdown=slowdown)
+        known = plan(chain(4), FOUR, global_batch=8)
+        for found in (plan(profile, FOUR, global_batch=8), plan({1: profile}, FOUR, global_batch=8)):
+            assert found.simulated_step_time == pytest.approx(known.simulated_step_time * times)
+            assert ("all parts of the profile count" in found.explain()) is (times > 1.005)
+        assert partition(profile, FOUR).predicted_step_time == pytest.approx(3.0 * times)
+        assert plan(profile.typical(), FOUR, global_batch=8) == replace(
+            plan(profile, FOUR, global_batch=8), notes=plan(profile.typical(), FOUR, global_batch=8).notes
+        )
 
 
 @pytest.mark.parametrize("figures", [{"parameter_bytes": 10.0}, {"parameter_bytes": 1.5, "stash_bytes": 7.3}])

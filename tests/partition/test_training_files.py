@@ -53,6 +53,21 @@ def test_a_file_of_trainings() -> None:
         assert (estimated(apart, vtrain.typical()) < estimated(training_, vtrain.typical())) is waits
 
 
+def test_a_file_with_a_byte_order_mark_and_the_number_of_gpus_in_front(tmp_path: Path) -> None:
+    """vTrain's single-node file: its line of columns begins as a comment does."""
+    columns, cells = HEADER.split(",")[1:], LINE.split(",")[1:]
+    text = "\n".join(["# measured by others", ",".join(columns), "# a comment", ",".join(cells)])
+    path = tmp_path / "single.csv"
+    path.write_text("\ufeff" + text.replace("# measured by others\n", ""), encoding="utf-8")
+    (found,) = read_trainings(path, network=12.5e9)
+    assert (found.num_devices, found.tensor, found.seconds) == (64, 2, pytest.approx(3.9752))
+    path.write_text(text, encoding="utf-8")
+    assert read_trainings(path, network=12.5e9) == (found,)
+    path.write_text(text.replace("# layers", "layers"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"single.csv: no column '# layers': expected"):
+        read_trainings(path, network=12.5e9)
+
+
 def test_a_device_as_a_file(tmp_path: Path) -> None:
     device = vtrain.typical()
     path = tmp_path / "a100.json"

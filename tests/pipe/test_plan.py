@@ -187,7 +187,7 @@ BAD = {
     ),
     "tensor sizes": (
         {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},
-        r"splits tensors over 2 ranks and over 1, on 3 ranks: expected one size for all stages",
+        r"splits tensors over 2 ranks and over 1: expected one size for all stages",
     ),
     "tensor group": (
         {"plan": plan_of(stage("0 1", 0, 3, tensor=2), stage("2 3", 1, 2, tensor=2), num_devices=4)},

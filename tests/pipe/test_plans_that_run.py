@@ -1,0 +1,220 @@
+"""What `plan(runnable=True)` answers can be built, simulated to the step that it says, written, read, and run."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stagewright.comm.mesh import World
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.cluster import DeviceKind, Level
+from stagewright.partition.plans.simulated import simulated
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.layout import layout_of_plan
+from stagewright.schedules import FAMILIES, check, check_lowered, lower
+
+PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]
+
+
+def profiles(pick: random.Random, sizes: tuple[int, ...], ways: tuple[int, ...]) -> list[Profile]:
+    """One model of up to eight nodes, at these microbatch sizes and tensor sizes."""
+    count = pick.choice([1, 2, 3, 5, 8])
+    figures = [[pick.randint(0, 30) / 10 for _ in range(6)] for _ in range(count)]
+    figures[0][0] += 0.1
+    edges = list(pairwise(f"n{i}" for i in range(count)))
+    if count > 3 and pick.random() < 0.4:
+        edges.append(("n0", "n3"))
+    tied = ((("n0", f"n{count - 1}"), min(figures[0][3], figures[-1][3]) / 8),) if count > 2 else ()
+    tied *= pick.random() < 0.3
+
+    def node(i: int, size: int, tensor: int) -> Node:
+        forward, backward, activations, parameters, stash, update = figures[i]
+        times = (0.3 + 0.7 * size) / tensor
+        return Node(
+            name=f"n{i}",
+            forward_seconds=forward * times,
+            backward_seconds=backward * times,
+            activation_bytes=activations * size,
+            parameter_bytes=parameters / tensor,
+            stash_bytes=stash * size / tensor,
+            update_seconds=update / tensor,
+            forward_sums=2.0 * (tensor > 1),
+            forward_sum_bytes=activations * (tensor > 1),
+        )
+
+    return [
+        Profile(
+            nodes=[node(i, size, tensor) for i in range(count)],
+            edges=tuple(edges),
+            microbatch_size=size,
+            tensor=tensor,
+            action_seconds=0.01,
+            tied=tied,
+        )
+        for size in sizes
+        for tensor in ways
+    ]
+
+
+def clusters(pick: random.Random, *, memory: bool = True) -> Cluster:
+    """Nodes of 1 to 7 devices of up to two kinds, on up to three levels; odd numbers, too."""
+    sizes = [pick.choice([1, 2, 3, 4, 5, 7]), *(pick.choice([1, 2, 3]) for _ in range(pick.randint(0, 2)))]
+    levels = [
+        Level(
+            name=f"level{at}",
+            size=size,
+            bandwidth=pick.choice([0.5, 10.0, 1e9]),
+            latency=pick.choice([0.0, 0.01]),
+            message_seconds=pick.choice([0.0, 0.01]),
+        )
+        for at, size in enumerate(sizes)
+    ]
+    limits = pick.choice([None, 40.0, 100.0]), pick.choice([None, 60.0])
+    slow = DeviceKind(name="slow", speed=0.5, memory_bytes=limits[1] if memory else None)
+    kinds = (DeviceKind(memory_bytes=limits[0] if memory else None), slow)[: pick.choice([1, 1, 2])]
+    num_nodes = 1
+    for level in levels[1:]:
+        num_nodes *= level.size
+    return Cluster(levels=tuple(levels), kinds=kinds, nodes=tuple(pick.choice(kinds).name for _ in range(num_nodes)))
+
+
+def random_plan(seed: int) -> Plan | None:
+    """None where there is none, which the error then says."""
+    pick = random.Random(seed)
+    sizes, ways = pick.choice([(1,), (1, 2), (2,), (1, 2, 4)]), pick.choice([(1,), (1,), (1, 2), (2,), (1, 3)])
+    source, cluster = profiles(pick, sizes, ways), clusters(pick)
+    try:
+        return plan(
+            source,
+            cluster,
+            global_batch=pick.choice([1, 2, 3, 4, 6, 8, 12]),
+            schedules=pick.sample(PLANNED, 2),
+            chunk_sizes=(2, 3),
+            max_grad_norm=pick.choice([None, 1.0]),
+            runnable=True,
+            max_simulated=4,
+        )
+    except ValueError:  # nothing fits, or no size divides the batch
+        return None
+
+
+def prove(found: Plan) -> None:
+    """That it is one which runs."""
+    schedule = found.build_schedule()
+    check(schedule)
+    if schedule.num_ranks <= 24:
+        assert check_lowered(lower(schedule)).held is None
+    again = Plan.from_json(found.to_json())
+    assert again == found
+    assert found.simulated_step_time == pytest.approx(simulated(again).timeline.batch_seconds, rel=1e-9)
+    assert found.explain()
+    layout = layout_of_plan(found, World(rank=0, size=found.num_devices), num_microbatches=None)
+    assert layout.place.mesh.num_processes == found.num_devices
+
+
+@pytest.mark.filterwarnings("ignore:.*devices stay idle")
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_plans_are_carried_out(seed: int) -> None:
+    found = random_plan(seed)
+    if found is not None:
+        prove(found)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices stay idle")
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_train_as_one_process_does(seed: int) -> None:
+    pick = random.Random(seed)
+    torch.manual_seed(seed)
+    units = {f"n{i}": nn.Linear(5, 5) for i in range(5)}
+    modules = [nn.Sequential(OrderedDict((n, copy.deepcopy(u)) for n, u in units.items())).double() for _ in range(2)]
+    nodes = [
+        Node(name=name, forward_seconds=pick.random(), backward_seconds=pick.random(), parameter_bytes=240.0)
+        for name in units
+    ]
+    flush = [name for name in PLANNED if not FAMILIES[name].rule.is_asynchronous]
+    found = plan(
+        Profile(nodes=nodes, microbatch_size=1),
+        clusters(pick, memory=False),
+        global_batch=(batch := pick.choice([4, 6, 12])),
+        schedules=pick.sample(flush, 2),
+        chunk_sizes=(2,),
+        pipeline_sizes=(2, 3) if seed else None,
+        runnable=True,
+    )
+    x, y = torch.randn(2, batch, 5, dtype=torch.float64)
+    loss = F.mse_loss(modules[1](x), y)
+    loss.backward()
+    pipe = PipelineModule(modules[0], plan=found, loss_fn=F.mse_loss, timeout=60.0)
+    assert pipe.forward_backward(x, y).loss == pytest.approx(loss.item(), rel=1e-12)
+    for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    pipe.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*devices stay idle")
+@pytest.mark.parametrize("first", range(0, 2000, 250))
+def test_many_plans_are_carried_out(first: int) -> None:
+    made = [found for seed in range(first, first + 250) if (found := random_plan(seed)) is not None]
+    assert len(made) > 100
+    for found in made:
+        prove(found)
+
+
+def model(*tensors: int) -> list[Profile]:
+    """Four nodes that a larger T makes faster."""
+    return [
+        Profile(
+            nodes=[Node(name=n, forward_seconds=1 / t, backward_seconds=2 / t, parameter_bytes=1 / t) for n in "abcd"],
+            microbatch_size=1,
+            tensor=t,
+        )
+        for t in tensors
+    ]
+
+
+def test_tensor_groups_that_leave_a_device_over() -> None:
+    """Five devices: T=2 on four of them is a plan, but none of the runtime, whose mesh has no place for the fifth."""
+    five = Cluster.from_levels([(5, 1e9)])
+    only = plan(model(1, 2), five, global_batch=2, tensor_sizes=(2,))
+    schedule = only.build_schedule()
+    assert (only.tensor, schedule.num_ranks) == (2, 2)
+    assert simulated(only).timeline.batch_seconds == pytest.approx(only.simulated_step_time)
+    with pytest.raises(ValueError, match=r"groups of 2 of its 5 ranks, which leaves 1 in no group: expected a number"):
+        layout_of_plan(only, World(rank=0, size=5), num_microbatches=None)
+    with pytest.raises(ValueError, match=r"tensor ranks: 2 on 5 devices: expected a number that divides them"):
+        plan(model(1, 2), five, global_batch=2, tensor_sizes=(2,), runnable=True)
+    assert plan(model(1, 2), five, global_batch=2, runnable=True).tensor == 1
+    prove(plan(model(1, 2), Cluster.from_levels([(6, 1e9)]), global_batch=2, tensor_sizes=(2,), runnable=True))
+
+
+def test_streams_leave_no_device_idle() -> None:
+    """Four nodes on five devices: the runtime has no ranks without work where batches overlap."""
+    five = Cluster.from_levels([(5, 1e9)])
+    options = {"global_batch": 12, "schedules": "2bw", "data_sizes": (1,)}
+    idle = plan(model(1), five, **options)  # type: ignore[arg-type]
+    assert len({rank for stage in idle.stages for rank in stage.ranks}) == 4
+    with pytest.raises(ValueError, match=r"idle under the asynchronous schedule '2bw': .* \(plan\(runnable=True\)\)"):
+        layout_of_plan(idle, World(rank=0, size=5), num_microbatches=None)
+    with pytest.raises(ValueError, match="no configuration of a batch of 12 on 5 devices"):
+        plan(model(1), five, runnable=True, **options)  # type: ignore[arg-type]
+    prove(plan(model(1), five, global_batch=60, schedules=("2bw", "1f1b"), runnable=True))
+
+
+def test_tensor_groups_stand_in_a_row_where_nodes_are_moved() -> None:
+    """Nodes of five, slow ones in between: groups of two over both ends of a node would not be neighbours."""
+    kinds = (DeviceKind(), DeviceKind(name="slow", speed=0.5))
+    levels = (Level(name="in", size=5, bandwidth=1e9), Level(name="out", size=4, bandwidth=1e9))
+    cluster = Cluster(levels=levels, kinds=kinds, nodes=("slow", "device", "slow", "device"))
+    for batch in (2, 8):
+        prove(plan(model(1, 2), cluster, global_batch=batch, tensor_sizes=(2,), runnable=True))
