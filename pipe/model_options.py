@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,18 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: expected True or False")
     return value
+
+
+def read_verify(option: object) -> float:
+    """Batches from one check of `verify=` to the next; infinite where at most the first one is checked."""
+    if isinstance(option, bool):
+        return math.inf
+    if not isinstance(option, int) or option < 1:
+        raise ValueError(
+            f"verify={option!r}: expected True (the first batch), a whole number N of at least 1 (the first batch and "
+            f"every N-th behind it), or False"
+        )
+    return option
 
 
 def read_loss_option(

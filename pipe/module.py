@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
@@ -29,6 +30,7 @@ from .model_options import (
     check_model,
     device_of,
     read_loss_option,
+    read_verify,
     refuse_float16_autocast,
     refuse_float16_parameters,
     sequence_options,
@@ -115,8 +117,9 @@ class PipelineModule(RunFacts, RunState):
         trials: plans that schedule="auto" tries, at most: the best one, and others that are predicted to take up to 10%
             longer, are carried out for a few steps each on a copy of the model, and the one that takes least is trained
             with (docs/planning.md). 3 by default; 0: the one that is predicted best is taken untried.
-        verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
-            stage, and losses, gradients, buffers and outputs are compared; see the method.
+        verify: True: the first batch to train on also runs through a copy of the plain model, in the process of the
+            last stage, and losses, gradients, buffers and outputs are compared; see the method. A number N: that batch
+            and every N-th behind it.
         seed: of dropout and the like.
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
@@ -170,7 +173,7 @@ class PipelineModule(RunFacts, RunState):
         data_parallel: str = "replicate",
         replan: str | None = None,
         trials: int | None = None,
-        verify: bool = False,
+        verify: bool | int = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
@@ -202,7 +205,8 @@ class PipelineModule(RunFacts, RunState):
             on_step=on_step,
         )
         num_trials = check_trials(trials, schedule=schedule)
-        self._is_verified = not check_flag("verify", verify)
+        self._verify_every = read_verify(verify)
+        self._until_verified = math.inf if verify is False else 0.0  # batches
         example = None if example_inputs is None else self._calls.example(example_inputs)
         make_layout = choose_layout(
             schedule=schedule,
@@ -222,7 +226,7 @@ class PipelineModule(RunFacts, RunState):
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
         self._building = Building(
-            model, stages, settings=self._settings, world=self.world, guard=self._guard, verify=verify
+            model, stages, settings=self._settings, world=self.world, guard=self._guard, verify=verify is not False
         )
         if make_layout is None:
             self._settings.refuse_flush("auto")
@@ -251,8 +255,9 @@ class PipelineModule(RunFacts, RunState):
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        if not self._is_verified:
+        if self._until_verified <= 0:
             self._verify(given)
+        self._until_verified -= 1
         return self._building.built_for(given).training
 
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
@@ -373,7 +378,7 @@ class PipelineModule(RunFacts, RunState):
 
     def _verify(self, given: Given) -> Verification:
         found = self._building.built_for(given).verifier.verify(given.detached())
-        self._is_verified = True
+        self._until_verified = self._verify_every
         return found
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:

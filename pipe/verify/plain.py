@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from ..stages.stage import LossValue
 from .compare import Outcome, graph_of, tolerance_of
 
 _WORDS = 624  # of the state of Python's generator; behind them the place of the next one
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,24 @@ class PlainModule:
             tensor.data = weights[name].detach().to(device, copy=True)
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
+
+    def follow(self, *, is_divided: bool) -> None:
+        """Take over what was changed of the user's modules since this copy was made: flags, attributes and hooks.
+
+        Arguments:
+            is_divided: whether a tensor group divides them, whose attributes are then its own: flags alone count.
+        """
+        pairs = list(zip(self._original.modules(), self.root.modules(), strict=True))
+        memo: dict[int, Any] = {id(theirs): own for theirs, own in pairs}
+        for theirs, own in pairs:
+            for table in ("_parameters", "_buffers"):
+                memo |= {id(x): vars(own)[table].get(key) for key, x in vars(theirs)[table].items() if x is not None}
+        for theirs, own in pairs:
+            own.training = theirs.training
+            for key, value in () if is_divided else vars(theirs).items():
+                if key not in _TABLES and "state_dict" not in key:
+                    with suppress(Exception):  # what cannot be copied stays
+                        vars(own)[key] = copy.deepcopy(value, memo)
 
     def set_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Set these buffers, also ones that are not persistent; returns copies of all."""

@@ -202,8 +202,7 @@ class Verifier:
         for name, (_, after) in moved.items():
             buffers[name] = after
         piped = replace(piped, buffers={name: value for name, value in buffers.items() if self._is_compared(name)})
-        for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):
-            module.training = own.training
+        plain.follow(is_divided=self._regions is not None)
         microbatches = self._microbatches(batches)
         last, mine = self._schedule.owners[-1], set(self._place.local_ranks)  # it evaluates its own microbatches
         with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules

@@ -14,7 +14,9 @@ from support.pool import Pool
 from support.verified import TRACED, Net, chain
 from torch import Tensor, nn
 
+from stagewright.comm import PeerLost
 from stagewright.pipe import PipelineModule, VerificationError
+from stagewright.pipe.verify.verification import Verifier
 from stagewright.schedules import build
 
 SCHEDULES = ("1f1b", "interleaved", "2bw", "pipedream")
@@ -152,6 +154,62 @@ def test_what_was_known_of_a_stream_is_known_again() -> None:
     assert told[0][-1] is not None
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_every_second_batch_is_checked_and_training_is_as_without(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    verify = Verifier.verify
+    monkeypatch.setattr(
+        Verifier, "verify", lambda self, given: checked.append(self._training.num_steps) or verify(self, given)
+    )
+    pipe, other = pipe_of("conv-norm", schedule, verify=2), pipe_of("conv-norm", schedule)
+    for index in range(5):
+        for one in (pipe, other):
+            one.train_step(*batch_of("conv-norm", index))
+    assert checked == [0, 2, 4]
+    states = [one.full_state_dict() for one in (pipe, other)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.options = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), {"alpha": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.options["alpha"]
+        return x
+
+
+def _verified_after_a_change() -> tuple[str, float | None]:
+    """An attribute that all ranks change, then one that this rank alone changes."""
+    torch.manual_seed(0)
+    model, x, y = Scaled(), torch.randn(8, 4), torch.randn(8, 4)
+    pipe = PipelineModule(
+        model, mesh={"pipe": 2}, num_microbatches=2, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, verify=1
+    )
+    pipe.train_step(x, y)
+    model.options["alpha"] = 0.5
+    loss = pipe.train_step(x, y).loss
+    if pipe.rank == 1:
+        model.options["alpha"] = 2.0
+    try:
+        pipe.train_step(x, y)
+    except (ValueError, PeerLost) as error:  # the second with the first as its cause
+        return str(error), loss
+    return "", loss
+
+
+@pytest.mark.gloo
+def test_changes_count_over_processes_and_those_of_one_alone_end_the_run(gloo: Pool) -> None:
+    """Each with its own hash seed."""
+    (first, loss), (second, other) = gloo.run(_verified_after_a_change, ranks=2)
+    assert loss == other
+    assert all("runs another forward in step 2 than rank" in each for each in (first, second))
+
+
 def test_gradients_of_the_user_stay() -> None:
     pipe = pipe_of("mlp", "1f1b", optimizer=None)
     pipe.forward_backward(*batch_of("mlp"))
@@ -183,8 +241,11 @@ def test_a_gradient_that_is_lost_or_too_many_is_named(monkeypatch: pytest.Monkey
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="verify='yes': expected True or False"):
-        pipe_of("mlp", "1f1b", verify="yes")
+    for verify in ("yes", 0, -1, 2.0):
+        with pytest.raises(
+            ValueError, match=rf"verify={verify!r}: expected True \(the first batch\), a whole number N"
+        ):
+            pipe_of("mlp", "1f1b", verify=verify)
     with pytest.raises(ValueError, match="training needs a loss"):
         pipe_of("mlp", "1f1b", loss_fn=None, optimizer=None).verify(*batch_of("mlp")[:-1])
 
