@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from .slicing import check_slicing
 
 if TYPE_CHECKING:
     from .auto import AutoLayout
+
+_ALONE = threading.RLock()  # recording a model, and random numbers, change what all threads see
 
 
 class Building:
@@ -128,15 +131,18 @@ class Building:
         return self.pipeline
 
     @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Within a call: an error takes back stages that it has built in one process, for the next batch to build."""
-        was_built = self.pipeline is not None
-        try:
+    def alone(self) -> Iterator[None]:
+        """Around a call in one process: no other thread's runs, and an error takes back stages that it has built."""
+        if self._world.distributed:  # waiting for another thread, each rank would wait for the others
             yield
-        except BaseException:
-            if not was_built and not self._world.distributed:
-                self.pipeline = None
-            raise
+            return
+        with _ALONE:
+            before = self.pipeline
+            try:
+                yield
+            except BaseException:
+                self.pipeline = before
+                raise
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
         settings, own = self._settings, layout.schedule.num_microbatches // layout.place.replica[1]
@@ -146,7 +152,7 @@ class Building:
             first = given.cut(own)[0].arguments
             return first.map(lambda x: torch.zeros_like(x, device=settings.device) if x.is_meta else x)
 
-        with self._guard.together():
+        with self.alone(), self._guard.together():
             if self._collectives is None:
                 self._collectives = make_collectives(layout, settings, self._guard)
             self.pipeline = assemble(

@@ -15,6 +15,10 @@ from .batch.given import CallReader, signature_of
 from .batch.model_loss import ModelLoss
 from .batch.sequence import SequenceOptions
 
+_FSDP, _DDP = 'mesh={"pipe": P, "data": D} with data_parallel="fsdp"', 'mesh={"pipe": P, "data": D}'
+_INSTEAD = {"FSDPModule": _FSDP, "FullyShardedDataParallel": _FSDP, "DistributedDataParallel": _DDP}
+_INSTEAD["ReplicateModule"] = _DDP
+
 
 def check_model(
     model: nn.Module | None, stages: Sequence[nn.Module] | None, split_points: Sequence[str] | None
@@ -35,6 +39,18 @@ def check_model(
         if not isinstance(part, nn.Module):
             such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
             raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module{such}")
+        _refuse_wrapped(part)
+
+
+def _refuse_wrapped(root: nn.Module) -> None:
+    """ValueError for a module whose gradients or weights something else shares out among processes."""
+    for path, module in root.named_modules():
+        kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _INSTEAD), None)
+        if kind is not None and (kind != "DistributedDataParallel" or module.process_group.size() > 1):
+            raise ValueError(
+                f"{f'module {path!r}' if path else 'the model'} is a {kind} already: expected plain modules, and "
+                f"{_INSTEAD[kind]}, which does the same for each stage"
+            )
 
 
 def refuse_float16_parameters(*modules: object) -> None:

@@ -330,14 +330,14 @@ class PipelineModule(RunFacts, RunState):
         self._settings.require_optimizer()
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
-        with self._building.undone_on_error():
+        with self._building.alone():
             return self._training_for(given).step(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
-        with self._building.undone_on_error():
+        with self._building.alone():
             return self._training_for(given).accumulate(given)
 
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
@@ -346,7 +346,7 @@ class PipelineModule(RunFacts, RunState):
         A batch of fewer samples than M makes fewer microbatches.
         """
         given = self._given(inputs_and_target, keywords)
-        with self._building.undone_on_error():
+        with self._building.alone():
             return self._building.built_for(given).evaluation.step(given)
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
@@ -356,7 +356,7 @@ class PipelineModule(RunFacts, RunState):
         others than those to train on: the stages then run in another way.
         """
         given = self._given(inputs, keywords, has_target=False)
-        with self._building.undone_on_error():
+        with self._building.alone():
             return self._building.built_for(given).evaluation.predict(given)
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
@@ -373,7 +373,7 @@ class PipelineModule(RunFacts, RunState):
         """
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
-        with self._building.undone_on_error():
+        with self._building.alone():
             return self._verify(given)
 
     def _verify(self, given: Given) -> Verification:

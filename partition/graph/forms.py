@@ -157,7 +157,7 @@ class Arguments:
         except FormError as error:
             raise ValueError(
                 f"{argument_name(error.path)} is {type(error.leaf).__name__}: expected tensors, numbers, strings and "
-                f"None, in tuples, lists, dicts, namedtuples or dataclasses"
+                f"None, in tuples, lists, dicts, namedtuples or dataclasses{_instead(error.leaf)}"
             ) from None
         return cls(form, tensors, tuple(0 if x.dim() else None for x in tensors))
 
@@ -201,6 +201,16 @@ class Arguments:
         """The function's value for these arguments, or for ones of the same form with other tensors."""
         args, kwargs = self.form.assemble(self.tensors if tensors is None else tensors)
         return function(*args, **kwargs)
+
+
+def _instead(leaf: object) -> str:
+    """What to type in the place of an argument that is often tried."""
+    if type(leaf).__name__ != "BlockMask":
+        return ""
+    return (
+        "; of flex attention, a mask that is the same for all samples (B=None) as an attribute of the module that uses "
+        "it, and one of each sample as a tensor for F.scaled_dot_product_attention(attn_mask=...)"
+    )
 
 
 def cut_tensor(x: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:

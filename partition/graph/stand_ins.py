@@ -84,6 +84,8 @@ def _fakes_of(values: Sequence[torch.Tensor], device: torch.device) -> dict[int,
 class _WatchStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within: statistics that a normalisation updates are noted by id, since it counts no version of them."""
 
+    supports_higher_order_operators = True  # such as flex_attention
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()

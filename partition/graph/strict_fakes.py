@@ -17,14 +17,18 @@ _NORMS |= {_aten._native_batch_norm_legit, _aten._native_batch_norm_legit_functi
 _REDUCED = {torch.float16, torch.bfloat16}  # that norms take beside weights in float32
 
 
-class StrictFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """FakeTensorMode, in which products and norms of tensors of several types are a RuntimeError, as on real ones."""
+def strict_fake_mode() -> FakeTensorMode:
+    """A FakeTensorMode, in which products and norms of tensors of several types are a RuntimeError, as on real ones."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    carry_out = mode.dispatch
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out one operation."""
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = getattr(func, "overloadpacket", None)
         if operation in _OF_ONE_TYPE or operation in _NORMS:
             kinds = dict.fromkeys(x.dtype for x in args if isinstance(x, torch.Tensor))
             if len(kinds) > 1 and (operation in _OF_ONE_TYPE or kinds.keys().isdisjoint(_REDUCED)):
                 raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
-        return super().dispatch(func, types, args, kwargs)
+        return carry_out(func, types, args, kwargs)
+
+    mode.dispatch = dispatch  # type: ignore[method-assign]  # operators of a higher order know no class but its own
+    return mode

@@ -25,7 +25,7 @@ from ...partition.graph.modes import evaluating, uncompiled
 from ...partition.graph.recorded.guards import Changes, Guards
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins
-from ...partition.graph.strict_fakes import StrictFakeMode
+from ...partition.graph.strict_fakes import strict_fake_mode
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import untouched
 from .autocast import Autocast
@@ -297,7 +297,7 @@ class InferredStages:
             output_form: of the model, once all stages ran.
         """
         self._cut.batch_sizes.check(inputs.num_samples)
-        mode = StrictFakeMode(allow_non_fake_inputs=True)
+        mode = strict_fake_mode()
         grad = torch.enable_grad() if self._training else torch.no_grad()
         runs: list[StageRun] = []
         modules = () if self._training else (self._root,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.keyword_models import (
 )
 from support.small import X, Y, make
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from stagewright.pipe import PipelineModule
 from stagewright.pipe.batch.given import CallReader
@@ -246,3 +248,30 @@ def test_keywords_that_forward_swallows_are_refused_only_where_they_surely_mean_
     assert reader.inputs((X,), {"position_ids": X}).arguments.names == ("input 0", "position_ids")
     with pytest.raises(ValueError, match=r"'decoder_position_id' looks like 'decoder_position_ids'"):
         reader.inputs((X,), {"decoder_position_id": X})
+
+
+class Attends(nn.Module):
+    """Flex attention, with a mask that all samples share."""
+
+    def __init__(self, mask: BlockMask) -> None:
+        super().__init__()
+        self.mask, self.scale = mask, nn.Parameter(torch.ones(1), requires_grad=False)  # no backward on the CPU
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.scale * x[:, None]
+        return x + flex_attention(heads, heads, heads, block_mask=self.mask)[:, 0]
+
+
+def test_block_masks_are_attributes_of_modules() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, device="cpu")
+    x = torch.randn(4, 16, 4)
+    model = nn.Sequential(Attends(mask), Attends(mask))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of attention that nobody compiled
+        pipe = pipeline(model, num_microbatches=2, loss_fn=None)
+        torch.testing.assert_close(pipe.predict(x), model(x))
+    message = (
+        r"input 1 is BlockMask: expected tensors, .*of flex attention, .* as an attribute of the module that uses it"
+    )
+    with pytest.raises(ValueError, match=message):
+        pipe.predict(x, mask)

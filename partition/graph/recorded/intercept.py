@@ -7,6 +7,7 @@ where `apply` was bound to a name before, since its code is another one for so l
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -126,7 +127,12 @@ def _autograd_functions(listener: Listener) -> Iterator[None]:
     original = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
 
+    here = threading.get_ident()
+
     def told(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != here:
+            return original(kind, *args, **kwargs)
+
         def apply(*args: Any, **kwargs: Any) -> Any:
             return original(kind, *args, **kwargs)
 
@@ -152,7 +158,12 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
     place: Any = torch.utils.checkpoint
     original = getattr(place, _GENERATOR)
 
+    here = threading.get_ident()
+
     def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Generator[None]:
+        if threading.get_ident() != here:
+            yield from original(function, *rest, **kwargs)
+            return
         options, args = dict(zip(_OPTIONS, rest, strict=False)), rest[len(_OPTIONS) :]
         with listener.not_reentrant(original, function, options, args, kwargs):
             yield

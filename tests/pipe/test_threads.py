@@ -1,0 +1,65 @@
+"""Pipelines in threads of one process: models are recorded, and random numbers drawn, by one of them at a time."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.nn.functional as F
+from support.small import WIDTH, X, Y, layers, make
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+
+class Doubled(torch.autograd.Function):
+    """Recording listens to these, whoever calls them."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = layers(2), layers(2), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(Doubled.apply(torch.tanh(self.first(x)))))
+
+
+def losses(model: nn.Module, seed: int) -> list[float]:
+    pipe: PipelineModule = make(model=model, seed=seed, example_inputs=None)
+    return [pipe.train_step(X, Y).loss for _ in range(4)]
+
+
+def test_pipelines_in_threads_train_as_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    models = [[Noisy() for _ in range(4)] for _ in range(2)]
+    for one, other in zip(*models, strict=True):
+        other.load_state_dict(one.state_dict())
+    expected = [losses(model, seed) for seed, model in enumerate(models[0])]
+    found: dict[int, list[float]] = {}
+    stop = threading.Event()
+
+    def run(seed: int) -> None:
+        found[seed] = losses(models[1][seed], seed)
+
+    def plain() -> None:  # a thread of the user's own, beside
+        while not stop.is_set():
+            F.relu(Doubled.apply(torch.ones(2, WIDTH, requires_grad=True))).sum().backward()
+
+    beside = threading.Thread(target=plain)
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in (beside, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    beside.join()
+    assert [found.get(seed) for seed in range(4)] == expected

@@ -1,0 +1,54 @@
+"""Modules that the user has wrapped for data parallelism already: what to type instead is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.failing import told
+from support.pool import Pool
+from support.small import X, Y, layers, make
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrapped_by_the_user() -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded, inner, stage = layers(2), layers(2), layers(2)
+    fully_shard(sharded, mesh=mesh)
+    fully_shard(inner[1], mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    wraps: list[dict[str, Any]] = [
+        {"model": sharded},
+        {"model": inner},
+        {"stages": [stage, layers(2)]},
+        {"model": DistributedDataParallel(layers(2))},
+        {"stages": [layers(2), DistributedDataParallel(layers(2))]},
+        {"model": nn.Sequential(replicate(nn.Linear(6, 6), mesh=mesh), nn.Linear(6, 6))},
+    ]
+    found = [told(lambda options=options: make(mesh=None, **options)) for options in wraps]
+    pipe = make(mesh=None)
+    pipe.train_step(X, Y)
+    pipe.close()
+    return [(one.kind, one.text) for one in found]
+
+
+@pytest.mark.gloo
+def test_a_users_own_wrappers_are_pointed_to_the_mesh(gloo: Pool) -> None:
+    fsdp = 'expected plain modules, and mesh={"pipe": P, "data": D} with data_parallel="fsdp", which does the same'
+    ddp = 'expected plain modules, and mesh={"pipe": P, "data": D}, which does the same for each stage'
+    expected = [
+        f"the model is a FSDPModule already: {fsdp}",
+        f"module '1' is a FSDPModule already: {fsdp}",
+        f"the model is a FSDPModule already: {fsdp}",
+        f"the model is a DistributedDataParallel already: {ddp}",
+        f"the model is a DistributedDataParallel already: {ddp}",
+        f"module '0' is a ReplicateModule already: {ddp}",
+    ]
+    for found in gloo.run(wrapped_by_the_user, ranks=2):
+        for (kind, text), beginning in zip(found, expected, strict=True):
+            assert kind == "ValueError"
+            assert text.startswith(beginning)
