@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -31,6 +32,9 @@ class Collectives:
 
     Making it is collective: it makes groups of its own, so that their time-out is the run's. So is `subgroup`. `groups`
     makes those of the links, too.
+
+    Attributes:
+        behind: the newest call that its owner made without it, for `gather`: the same in every process.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
@@ -40,6 +44,8 @@ class Collectives:
         self._timeout = timeout
         self.groups = Groups(place, device=device, timeout=timeout)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
+        self.behind = ""
         self._everyone = tuple(range(self._world.size))
         planes, tensor_groups = place.planes(), place.mesh.groups("tensor")
         self._plane = _own(self._world.rank, planes)
@@ -123,7 +129,8 @@ class Collectives:
         return self._broadcast(tensor, self._place.process_of(source), self._plane, what)
 
     def gather(self, mine: T, *, what: str) -> list[T]:
-        """[size] what every process gives, on every process."""
+        """[size] what every process gives, on every process. ValueError on all of them unless all are at the same
+        `what`, behind the same calls."""
         return self._gather(mine, self._everyone, what)
 
     def gather_ranks(self, mine: T, *, what: str) -> list[T]:
@@ -282,9 +289,18 @@ class Collectives:
     def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
         if not self._world.distributed:
             return [mine]
-        everyone: list[T] = [mine] * len(processes)
-        self._run(lambda group: dist.all_gather_object(everyone, mine, group=group), processes, what)
-        return everyone
+        self._gathers[processes] += 1
+        own = f"{what!r} (number {self._gathers[processes]} of what they gather){self.behind}"
+        everyone = [(own, mine)] * len(processes)
+        self._run(lambda group: dist.all_gather_object(everyone, (own, mine), group=group), processes, what)
+        for process, (its, _) in zip(processes, everyone, strict=True):
+            if its != own:
+                me, other = self.name_of(self.rank), self.name_of(process)
+                raise ValueError(
+                    f"{me} is at {own}, and {other} at {its}: expected the same calls, in the same order, in every "
+                    f"process"
+                )
+        return [given for _, given in everyone]
 
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]

@@ -14,6 +14,7 @@ from ..partition.graph.modes import evaluating
 from ..schedules import Schedule
 from .batch.agreement import check_same_batch
 from .batch.batches import join_outputs
+from .batch.checksum import Call
 from .batch.given import Given, check_batch
 from .batch.model_loss import ModelLoss
 from .batch.reader import BatchReader
@@ -90,16 +91,16 @@ class Evaluation:
 
     def step(self, given: Given) -> EvalResult:
         """See PipelineModule.eval_step."""
-        loss, output, _ = self._run(given, has_loss=self._has_loss)
+        loss, output, _ = self._run(given, "eval_step", has_loss=self._has_loss)
         return EvalResult(loss=loss, output=output)
 
     def predict(self, given: Given) -> object:
         """See PipelineModule.predict."""
-        return self._run(given, has_loss=False)[1]
+        return self._run(given, "predict", has_loss=False)[1]
 
     def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
         """The tensors of the output, joined; none on ranks that do not hold the last stage."""
-        return self._run(given, has_loss=False)[2]
+        return self._run(given, "verify", has_loss=False)[2]
 
     def join(
         self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments
@@ -124,13 +125,13 @@ class Evaluation:
         return self._forwards[key]
 
     def _run(
-        self, given: Given, *, has_loss: bool
+        self, given: Given, call: Call, *, has_loss: bool
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
         """The loss, the output and its tensors."""
         num_microbatches = self._microbatches_for(given)
         like = given.on(self._device).cut(num_microbatches // self._num_replicas)[0].arguments
         forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
-        batch = forwards.reader.read(given, step=self._training.num_steps)
+        batch = forwards.reader.read(given, step=self._training.num_steps, call=self._training.called(call))
         with self._guard.together():
             self._unchanged.check(training=False)
             check_same_batch(batch, self._collectives, device=self._device)

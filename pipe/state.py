@@ -138,7 +138,7 @@ class State:
     def _agree(self, answer: Answer) -> None:
         """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""
         with self.guard.together():
-            answers = self.collectives.gather(answer, what=f"loading the checkpoint {answer.place}")
+            answers = self.collectives.gather(answer, what="loading a checkpoint")
         if len(answers) > 1:
             refuse_differing(answers)
 

@@ -19,6 +19,7 @@ from ..schedules import Timeline
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
 from .batch.batches import Batch
+from .batch.checksum import CALLS, Call, Identity
 from .batch.given import Given
 from .batch.gradients import hand_back
 from .batch.reader import BatchReader, Reads
@@ -60,6 +61,7 @@ class Training:
         schedules: BatchSchedules | None = None,
     ) -> None:
         self.num_steps = 0
+        self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
         self._update = update
         self._seeder = seeder
@@ -78,10 +80,16 @@ class Training:
         """Whether no stage of this process reads a batch's values."""
         return self._reader.reads == Reads(inputs=frozenset(), target=False)
 
+    def called(self, name: Call) -> Identity:
+        """One more call with a batch."""
+        self._num_calls += 1
+        self._collectives.behind = f" behind {name} (call {self._num_calls} with a batch)"
+        return Identity(CALLS.index(name), self._num_calls)
+
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
         """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
-        with self._batch(given) as (batch, programs):
+        with self._batch(given, "train_step") as (batch, programs):
             for part, goes_on in self._parts(batch, programs):
                 self._engine.run(part, goes_on=goes_on)
         with self._updating():
@@ -104,7 +112,7 @@ class Training:
     def accumulate(self, given: Given) -> StepResult:
         """See PipelineModule.forward_backward."""
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
-        with self._batch(given) as (batch, programs):
+        with self._batch(given, "forward_backward") as (batch, programs):
             for part, goes_on in self._parts(batch, programs):
                 self._engine.run(part, goes_on=goes_on)
         return self._result(self._update.accumulated())
@@ -173,12 +181,12 @@ class Training:
         self._guard.close()
 
     @contextmanager
-    def _batch(self, given: Given) -> Iterator[tuple[Batch, Programs]]:
+    def _batch(self, given: Given, call: Call) -> Iterator[tuple[Batch, Programs]]:
         """A batch and its programs, to be run within; after that its gradients are ready."""
         self._unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
-        batch = self._reader.read(given, step=self.num_steps)
+        batch = self._reader.read(given, step=self.num_steps, call=self.called(call))
         self._num_samples = batch.num_samples
         if batch.wants_grad:
             self._refuse_batch_gradients(batch)
@@ -275,15 +283,19 @@ class Training:
 
     def _result(self, known: Known | Unconfirmed | None) -> StepResult:
         snapshots = list(self.snapshots().values())
-        assemble = partial(self._update.timeline, schedule=self._update.schedule)
+        schedule = self._update.schedule
+        assemble = partial(self._update.timeline, schedule=schedule)
+        first, last = schedule.owners[0], schedule.owners[-1]
+        waits = self._num_calls == 1 or first == last or not any(one.worker.rank in last for one in self._engine.ranks)
 
         def timeline() -> Timeline:
             with self._guard.together():
                 records = [snapshot() for snapshot in snapshots]
                 return gather_records(records, self._collectives, assemble, self._clocks)
 
+        make_result = partial(StepResult, _timeline=timeline, is_compared=waits or self._collectives.alone)
         if known is None:
-            return StepResult(loss=None, loss_step=None, _timeline=timeline)
+            return make_result(loss=None, loss_step=None)
         if isinstance(known, Unconfirmed):
 
             def outcome() -> UpdateResult:
@@ -292,6 +304,6 @@ class Training:
                 with self._guard.together():
                     return known.outcome()
 
-            return StepResult(loss=known.loss, loss_step=known.step, _timeline=timeline, _update=outcome)
+            return make_result(loss=known.loss, loss_step=known.step, _update=outcome)
         result = UpdateResult(grad_norm=known.grad_norm, skipped=known.skipped)
-        return StepResult(loss=known.loss, loss_step=known.step, _timeline=timeline, _update=lambda: result)
+        return make_result(loss=known.loss, loss_step=known.step, _update=lambda: result)

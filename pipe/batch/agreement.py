@@ -15,7 +15,7 @@ from ...partition.graph.units import Step, Steps
 from ...schedules import Schedule
 from ..stages.shapes import Signature
 from .batches import Batch
-from .checksum import UNKNOWN
+from .checksum import Identity
 
 T = TypeVar("T")
 
@@ -155,18 +155,28 @@ def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collective
 
 
 def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device) -> None:
-    """ValueError on every member of a tensor group unless all passed the same batch. Collective over the group."""
-    members = collectives.tensor_members
-    if len(members) == 1:
-        return
-    sums = torch.tensor(batch.checksums[:2], dtype=torch.float64, device=device)
-    first, *others = (one.tolist() for one in collectives.tensor_gather(sums, what="comparing batches"))
-    for member, theirs in zip(members[1:], others, strict=True):
-        for what, one, other in zip(("inputs", "targets"), first, theirs, strict=True):
-            if one != other and UNKNOWN not in (one, other):
-                raise ValueError(
-                    f"{collectives.name_of(member)} passed other {what} to step {batch.step} than "
-                    f"{collectives.name_of(members[0])}: the members of a tensor group run one rank together. Expected "
-                    f"the same batch in all of them: pipe.loader(dataset, batch_size=...), or "
-                    f"DataLoader(..., generator=torch.Generator().manual_seed(0)) alike in every process"
-                )
+    """ValueError on every member of a tensor group unless all are in the same call with the same batch; on every
+    process, where it is the pipeline's first one. Collective over the group, then over all processes.
+
+    The others are compared where losses arrive: ranks of the last stage, which wait for nobody, learn of it later.
+    """
+    members, step = collectives.tensor_members, batch.step
+    if len(members) > 1:
+        own = torch.tensor(batch.identity[:4], dtype=torch.float64, device=device)
+        gathered = collectives.tensor_gather(own, what="comparing batches")
+        first, *others = (Identity(*one.tolist()) for one in gathered)
+        for member, theirs in zip(members[1:], others, strict=True):
+            names = {"name": collectives.name_of(member), "its_name": collectives.name_of(members[0])}
+            theirs.refuse_other_batch(first, step=step, why=_ONE_RANK, **names)
+    if batch.identity.number == 1:
+        given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
+        last = {replica: process for process, (replica, _) in enumerate(given)}
+        for process, (replica, its) in enumerate(given):
+            other = last[replica] if batch.has_target else len(given) - 1
+            names = {"name": collectives.name_of(process), "its_name": collectives.name_of(other)}
+            its.refuse_other_call(given[-1][1], **names)
+            if batch.has_target:
+                its.refuse_other_batch(given[other][1], step=step, **names)
+
+
+_ONE_RANK = "The members of a tensor group run one rank together."

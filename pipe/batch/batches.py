@@ -15,7 +15,7 @@ from ..stages.shapes import Signature
 from ..stages.slices import Span
 from ..stages.stage import LossValue
 from ..stages.wiring import OutputSpecs
-from .checksum import UNKNOWN
+from .checksum import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Batch:
         step: number of this batch, for random numbers and reports.
         autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
-        checksums: of inputs, target and what the stages run, to be compared with those of other ranks.
+        identity: to be compared with that of other ranks.
         spans: [M] tokens of each slice; none where microbatches are whole.
         num_slices: of a microbatch.
         signatures: of this process's own microbatches (or slices): shapes and types.
@@ -56,8 +56,8 @@ class Batch:
     weights: Sequence[float]
     step: int
     autocast: Autocast
+    identity: Identity
     replica: tuple[int, int] = (0, 1)
-    checksums: tuple[float, float, float] = (UNKNOWN, UNKNOWN, UNKNOWN)
     spans: Sequence[Span] = ()
     num_slices: int = 1
     signatures: Sequence[Signature] = ()
@@ -129,14 +129,14 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-SUMMARY_SIZE = 10
+SUMMARY_SIZE = 7 + len(Identity._fields)
 
 
 def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
-    """[10] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+    """[12] float64 on the losses' device: what every rank must know of an update group, whatever M is.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
-    samples that the weights took for the whole group, checksums of the batch), where total is
+    samples that the weights took for the whole group, the batch's identity), where total is
     sum_k weights[k] loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
 
     Arguments:
@@ -164,7 +164,7 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
     first_bad = bad.to(torch.int8).argmax()
     number = torch.tensor([k // batch.num_slices for k in order]).to(first_bad)[first_bad]
     microbatch = torch.where(bad.any(), number, -1)
-    known = [sum(batch.sizes[k] for k in order), batch.group_items(group), *batch.checksums]
+    known = [sum(batch.sizes[k] for k in order), batch.group_items(group), *batch.identity]
     has_counts, *rest = torch.tensor([with_count[0], *known], dtype=torch.float64).to(values)
     return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad], *rest])
 

@@ -1,4 +1,4 @@
-"""A checksum of what a rank passes to a step: ranks of one pipeline must have passed the same batch.
+"""What ranks of one pipeline must have alike of a call: which one it is, and a checksum of the batch passed to it.
 
 Rank 0 computes with the inputs and the last rank with the target. If a data loader shuffles by itself on each rank, an
 input meets the target of another one, and training goes on as if the labels were noise.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,6 +16,60 @@ from torch.utils import _pytree as pytree
 # Elements of each tensor, evenly spread: an order or a sample that differs shows, at no cost to speak of.
 _SAMPLED = 4096
 UNKNOWN = -1.0  # of a rank that passes shapes alone
+
+CALLS = ("train_step", "forward_backward", "eval_step", "predict", "verify")  # that take a batch
+Call = Literal["train_step", "forward_backward", "eval_step", "predict", "verify"]
+
+_ONE_PIPELINE = (
+    "Ranks of one pipeline must pass the same batch, since the first computes with its inputs and the last with its "
+    "targets; most often a DataLoader(shuffle=True) or a sampler draws another order on each rank."
+)
+
+
+class Identity(NamedTuple):
+    """A call with a batch: which of CALLS, its number among those of the pipeline; checksums of the batch's inputs and
+    targets and of what the stages run for it, UNKNOWN where they are not to be compared."""
+
+    call: float
+    number: float
+    inputs: float = UNKNOWN
+    targets: float = UNKNOWN
+    program: float = UNKNOWN
+
+    def refuse_other_call(self, other: Identity, *, name: str, its_name: str) -> None:
+        """ValueError unless another process has made the same call.
+
+        Arguments:
+            name, its_name: of this process and the other one, for people.
+        """
+        if self[:2] != other[:2]:
+            mine, its = (f"{CALLS[int(one.call)]} (call {int(one.number)} with a batch)" for one in (self, other))
+            raise ValueError(
+                f"{name} is in {mine}, and {its_name} in {its}: expected the same calls, in the same order, on every "
+                f"rank"
+            )
+
+    def refuse_other_batch(
+        self, other: Identity, *, step: int, name: str, its_name: str, why: str = _ONE_PIPELINE
+    ) -> None:
+        """ValueError unless another process of the same pipeline has passed the same batch, too.
+
+        Arguments:
+            why: it must, for people.
+        """
+        self.refuse_other_call(other, name=name, its_name=its_name)
+        for what, one, its_one in zip(("inputs", "targets"), self[2:], other[2:], strict=False):
+            if one != its_one and UNKNOWN not in (one, its_one):
+                raise ValueError(
+                    f"{name} passed other {what} to step {step} than {its_name}. {why} Expected "
+                    f"pipe.loader(dataset, batch_size=...), or DataLoader(..., "
+                    f"generator=torch.Generator().manual_seed(0)) alike on every rank"
+                )
+        if self.program != other.program and UNKNOWN not in (self.program, other.program):
+            raise ValueError(
+                f"{name} runs another forward in step {step} than {its_name}: expected a model whose attributes change "
+                f"alike on every rank, and whose code does the same there (sorted(...) around sets)"
+            )
 
 
 def checksum(value: object) -> float:

@@ -15,7 +15,7 @@ from ..stages.autocast import Autocast
 from ..stages.shapes import Inferred, InferredStages, Signature
 from ..stages.slices import Span
 from .batches import Batch, weigh
-from .checksum import UNKNOWN, checksum, is_shape_alone
+from .checksum import Identity, checksum, is_shape_alone
 from .given import Given, check_batch, check_like_example
 from .model_loss import ModelLoss
 from .sequence import NO_SEQUENCE, SequenceOptions, Slice
@@ -88,8 +88,8 @@ class BatchReader:
         ]
         self._is_own = [k in own for k in range(schedule.num_microbatches) for _ in range(schedule.num_slices)]
 
-    def read(self, given: Given, *, step: int) -> Batch:
-        """The batch; ValueError for one that does not fit the pipeline."""
+    def read(self, given: Given, *, step: int, call: Identity) -> Batch:
+        """The batch of a call; ValueError for one that does not fit the pipeline."""
         with self._together():
             own, device = self._own, self._device
             check_batch(given, len(own))
@@ -110,10 +110,10 @@ class BatchReader:
             inferred = [stages_of[each] for each in signatures]
             self._refuse_float16(inferred)
             self._refuse_new_gradients(inferred)
-            sums = (UNKNOWN, UNKNOWN, UNKNOWN)
             if self._compares:
-                programs = "".join(each.digest() for each in stages_of.values())
-                sums = checksum(given.inputs), checksum(given.targets), float(zlib.crc32(programs.encode()))
+                programs = "".join(each.digest() for each in stages_of.values()).encode()
+                sums = checksum(given.inputs), checksum(given.targets), float(zlib.crc32(programs))
+                call = Identity(*call[:2], *sums)
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:
                 targets = self._model_loss.weigh(microbatches)
@@ -135,7 +135,7 @@ class BatchReader:
                 step=step,
                 autocast=Autocast.now(device.type),
                 replica=(own.start, own.step),
-                checksums=sums,
+                identity=call,
                 spans=[spans[j] for j in self._like] if spans else (),
                 num_slices=self._num_slices,
                 signatures=signatures,

@@ -32,10 +32,13 @@ class StepResult:
     Arguments:
         loss: of the batch; sum_k (n_k/N) loss_k.
         loss_step: the step that it belongs to.
+        is_compared: whether other ranks had passed the same batch is known. Ranks of the last stage wait for nobody:
+            behind the first batch, which all compare before it runs, they are told by their next call.
     """
 
     loss: float | None
     loss_step: int | None
+    is_compared: bool = True
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
     _update: Callable[[], UpdateResult] = field(repr=False, compare=False, default=lambda: NO_UPDATE)
 

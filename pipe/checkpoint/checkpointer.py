@@ -128,7 +128,7 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             problem = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         with state.guard.together():
-            _check_agreement(state.collectives.gather(_Agreed(every, overhead, problem), what=f"opening {folder}"))
+            _check_agreement(state.collectives.gather(_Agreed(every, overhead, problem), what="opening a checkpointer"))
         self.every: int = self._interval.every if self._interval is not None else int(every)
         self._last = state.training.num_steps
         self._due = self._last + self.every

@@ -21,7 +21,7 @@ from ..batch.batches import (
     read_loss_summary,
     summarize_losses,
 )
-from ..batch.checksum import UNKNOWN
+from ..batch.checksum import Identity
 from ..stages.stage import LossValue
 from .loss_scale import LossScale
 from .unsharding import Unsharding
@@ -143,25 +143,14 @@ class RankUpdate:
         return NO_UPDATE, LOWER_OR_CLIP
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
-        """Compare the batch of a rank of the last stage with this rank's; data replicas have batches of their own."""
+        """Compare the call of a rank of the last stage with this rank's; data replicas have batches of their own."""
         replica, num_replicas = batch.replica
-        if batch.checksums == (UNKNOWN,) * 3 or self._last_owners.index(rank) % num_replicas != replica:
-            return
-        *given, program = zip(("inputs", "targets", ""), batch.checksums, summary[-3:].tolist(), strict=True)
-        for what, own, theirs in given:
-            if own != theirs and UNKNOWN not in (own, theirs):
-                raise ValueError(
-                    f"rank {self._rank} passed other {what} to step {batch.step} than rank {rank}. "
-                    f"Ranks of one pipeline must pass the same batch, since the first computes with its "
-                    f"inputs and the last with its targets; most often a DataLoader(shuffle=True) or a sampler "
-                    f"draws another order on each rank. Expected pipe.loader(dataset, batch_size=...), or "
-                    f"DataLoader(..., generator=torch.Generator().manual_seed(0)) alike on every rank"
-                )
-        if program[1] != program[2]:
-            raise ValueError(
-                f"rank {self._rank} runs another forward in step {batch.step} than rank {rank}: expected a model whose "
-                f"attributes change alike on every rank, and whose code does the same there (sorted(...) around sets)"
-            )
+        own, its = batch.identity, Identity(*summary[-len(batch.identity) :].tolist())
+        names = {"name": f"rank {self._rank}", "its_name": f"rank {rank}"}
+        if self._last_owners.index(rank) % num_replicas == replica:
+            own.refuse_other_batch(its, step=batch.step, **names)
+        else:
+            own.refuse_other_call(its, **names)
 
     def forget(self, group: int) -> None:
         """The losses of a group are no longer needed."""

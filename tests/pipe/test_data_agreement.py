@@ -33,17 +33,18 @@ def make_pipe(schedule: str = "1f1b", **options: Any) -> PipelineModule:
 
 
 def train_unseeded(schedule: str, rank_seed: int) -> str:
-    """The error of each rank whose loader shuffles by itself; the parameters must not have moved."""
+    """The error of each rank whose loader shuffles by itself, before any loss of it was handed out."""
     pipe = make_pipe(schedule)
+    losses = []
     torch.manual_seed(100 + rank_seed * torch.distributed.get_rank())
     loader = DataLoader(TensorDataset(SAMPLES, SAMPLES), batch_size=8, shuffle=True)
     try:
         for batch in loader:
-            pipe.train_step(*batch)
+            losses.append(pipe.train_step(*batch).loss)
         pipe.flush()
         pipe.close()
     except (ValueError, PipelineError) as error:
-        return str(error)
+        return f"behind {losses} {error}"
     return "nothing"
 
 
@@ -51,6 +52,7 @@ def train_unseeded(schedule: str, rank_seed: int) -> str:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, schedule: str) -> None:
     for told in gloo.run(train_unseeded, ranks=3, args=(schedule, 1)):
+        assert "behind [] " in told
         assert "passed other inputs to step 0 than rank 2" in told
         assert "shuffle=True" in told
         assert "pipe.loader(dataset, batch_size=...)" in told
@@ -62,23 +64,26 @@ def test_loaders_with_equal_seeds_are_told_nothing(gloo: Pool, schedule: str) ->
     assert gloo.run(train_unseeded, ranks=2, args=(schedule, 0)) == ["nothing"] * 2
 
 
-def pass_another_target(step: int) -> str:
+def pass_another_target(step: int) -> tuple[str, list[bool]]:
     pipe = make_pipe()
+    compared: list[bool] = []
     for number in range(step + 2):  # the last rank, which waits for nobody at the end of a step, is told in the next
         x = SAMPLES[number % 3 * 8 : number % 3 * 8 + 8]
         target = x.flip(0) if number == step and pipe.rank == 0 else x
         try:
-            pipe.train_step(x, target)
+            compared.append(pipe.train_step(x, target).is_compared)
         except (ValueError, PipelineError) as error:
-            return str(error)
-    return "nothing"
+            return str(error), compared
+    return "nothing", compared
 
 
 @pytest.mark.gloo
 def test_another_target_is_told_with_its_step(gloo: Pool) -> None:
-    told = gloo.run(pass_another_target, ranks=2, args=(2,))
-    assert "rank 0 passed other targets to step 2 than rank 1" in told[0]
-    assert "passed other targets to step 2" in told[1]
+    (first, of_first), (last, of_last) = gloo.run(pass_another_target, ranks=2, args=(2,))
+    assert "rank 0 passed other targets to step 2 than rank 1" in first
+    assert "passed other targets to step 2" in last
+    assert of_first == [True, True]
+    assert of_last == [True, False, False]  # its loss of step 2 may be of a target that rank 0 did not pass
 
 
 def train_with_loader(mesh: dict[str, int], epochs: int, same_shapes: bool) -> tuple[list[float], list[bool]]:

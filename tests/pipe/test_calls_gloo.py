@@ -1,0 +1,77 @@
+"""Ranks that make different calls: all of them end, by name, and none goes on with what another has not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.failing import LONG, Told, told
+from support.pool import Pool
+from support.small import X, Y, layers, make
+
+CALLS: dict[str, Callable[[Any, Any, str], object]] = {
+    "train_step": lambda pipe, result, folder: pipe.train_step(X, Y),
+    "forward_backward": lambda pipe, result, folder: pipe.forward_backward(X, Y),
+    "eval_step": lambda pipe, result, folder: pipe.eval_step(X, Y),
+    "predict": lambda pipe, result, folder: pipe.predict(X),
+    "clip_grad_norm_": lambda pipe, result, folder: pipe.clip_grad_norm_(1.0),
+    "save": lambda pipe, result, folder: pipe.save(f"{folder}/new"),
+    "load": lambda pipe, result, folder: pipe.load(f"{folder}/old"),
+    "checkpointer": lambda pipe, result, folder: pipe.checkpointer(f"{folder}/beside", every=1),
+    "full_state_dict": lambda pipe, result, folder: pipe.full_state_dict(),
+    "timeline": lambda pipe, result, folder: result.timeline(),
+    "close": lambda pipe, result, folder: pipe.close(),
+    "nothing": lambda pipe, result, folder: None,
+}
+AT_ONCE = [  # the others wait for each other's messages until the time-out, which tells
+    ("train_step", "forward_backward"),
+    ("forward_backward", "train_step"),
+    ("predict", "nothing"),
+    ("predict", "eval_step"),
+    ("save", "load"),
+    ("load", "save"),
+    ("save", "checkpointer"),
+    ("checkpointer", "save"),
+    ("save", "close"),
+    ("close", "save"),
+    ("save", "timeline"),
+    ("timeline", "save"),
+    ("load", "checkpointer"),
+    ("checkpointer", "load"),
+    ("load", "close"),
+    ("close", "load"),
+    ("load", "timeline"),
+    ("checkpointer", "close"),
+    ("checkpointer", "timeline"),
+    ("close", "timeline"),
+]
+SAME = "expected the same calls, in the same order"
+
+
+def differ(folder: str, pairs: list[tuple[str, str]], timeout: float) -> list[list[Told]]:
+    """What this rank is told by its call of each pair, in a pipeline of its own, and by a save of all ranks after."""
+    rank, results = int(os.environ["RANK"]), []
+    for number, pair in enumerate(pairs):
+        here = f"{folder}/{number}"
+        pipe: Any = make(mesh=None, model=layers(2), num_microbatches=2, timeout=timeout)
+        result = pipe.train_step(X, Y)
+        calls = partial(CALLS[pair[rank]], pipe, result, here), partial(pipe.save, f"{here}/after")
+        results.append([told(call) for call in calls])
+        dist.barrier()  # no pipeline is made while another rank still ends the one before
+    return results
+
+
+@pytest.mark.gloo
+def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path) -> None:
+    by_rank = gloo.run(differ, ranks=2, args=(str(tmp_path), AT_ONCE, LONG))
+    for number, (pair, *ranks) in enumerate(zip(AT_ONCE, *by_rank, strict=True)):
+        for first, last in ranks:
+            assert first.kind in ("none", "ValueError", "PeerLost"), (pair, first)
+            assert last.kind in ("ValueError", "PeerLost", "PipelineError"), (pair, last)
+            assert SAME in (last.text if first.kind == "none" else first.text), (pair, first, last)
+        assert not (tmp_path / str(number) / "after" / "latest").exists()
