@@ -132,17 +132,21 @@ class Building:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a call in one process: no other thread's runs, and an error takes back stages that it has built."""
-        if self._world.distributed:  # waiting for another thread, each rank would wait for the others
-            yield
-            return
-        with _ALONE:
-            before = self.pipeline
-            try:
+        """Around a call, whatever mode it is made in.
+
+        In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
+        """
+        with torch.inference_mode(False):
+            if self._world.distributed:  # waiting for another thread, each rank would wait for the others
                 yield
-            except BaseException:
-                self.pipeline = before
-                raise
+                return
+            with _ALONE:
+                before = self.pipeline
+                try:
+                    yield
+                except BaseException:
+                    self.pipeline = before
+                    raise
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
         settings, own = self._settings, layout.schedule.num_microbatches // layout.place.replica[1]

@@ -43,6 +43,10 @@ class RunState:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"a state dict of type {type(state).__name__}: expected tensors by name, as state_dict() has"
+            )
         self._building.built("parameters and state").state.load_state_dict(state)
 
     def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> SaveResult:
@@ -57,7 +61,7 @@ class RunState:
 
         Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
-        return self._building.built("parameters and state").state.save(folder, loader)
+        return self._building.built("parameters and state").state.save(_path(folder), loader)
 
     def checkpointer(
         self,
@@ -82,7 +86,7 @@ class RunState:
         """
         check_options(every, overhead)
         return Checkpointer(
-            Path(folder),
+            _path(folder),
             state=self._building.built("a checkpointer").state,
             exchanges=Exchanges(self.world, what="checkpoints"),
             device=self._settings.device,
@@ -103,4 +107,10 @@ class RunState:
 
         Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
         """
-        self._building.built("parameters and state").state.load(folder, loader)
+        self._building.built("parameters and state").state.load(_path(folder), loader)
+
+
+def _path(folder: object) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"folder={folder!r:.60}: expected a path, such as 'checkpoints'")
+    return Path(folder)

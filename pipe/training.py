@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 
 import torch
 
@@ -119,7 +120,7 @@ class Training:
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
         """See PipelineModule.clip_grad_norm_."""
-        if not max_norm > 0:
+        if not isinstance(max_norm, Real) or not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
         norm_type = check_norm_type(norm_type)
         if self._update.loss_scales:

@@ -178,7 +178,8 @@ def _shape_alone(leaf: Any) -> Any:
 
 def count_samples(dataset: Dataset[Any]) -> int:
     """Samples of a dataset; ValueError for one that cannot be drawn from by number."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    has_numbers = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not has_numbers or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"pipe.loader was given {type(dataset).__name__}, which cannot be drawn from by number: expected a "
             f"dataset with __len__ and __getitem__; or a DataLoader of your own that yields the same batches on "

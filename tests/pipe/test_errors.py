@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from support.small import X, Y, layers, make, sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from stagewright.pipe import PipelineModule, named
 from stagewright.schedules import ScheduleError, build
@@ -210,6 +211,25 @@ def test_before_the_stages_are_built(use: Callable[[PipelineModule], object], na
     message = rf"{name}: the stages are not built yet\. Expected PipelineModule\(\.\.\., example_inputs=\(x,\)\), "
     with pytest.raises(ValueError, match=message):
         use(make(example_inputs=None))
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda pipe: pipe.save(3), r"folder=3: expected a path, such as 'checkpoints'"),
+        (lambda pipe: pipe.load(None), r"folder=None: expected a path"),
+        (lambda pipe: pipe.checkpointer(b"c", every=1), r"folder=b'c': expected a path"),
+        (lambda pipe: pipe.load_state_dict([X]), r"a state dict of type list: expected tensors by name"),
+        (lambda pipe: pipe.clip_grad_norm_("1"), r"max_norm='1': expected a number above 0"),
+        (
+            lambda pipe: pipe.loader(DataLoader(TensorDataset(X, Y)), batch_size=8),
+            r"pipe\.loader was given DataLoader, which cannot be drawn from by number",
+        ),
+    ],
+)
+def test_what_methods_are_given(use: Callable[[PipelineModule], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use(make())
 
 
 # --- schedules from files ---

@@ -56,11 +56,11 @@ def plain_losses(kind: type[nn.Module] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", [None, Gate], ids=["sequential", "recorded"])
-@pytest.mark.parametrize(("bad", "message"), BAD.values(), ids=BAD.keys())
-def test_the_next_good_batch_builds_and_trains(
-    bad: tuple[Any, ...], message: str, kind: type[nn.Module] | None
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, None) for name in BAD), *((name, Gate) for name in ("float64", "another width"))]
+)
+def test_the_next_good_batch_builds_and_trains(name: str, kind: type[nn.Module] | None) -> None:
+    bad, message = BAD[name]
     torch.manual_seed(0)
     pipe = make(model=layers() if kind is None else kind(), example_inputs=None)
     for step in (pipe.train_step, pipe.train_step, pipe.forward_backward):
@@ -114,6 +114,19 @@ def test_norms_take_reduced_inputs_beside_float32_weights(dtype: torch.dtype) ->
     model = nn.Sequential(nn.LayerNorm(WIDTH), Widened(), *layers(2))
     expected = model(X.to(dtype))
     torch.testing.assert_close(make(model=model, example_inputs=(X.to(dtype),)).predict(X.to(dtype)), expected)
+
+
+@pytest.mark.parametrize("kind", [None, Gate], ids=["sequential", "recorded"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_whatever_mode_the_first_call_is_made_in(mode: Any, kind: type[nn.Module] | None) -> None:
+    torch.manual_seed(0)
+    model = layers() if kind is None else kind()
+    pipe = make(model=model, example_inputs=None)
+    with mode():
+        torch.testing.assert_close(pipe.predict(X), model(X))
+        torch.testing.assert_close(pipe.predict(X[:7]), model(X[:7]))  # of another size
+        losses = [pipe.train_step(X, Y).loss for _ in range(2)]
+    assert [*losses, pipe.train_step(X, Y).loss] == pytest.approx(plain_losses(kind), rel=1e-5)
 
 
 # --- over processes ---

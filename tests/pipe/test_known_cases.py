@@ -1,0 +1,145 @@
+"""Cases that suites of other pipeline runtimes hold, each against one plain process in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small import WIDTH, sgd
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import FAMILIES, Schedule, build
+from stagewright.schedules.builders.interleaved import interleaved
+
+X, Y = (torch.randn(14, WIDTH, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(2))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def assert_trains(model: nn.Module, *, loss: Any = F.mse_loss, stages: bool = False, **options: Any) -> None:
+    """Three steps, whose losses and weights are those of the plain model."""
+    model = model.double()
+    plain, plain_loss = copy.deepcopy((model, loss))
+    trained = [*plain.parameters(), *(plain_loss.parameters() if isinstance(plain_loss, nn.Module) else [])]
+    optimizer, expected = sgd(trained), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = plain_loss(plain(X), Y)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    what = {"stages": list(model.children())} if stages else {"model": model}
+    pipe = PipelineModule(**what, loss_fn=loss, optimizer=sgd, **options)
+    assert [pipe.train_step(X, Y).loss for _ in range(3)] == pytest.approx(expected, rel=1e-12)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+# --- torch.distributed.pipelining ---
+
+
+def test_a_rank_with_three_stages_and_one_with_two() -> None:
+    """Placement [0, 1, 4], [2, 3], as in torch's ScheduleUnbalanced."""
+    rows = "0F0,0F1,1F0,1F1,4F0,4F1,4B0,4B1,1B0,1B1,0B0,0B1\n2F0,3F0,2F1,3F1,3B0,3B1,2B0,2B1\n"
+    schedule = Schedule.from_csv(rows, name="unbalanced")
+    assert schedule.placement == ((0, 1, 4), (2, 3))
+    assert_trains(nn.Sequential(*[linear() for _ in range(5)]), schedule=schedule)
+
+
+@pytest.mark.parametrize("mode", ["predict", "eval_step"])
+def test_outputs_are_inputs_again_twenty_times(mode: str) -> None:
+    model = nn.Sequential(*[linear() for _ in range(4)]).double()
+    pipe = PipelineModule(model, mesh={"pipe": 4}, num_microbatches=4)
+    fed = plain = X
+    for _ in range(20):
+        fed = pipe.predict(fed) if mode == "predict" else pipe.eval_step(fed).output
+        plain = model(plain).detach()
+    assert torch.equal(fed, plain)
+
+
+# --- DeepSpeed, nnScaler, ...: two linears of weight 1, x = 1, y = 0, SGD(0.1): both weights become 0.8 ---
+
+
+@pytest.mark.parametrize(("num_microbatches", "mesh"), [(4, {"pipe": 2}), (8, {"pipe": 2, "data": 2})], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_weights_of_one_become_four_fifths(family: str, num_microbatches: int, mesh: dict[str, int]) -> None:
+    if family in ("pipedream", "paci"):
+        pytest.skip("updates behind each microbatch")
+    if build(family, num_ranks=2, num_microbatches=num_microbatches).num_slices > 1:
+        pytest.skip("wants a sequence")
+    ones = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
+    for one in ones:
+        nn.init.ones_(one.weight)
+    model = nn.Sequential(ones[0], nn.Identity(), ones[1], nn.Identity())  # also four stages of two ranks
+    pipe = PipelineModule(
+        model, schedule=family, mesh=mesh, num_microbatches=num_microbatches, loss_fn=F.mse_loss, optimizer=sgd
+    )
+    pipe.train_step(torch.ones(16, 1, dtype=torch.float64), torch.zeros(16, 1, dtype=torch.float64))
+    pipe.flush()
+    assert [one.weight.item() for one in ones] == pytest.approx([0.8, 0.8], rel=1e-14)
+
+
+# --- Megatron-LM ---
+
+
+class Head(nn.Module):
+    """A loss with parameters, alone on its stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear().double()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.linear(output), target)
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Any]]] = {
+    "empty inside": (lambda: [linear(), nn.Sequential(), nn.Identity(), linear()], lambda: F.mse_loss),
+    "empty at first": (lambda: [nn.Identity(), linear(), nn.Sequential(), linear()], lambda: F.mse_loss),
+    "loss alone": (lambda: [linear(), linear(), linear(), nn.Identity()], lambda: F.mse_loss),
+    "loss with weights alone": (lambda: [linear(), linear(), nn.Sequential(), nn.Identity()], Head),
+    "one stage has all": (lambda: [nn.Identity(), nn.Identity(), linear(), nn.Identity()], lambda: F.mse_loss),
+}
+ORDERS = [("1f1b", 4), ("zb-h1", 4), ("interleaved", 2), ("interleaved-zb", 2), ("dualpipe-v", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), ORDERS[1:3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> None:
+    make_stages, make_loss = LAYOUTS[layout]
+    stages = nn.Sequential(*make_stages())
+    options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4}
+    assert_trains(stages, loss=make_loss(), stages=True, **options)
+
+
+class PastAll(nn.Module):
+    """What the first stage makes is read by the last one, beside the model's input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+        self.blocks = nn.ModuleList(linear() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        begun = h = self.first(x)
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return self.last(h + begun) + x
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), ORDERS)
+def test_a_value_that_skips_all_stages(schedule: str, num_ranks: int) -> None:
+    assert_trains(PastAll(), schedule=schedule, mesh={"pipe": num_ranks}, num_microbatches=4)
+
+
+@pytest.mark.parametrize("groups", [(3, 2, 2), (4, 3), (7,), (5, 2)], ids=str)
+def test_groups_of_microbatches_of_other_sizes_than_the_ranks(groups: tuple[int, ...]) -> None:
+    schedule = interleaved(num_ranks=2, num_microbatches=7, groups=groups)
+    assert_trains(nn.Sequential(*[linear() for _ in range(4)]), schedule=schedule)
