@@ -12,7 +12,7 @@ module has nothing left to do; around one, it does all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,7 +90,6 @@ class _Rerun:
         self._changed: dict[tuple[torch.Size, ...], frozenset[int]] = {}  # inputs, by shapes, which decide on kernels
         self._options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         self._selects = selects
-        self._without_cache = _no_cache_of_casts if selects else nullcontext
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -126,13 +125,13 @@ class _Rerun:
             nonlocal buffers, is_first
             if is_first:  # it takes the arguments themselves, the second run what was kept of them
                 is_first = False
-                with no_checkpoints_inside(), self._without_cache():
+                with no_checkpoints_inside():
                     value = forward(*args, **kwargs)
                 buffers = self._buffers.after_forward(buffers)
                 return value
             again, keywords = inputs.with_tensors(tensors)
             self._seeder.resume(random)
-            with no_checkpoints_inside(), self._without_cache(), self._buffers.put_back(buffers):
+            with no_checkpoints_inside(), self._buffers.put_back(buffers):
                 forward(*again, **keywords)
             return None
 
@@ -147,17 +146,6 @@ class _Rerun:
                 f"recompute= that leaves the module out"
             )
         return value
-
-
-@contextmanager
-def _no_cache_of_casts() -> Iterator[None]:
-    """Within, weights are cast anew under autocast: a policy wants the same operations in both runs, cached or not."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _in_users_checkpoint() -> bool:

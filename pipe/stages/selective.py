@@ -1,4 +1,4 @@
-"""Results of a first run that its second run is given, by operation, in place of computing them again.
+"""Results of a first run that its second run is given in place of computing them again, while both do the same.
 
 One that was changed in place meanwhile is computed again like all others. What wrote into its memory is seen
 
@@ -9,7 +9,6 @@ One that was changed in place meanwhile is computed again like all others. What 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,7 +23,9 @@ from .randomness import Seeder
 
 Keeps = Callable[..., bool]  # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs)
 
-_Key = tuple[Any, int]  # an operation, and how often it ran before
+_aten = torch.ops.aten
+# Of these runs may have different numbers, with casts that autocast keeps and memory that slices of a sequence have.
+_UNCOUNTED = {*torchs.SAC_IGNORED_OPS, _aten._to_copy.default, _aten.new_empty.default}
 
 
 class _Result(NamedTuple):
@@ -46,8 +47,9 @@ class KeptResults:
     def __init__(self, keeps: Keeps, seeder: Seeder) -> None:
         self._keeps = keeps
         self._seeder = seeder
-        self._results: dict[_Key, _Result] = {}
-        self._in_memory: dict[int, list[_Key]] = {}
+        self._operators: list[Any] = []
+        self._results: dict[int, _Result] = {}
+        self._in_memory: dict[int, list[int]] = {}
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """For the first run and the second one, as `context_fn` of torch's checkpoint."""
@@ -56,48 +58,51 @@ class KeptResults:
     def returned(self, value: object) -> None:
         """The first run returned it: others may change it."""
         for x in _tensors(value):
-            for key in self._kept_in(x):
-                self._results[key].versions.append((_detached(x), x._version))
+            for number in self._kept_in(x):
+                self._results[number].versions.append((_detached(x), x._version))
 
-    def _first(self, key: _Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        value, (operator, _) = call(), key
+    def _first(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
+        value = operator(*args, **kwargs)
+        self._operators.append(operator)
         written = _written(operator)
         for i, name in written:
             for x in _tensors(args[i] if i < len(args) else kwargs.get(name)):
                 for spoilt in self._kept_in(x):
-                    del self._results[spoilt]
+                    self._results.pop(spoilt, None)
         context = torchs.SelectiveCheckpointContext(is_recompute=False)
         context.op_output = value  # as newer releases of torch have it
         if self._keeps(context, operator, *args, **kwargs) and not written:
             kept = pytree.tree_map_only(torch.Tensor, _detached, value)
             draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
             versions = [(x, x._version) for x in _tensors(kept)]
-            self._results[key] = _Result(kept, versions, self._seeder.state() if draws else None)
+            self._results[number] = _Result(kept, versions, self._seeder.state() if draws else None)
             for x in _tensors(kept):
                 for memory in _memories(x):
-                    self._in_memory.setdefault(memory, []).append(key)
+                    self._in_memory.setdefault(memory, []).append(number)
         return value
 
-    def _second(self, key: _Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        result = self._results.pop(key, None)
+    def _second(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
+        if number >= len(self._operators) or self._operators[number] is not operator:
+            self._results.clear()  # other operations from here on, as where the first run filled a cache of its own
+        result = self._results.pop(number, None)
         if result is None or any(x._version != version for x, version in result.versions):
-            return call()
+            return operator(*args, **kwargs)
         if result.random is not None:
             self._seeder.resume(result.random)
         return result.value
 
-    def _kept_in(self, x: torch.Tensor) -> list[_Key]:
-        keys = [key for memory in _memories(x) for key in self._in_memory.get(memory, ())]
-        return [key for key in keys if key in self._results]
+    def _kept_in(self, x: torch.Tensor) -> list[int]:
+        numbers = [number for memory in _memories(x) for number in self._in_memory.get(memory, ())]
+        return [number for number in numbers if number in self._results]
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leads the operations of a run through a function."""
+    """Leads the operations of a run through a function, with their numbers."""
 
     def __init__(self, through: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._through = through
-        self._counts: Counter[Any] = Counter()
+        self._number = -1
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -106,11 +111,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in torchs.SAC_IGNORED_OPS:  # of which the runs have different numbers
+        if func in _UNCOUNTED:
             return func(*args, **kwargs)
-        key = func, self._counts[func]
-        self._counts[func] += 1
-        return self._through(key, lambda: func(*args, **kwargs), args, kwargs)
+        self._number += 1
+        return self._through(self._number, func, args, kwargs)
 
 
 @cache
