@@ -192,7 +192,7 @@ class Profile:
         for figure in _PROFILE_FIGURES:
             value = getattr(self, figure)
             if value is not None:
-                object.__setattr__(self, figure, number(figure, value, positive=figure == "step_seconds"))
+                object.__setattr__(self, figure, number(figure, value, positive=figure in ("step_seconds", "slowdown")))
         nodes = tuple(self.nodes)
         names = [node.name for node in nodes]
         if not nodes:

@@ -194,7 +194,7 @@ def plan(
         filter(runs, _in_all_orders(every, topology.cluster)), []
     )
     if not found:
-        raise ValueError(_why_nothing(search, space))
+        raise ValueError(_why_nothing(search, space, runnable=runnable))
     found = distinct(found)
     says_size = one.microbatch_size is not None
 
@@ -346,8 +346,8 @@ def _tensor_sizes(
     sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
     if not sizes:
         raise ValueError(
-            f"tensor_sizes={_listed(wanted)}: expected some of {', '.join(map(str, known)) or '1'}, the sizes that the "
-            f"profiles and the cluster allow"
+            f"tensor_sizes={_listed(wanted)}: expected some of {_listed(known) or 'the sizes of other profiles'}: what "
+            f"profiles and cluster allow, whose innermost links join {cluster.levels[0].size} devices"
         )
     if runnable and all(cluster.num_devices % size for size in sizes):
         raise ValueError(
@@ -367,17 +367,19 @@ def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[s
     return notes
 
 
-def _why_nothing(search: Search, space: SearchSpace) -> str:
+def _why_nothing(search: Search, space: SearchSpace, *, runnable: bool) -> str:
     miss = search.miss
     if miss is None:
         sizes = {"pipeline_sizes": space.pipeline_sizes, "data_sizes": space.data_sizes}
         given = [f"{name}={_listed(values)}" for name, values in sizes.items() if values is not None]
         asked = f" with {' and '.join(given)}" if given else ""
         refused = f" ({search.refusal})" if search.refusal is not None else ""
+        streams = [name for name, _ in space.schedules if runnable and family(name).rule.is_asynchronous]
+        busy = f", no device idle under {' or '.join(streams)} (or runnable=False)" if streams else ""
         return (
             f"no configuration of a batch of {space.global_batch} on {space.num_devices} devices{asked}{refused}: "
             f"expected sizes whose product is at most {space.num_devices}, with replicas that divide the microbatches, "
-            f"at most {space.max_stages} stages, and enough microbatches for the schedule"
+            f"at most {space.max_stages} stages, and enough microbatches for the schedule{busy}"
         )
     c = miss.configuration
     ranks = c.stage_ranks[miss.stage_group]

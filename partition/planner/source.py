@@ -71,8 +71,11 @@ class MeasuredProfiles:
                     f"profiles of microbatches of {self.sizes[0]}{_over(first)} and of {size}{_over(profile)}: "
                     f"{differs}: expected profiles of one model, device and type"
                 )
-        for tensor in self._ways:
-            _refuse_seconds([(size, self._profiles[size, tensor].typical().parts_seconds) for size in self.sizes])
+        took = {sizes: sizes[1] * profile.typical().parts_seconds for sizes, profile in self._profiles.items()}
+        for way in self._ways:
+            _refuse_seconds("microbatches of", {size: took[size, way] for size in self.sizes})
+        for size in self.sizes:
+            _refuse_seconds("tensor ranks", {way: took[size, way] for way in self._ways})
         self._cluster = cluster
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
@@ -91,24 +94,25 @@ class MeasuredProfiles:
         return tuple(tensor for tensor in self._ways if tensor == 1 or tensor <= most)
 
 
-def _refuse_seconds(known: Sequence[tuple[int, float]]) -> None:
-    """ValueError where nothing takes any time, and for microbatches that take less than half of smaller ones: more work
-    makes no device that much faster.
+def _refuse_seconds(what: str, took: Mapping[int, float]) -> None:
+    """ValueError where nothing takes any time, or more samples (or parts) take less than half of what fewer take: more
+    work makes no device that much faster.
 
     Arguments:
-        known: sizes, ascending, and seconds of F + B.
+        what: is counted.
+        took: by count, ascending, seconds of F + B of all ranks.
     """
-    for size, seconds in known:
+    for number, seconds in took.items():
         if not seconds:
             raise ValueError(
-                f"profile of microbatches of {size}: forward_seconds and backward_seconds of all its nodes are 0: "
-                f"expected what they take [s], since plans are told apart by that"
+                f"profile of {what} {number}: forward_seconds and backward_seconds of all its nodes are 0: expected "
+                f"what they take [s], since plans are told apart by that"
             )
-    for (size, shorter), (larger, longer) in pairwise(known):
-        if 2 * longer < shorter:
+    for fewer, more in pairwise(took):
+        if 2 * took[more] < took[fewer]:
             raise ValueError(
-                f"profiles of microbatches of {size} and {larger}, which take {shorter:.3g} s and {longer:.3g} s of F "
-                f"+ B: expected no less than half for more samples; measure both on one device, with nothing beside"
+                f"profiles of {what} {fewer} and {more}, which take {took[fewer]:.3g} s and {took[more]:.3g} s of F + "
+                f"B over all ranks: expected no less than half for more; measure both on one device, nothing beside"
             )
 
 

@@ -305,10 +305,10 @@ def test_no_seconds_at_all() -> None:
 def test_larger_microbatches_that_take_much_less_are_refused() -> None:
     """As where one of the profiles was measured on another machine, or in other units."""
     fast = replace(chain(4, forward_seconds=0.01, backward_seconds=0.02), microbatch_size=2)
-    with pytest.raises(
-        ValueError, match=r"of 1 and 2, which take 12 s and 0.12 s of F \+ B: expected no less than half"
-    ):
+    with pytest.raises(ValueError, match=r"of 1 and 2, which take 12 s and 0.12 s of F \+ B over all ranks: expected"):
         plan([chain(4), fast], FOUR, global_batch=4)
+    with pytest.raises(ValueError, match=r"tensor ranks 1 and 2, which take 12 s and 0.24 s"):
+        plan([chain(4), replace(fast, microbatch_size=1, tensor=2)], FOUR, global_batch=4)
 
 
 def test_the_whole_counts_where_its_parts_say_less() -> None:
