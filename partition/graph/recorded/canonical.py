@@ -68,7 +68,7 @@ def _needs(record: Record) -> list[set[int]]:
         found[second].add(first)
     units = [(i, call, set(call.module.modules())) for i, call in enumerate(calls) if isinstance(call, UnitCall)]
     for (i, one, parts), (j, other, others) in combinations(units, 2):
-        if (one.keeps_state or other.keeps_state) and not parts.isdisjoint(others):
+        if record.handed_on or ((one.keeps_state or other.keeps_state) and not parts.isdisjoint(others)):
             found[j].add(i)
     return [each - {i} for i, each in enumerate(found)]
 
