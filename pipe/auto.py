@@ -32,7 +32,7 @@ from ..partition.plans.replan import Replanner
 from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
-from .batch.agreement import agreed, check_agreement
+from .batch.agreement import SamePrograms, agreed, check_agreement
 from .batch.given import Given, check_batch
 from .clipped import clipping
 from .layout import Layout, layout_of_plan
@@ -224,6 +224,7 @@ class AutoLayout:
             _log.info("profiling a microbatch of %d samples", first.arguments.num_samples)
 
         kind = settings.device.type
+        same = SamePrograms(self._collectives, self._guard, Signature.of(first.arguments))
 
         def measure() -> tuple[str, str]:
             with untouched(*settings.user_code, device=settings.device):
@@ -237,6 +238,7 @@ class AutoLayout:
                     else clipping(settings.optimizer, settings.max_grad_norm),
                     autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                     seconds=seconds,
+                    agree=None if self._collectives.alone else same,
                 )
             if self._runtime is None:
                 with torch.autocast(kind, enabled=False):  # its layers have no loss scale, which float16 asks for

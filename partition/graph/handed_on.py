@@ -7,6 +7,7 @@ unit 1: shared.append(x)            unit 3: y + shared.pop()            (1, 3) b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -58,8 +59,7 @@ def handed_on(
             for number, unit in enumerate(units):
                 watch.unit = number
                 own = [watch.own(each) for each in arguments]
-                with watch:
-                    value = call_for_shapes(unit, own)
+                value = call_for_shapes(unit, own, call=partial(watch.call, unit))
                 watch.takes(value)
                 is_spread = spread and number + 1 in ends and isinstance(value, tuple | list)
                 arguments = tuple(value) if is_spread else (value,)
@@ -99,6 +99,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._makes(found)
         return found
 
+    def call(self, unit: nn.Module, *arguments: object) -> object:
+        """What the unit under way returns."""
+        with self:
+            return unit(*arguments)
+
     def takes(self, value: object) -> None:
         """The unit under way works on the tensors in a value, or returns them."""
         for tensor in _tensors(value):
@@ -110,13 +115,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.takes((args, kwargs))
-        result = func(*args, **(kwargs or {}))
         changed = [
             each
             for argument, each in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        written = {id(tensor) for tensor in _tensors(changed)}  # whom a counter's value concerns reads it
+        self.takes([tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in written])
+        result = func(*args, **(kwargs or {}))
         self._makes((result, changed))
         return result
 

@@ -20,7 +20,7 @@ from ..graph.forms import Arguments, Tensors, copied, counted_changes
 from ..graph.model_loss import MODEL, mean_of_model
 from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
-from ..graph.units import MODEL_INPUT
+from ..graph.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
 from .clock import Clock, clock_for
 from .estimate import Estimate, typical
@@ -55,6 +55,7 @@ def profile_model(
     tensor: int = 1,
     traffic: Traffic | None = None,
     progress: Callable[[str], None] | None = None,
+    agree: Agree | None = None,
 ) -> Profile:
     """Measure every cut unit of a model: the children of an nn.Sequential, or runs of operations of a traced graph.
 
@@ -81,6 +82,7 @@ def profile_model(
         tensor: ranks over which the model is cut; it is that of one of them, alone.
         traffic: told by the model of its sums over those ranks.
         progress: told what is being done.
+        agree: compares the units with those of other processes; None: there are none.
 
     Raises ValueError for a model that cannot be traced, inputs that do not fit, a loss without target, and an
     optimizer that needs a closure.
@@ -98,7 +100,7 @@ def profile_model(
     with profiled(*learns, device=device), torch.enable_grad():
         tell(f"cutting {type(model).__name__} into units")
         passes = Passes(
-            model_units(model, arguments, enter_unit=None),
+            model_units(model, arguments, enter_unit=None, agree=agree),
             arguments,
             loss=None if loss is None else _again_and_again(loss, target),
             apart=[*model.parameters(), *model.buffers()],

@@ -109,7 +109,7 @@ class Ownership:
         """
         return [
             (name, parameter)
-            for name, parameter in self._parameters()
+            for name, parameter in self.parameters()
             if self.is_local(name)
             and (frozen or parameter.requires_grad)
             and min(s for s in self.stages[name] if s in self._local) == stage
@@ -123,18 +123,18 @@ class Ownership:
         """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone."""
         return [
             p
-            for name, p in self._parameters()
+            for name, p in self.parameters()
             if self.group.counts(name) and min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
         ]
 
     def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """All trainable parameters of a local stage, with their names."""
-        return [(n, p) for n, p in self._parameters() if stage in self.stages[n] and p.requires_grad]
+        return [(n, p) for n, p in self.parameters() if stage in self.stages[n] and p.requires_grad]
 
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
         found = []
-        for name, parameter in self._parameters():
+        for name, parameter in self.parameters():
             ranks = self.holders(name)
             if len(ranks) > 1 and parameter.requires_grad:
                 found.append((name, ranks))
@@ -149,7 +149,7 @@ class Ownership:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This process's parameters under their original names."""
-        return [(name, p) for name, p in self._parameters() if self.is_local(name)]
+        return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process's parameters and persistent buffers, original names; of what is divided, its part."""
@@ -184,7 +184,7 @@ class Ownership:
         """In an order that is the same in all processes."""
         return sorted(named, key=lambda each: each[0]) if self._by_name else list(named)
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Of all stages, each once, under its first name."""
         named = self._ordered(self._root.named_parameters(remove_duplicate=False))
         firsts: dict[int, tuple[str, nn.Parameter]] = {}

@@ -325,7 +325,7 @@ class Verifier:
         ):
             present.update(names)
         gathered: dict[str, torch.Tensor | None] = {}
-        for name, parameter in self._parts.root.named_parameters():
+        for name, parameter in self._ownership.parameters():
             gathered[name] = None
             if name in present:
                 source = self._schedule.owners[self._ownership.stages[name][0]][0]

@@ -111,11 +111,11 @@ def writes(self: Branches, kind: str, x: Tensor) -> Tensor:
     return self.parts[kind](x) * self.seen.clone()
 
 
-def units_of(model: nn.Module, *, canonical: bool) -> RecordedUnits:
+def units_of(model: nn.Module, *, canonical: bool, x: Tensor = X) -> RecordedUnits:
     def agree(*arguments: object, **options: object) -> bool:
         return canonical
 
-    units = model_units(model, Arguments.of((X,)), enter_unit=None, agree=agree)
+    units = model_units(model, Arguments.of((x,)), enter_unit=None, agree=agree)
     assert isinstance(units, RecordedUnits)
     return units
 
@@ -143,6 +143,15 @@ def test_orders_that_do_not_count_have_one_canonical_order(branch: Branch) -> No
     assert len({digest(Words(model).record(record)) for model, record in zip(models, found, strict=True)}) == 1
     twice = in_canonical_order(found[0], models[0])
     assert digest(Words(models[0]).record(twice)) == digest(Words(models[0]).record(found[0]))
+
+
+def test_other_shapes_have_the_same_order() -> None:
+    def shaped(self: Branches, kind: str, x: Tensor) -> Tensor:
+        return self.parts[kind](x.reshape(x.shape[0], WIDTH) * ord(kind)) + torch.ones(x.shape[0], 1)
+
+    model = Branches(shaped, ("c", "a", "b"))
+    found = {units_of(model, canonical=True, x=torch.ones(size, WIDTH)).flow.record.as_run for size in range(2, 9)}
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("branch", [in_turn, handed_on, writes], ids=lambda branch: branch.__name__)

@@ -238,12 +238,13 @@ class Counts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shared["calls"] += 1
+        self.shared["total"].add_(1)
         return self.layer(x) * self.shared["scale"] * self.shared["table"]
 
 
 def test_counters_and_constants_may_be_shared() -> None:
-    shared = {"calls": 0, "scale": 0.5, "table": torch.ones(WIDTH, dtype=torch.float64)}
+    shared = {"calls": 0, "total": torch.zeros(()), "scale": 0.5, "table": torch.ones(WIDTH, dtype=torch.float64)}
     model = made(lambda: [Counts(shared) for _ in range(4)])
     pipe = PipelineModule(model, mesh={"pipe": 4}, schedule="gpipe", num_microbatches=2)
     assert pipe.predict(batch(0)[0]).shape == (8, WIDTH)
-    assert shared["calls"] == 4 * 2
+    assert shared["calls"] == shared["total"] == 4 * 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 
 from torch import nn
 
@@ -27,10 +27,9 @@ _UNIT = (1 << DRAWS) - 1
 def in_canonical_order(record: Record, model: nn.Module) -> Record:
     """The same program with its calls and values in canonical order; equal for records of processes that made
     independent calls in other orders."""
-    before = _needs(record)
-    keys = _keys(record, model)
-    order = _arranged(record, before, keys)
-    return _in_order(record, order)
+    # Other shapes, which are other numbers among the arguments, change no order that follows without them.
+    keys = zip(_names(record, Words(model, numbers=False)), _names(record, Words(model)), count(), strict=False)
+    return _in_order(record, _arranged(record, _needs(record), list(keys)))
 
 
 def _takes(call: Call) -> list[int]:
@@ -73,9 +72,8 @@ def _needs(record: Record) -> list[set[int]]:
     return [each - {i} for i, each in enumerate(found)]
 
 
-def _keys(record: Record, model: nn.Module) -> list[str]:
+def _names(record: Record, words: Words) -> list[str]:
     """By call, a name that no order has a part in: what it is called with, by the names of the calls that made it."""
-    words = Words(model)
     names: dict[int, str] = {}
 
     def name(number: int) -> str:
@@ -91,7 +89,7 @@ def _keys(record: Record, model: nn.Module) -> list[str]:
     return keys
 
 
-def _arranged(record: Record, before: Sequence[set[int]], keys: Sequence[str]) -> list[int]:
+def _arranged(record: Record, before: Sequence[set[int]], keys: Sequence[tuple[str, str, int]]) -> list[int]:
     """The calls behind the results first, each behind what it needs, then the others; regions in one piece."""
     calls = record.calls
     first: dict[object, int] = {}
@@ -99,20 +97,18 @@ def _arranged(record: Record, before: Sequence[set[int]], keys: Sequence[str]) -
     members: dict[int, list[int]] = {}
     for i, each in enumerate(group):
         members.setdefault(each, []).append(i)
-    key = {each: min(keys[i] for i in own) for each, own in members.items()}
-    around = {
-        each: sorted({group[j] for i in own for j in before[i]} - {each}, key=lambda g: (key[g], g))
-        for each, own in members.items()
-    }
     maker = _makers(calls)
+    needs = []
+    for call, all_of in zip(calls, before, strict=True):  # in the order of the arguments; then what else it needs
+        made = [maker[number] for number in _takes(call) if number in maker]
+        needs.append(list(dict.fromkeys([*made, *sorted(all_of, key=keys.__getitem__)])))
+    for each, own in members.items():
+        own.sort(key=keys.__getitem__)
+        members[each] = _behind_needs(own, {i: [j for j in needs[i] if group[j] == each] for i in own})
+    around = {each: [group[j] for i in own for j in needs[i] if group[j] != each] for each, own in members.items()}
     results = [group[maker[each.number]] for each in record.results if isinstance(each, Ref) and each.number in maker]
-    groups = _behind_needs([*results, *sorted(members, key=lambda g: (key[g], g))], around)
-    found = []
-    for each in groups:
-        own = sorted(members[each], key=lambda i: (keys[i], i))
-        inside = {i: [j for j in own if j in before[i]] for i in own}
-        found += _behind_needs(own, inside)
-    return found
+    others = sorted(members, key=lambda each: keys[members[each][0]])
+    return [i for each in _behind_needs([*results, *others], around) for i in members[each]]
 
 
 def _behind_needs(wanted: Sequence[int], before: Mapping[int, Sequence[int]]) -> list[int]:

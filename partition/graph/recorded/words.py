@@ -41,9 +41,11 @@ class Words:
 
     Arguments:
         model: whose modules are named by their paths.
+        numbers: whether numbers count, which shapes decide on.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, numbers: bool = True) -> None:
+        self._numbers = numbers
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._states: dict[int, int] = {}  # in the order in which they are named here
 
@@ -118,7 +120,8 @@ class Words:
         owner = getattr(value, "__self__", None)
         if owner is not None and not isinstance(owner, types.ModuleType):  # a method
             return f"{all_of([owner])[0]}.{value.__name__}"
-        return _leaf(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return "number" if is_number and not self._numbers else _leaf(value)
 
 
 def _leaf(value: Any) -> str:
