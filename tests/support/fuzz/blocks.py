@@ -23,6 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.options = {"beta": [1.0]}
         self.function = torch.tanh
+        self.fails = False
         self.make()
 
     def make(self) -> None:
@@ -32,6 +33,8 @@ class Block(nn.Module):
         return self.function(self.fc(x))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ArithmeticError("a fault of the user's own")
         return self.body(x) * self.alpha * self.options["beta"][0]
 
 

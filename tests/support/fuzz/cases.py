@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 Call = tuple[Any, ...]  # ("train", samples, length), ("change", kind, block, value), ...
 
 
@@ -72,6 +74,10 @@ class Case:
         return dict((*self.builder, *self.options)).get(name, default)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.option("autocast") else torch.float64
+
+    @property
     def num_stages(self) -> int:
         replicas = self.option("replicas")
         return len(replicas) if replicas else self.P * (self.V or 1)
@@ -91,7 +97,9 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Relative to a tensor's largest element, or 1."""
-        return 1e-9 if self.optimizer.startswith("adam") else 1e-11
+        if self.option("autocast"):
+            return 3e-2
+        return 1e-8 if self.optimizer.startswith("adam") else 1e-11
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,12 @@ def _freeze(block: Any, value: float) -> None:
         parameter.requires_grad_(False)
 
 
+def _unhook(block: Any, value: float) -> None:
+    """Away with all hooks of a block."""
+    for hooks in (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks):
+        hooks.clear()
+
+
 def _unfreeze(block: Any, value: float) -> None:
     for parameter in block.parameters():
         parameter.requires_grad_(True)
@@ -94,6 +101,7 @@ ON_BLOCKS: dict[str, OnBlock] = {
     "edit-data": _edit_data,
     "freeze": _freeze,
     "unfreeze": _unfreeze,
+    "unhook": _unhook,
     "buffers": _buffers,
     "hook-parameter": _hook_parameter,
     "hook": lambda block, value: block.register_forward_hook(_doubled),
@@ -111,6 +119,7 @@ ON_MODELS: dict[str, Callable[[Any, float], Any]] = {
     "delete": lambda model, value: _children(model).__delitem__(len(_children(model)) - 1),
     "replace": lambda model, value: _children(model).__setitem__(len(_children(model)) - 1, _plain()),
     "scale": _scale,
+    "copy": lambda model, value: copy.deepcopy(model),
 }
 VALUES = {"edit", "edit-data", "scale", "buffers"}  # what a checkpoint holds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from stagewright.schedules import FAMILIES, build
@@ -14,7 +15,7 @@ from .generate_calls import ASYNC, FLUSHING, SLICING, Calls
 from .models import CHAINS, STYLES, make_model, unit_names
 from .reads import READS
 
-INPUTS = ("floats", "tokens", "pair", "mask", "positions", "dict")
+INPUTS = ("floats", "tokens", "pair", "mask", "positions", "dict", "flags")
 RECOMPUTE = ("none", "full", "layer", "selective")
 
 
@@ -40,11 +41,16 @@ class _Drawn:
         # Buffers follow the order in which microbatches run: an order of its own under "custom".
         replicated = schedule == "custom" or data > 1 or tensor > 1 or self.copies(schedule, builder) > 1
         model = self.model(schedule, replicated=replicated, tensor=tensor, S=P * (V or 1))
-        optimizer = self.one(("sgd", "momentum", "adamw", "adam-foreach", "decay"))
+        optimizer = self.one(("sgd", "momentum", "adamw", "adam-foreach", "decay", "grouped"))
         options = self.options(schedule, model, data=data, tensor=tensor)
+        if optimizer in ("sgd", "momentum") and schedule != "paci" and tensor == 1 and self.often(0.15):
+            options += (("autocast", True),)
+            blocks = tuple(name if name in CAUSAL else self.one(CAUSAL) for name in model.blocks)
+            model = replace(model, blocks=blocks, loss="mse" if model.loss == "model" else model.loss)
         options += self.cut(model, S=P * (V or 1))
         calls = Calls(self.draw, schedule, model, dict(options), M=M, data=data, gloo=self.gloo).drawn()
         draws = bool(RANDOM & {*model.blocks})
+        is_cast = ("autocast", True) in options  # types between stages are known inside of it
         return Case(
             model=model,
             schedule=schedule,
@@ -57,7 +63,7 @@ class _Drawn:
             gloo=self.gloo,
             optimizer=optimizer,
             options=options,
-            is_lazy=schedule not in ("pipedream", "paci") and not draws and self.often(0.5),
+            is_lazy=is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5)),
             refill=self.often(0.2),
             calls=calls,
             seed=number,
@@ -140,7 +146,8 @@ class _Drawn:
         return str(self.one(styles))
 
     def blocks(self, schedule: str, style: str, *, replicated: bool, tensor: int, S: int) -> tuple[str, ...]:
-        out = {"stash", "pop"} | (STATEFUL if replicated or style == "checkpoint" else set())
+        out = {"first"} if schedule in ("pipedream", "paci") or self.often(0.7) else STATEFUL | {"layerdrop"}
+        out |= {"stash", "pop"} | (STATEFUL if replicated or style == "checkpoint" else set())
         if S > 6 or style in ("checkpoint", "set-of-blocks", "twice", "halves"):
             out |= RANDOM
         if schedule in ASYNC:
@@ -152,6 +159,8 @@ class _Drawn:
         names = [name for name in (CAUSAL if schedule in SLICING else BLOCKS) if name not in out]
         count = max(S if self.often(0.85) else S - 1, 2) + self.one((0, 0, 1, 2))
         blocks = [self.one(names) for _ in range(count)]
+        if "first" not in out:
+            blocks[-1 if blocks[0] != "stash" else 0] = "first" if len(blocks) > 2 else blocks[-1]
         if schedule not in SLICING and style in (*CHAINS, "loop", "residual") and self.often(0.12):
             at = sorted(self.draw.sample(range(len(blocks) + 1), 2))
             blocks.insert(at[1], "pop")
@@ -169,7 +178,7 @@ class _Drawn:
         if self.often(0.3) and schedule not in ("pipedream", "paci"):
             found["max_grad_norm"] = self.one((0.05, 1.0))
         if self.often(0.3):
-            found["lr_scheduler"] = self.one(("step", "lambda"))
+            found["lr_scheduler"] = self.one(("step", "lambda", "plateau"))
         if schedule in ASYNC and self.often(0.3):
             found["flush_first"] = self.draw.randint(1, 2)
         if self.gloo and data > 1 and self.often(0.5):
@@ -182,7 +191,7 @@ class _Drawn:
 
     def cut(self, model: Model, *, S: int) -> tuple[tuple[str, Any], ...]:
         """Sometimes split points of its own."""
-        if model.style in ("stages", "set-of-blocks", "twice") or {"stash", "pop"} & {*model.blocks} or S == 1:
+        if model.style in ("stages", "set-of-blocks", "twice") or {"stash", "pop", "first"} & {*model.blocks} or S == 1:
             return ()
         names = unit_names(make_model(Case(model=model)))[1:]
         if len(names) < S - 1 or self.often(0.8):

@@ -79,6 +79,10 @@ class Calls:
         if self.schedule in ASYNC:
             return kinds
         kinds += ["accumulate", "accumulate", "save", *["load"] * 2 * self.is_saved]
+        if not self.gloo:
+            kinds += ["other"] + ["forward"] * (self.model.loss != "model")
+            if not STATEFUL & {*self.model.blocks}:
+                kinds.append("fail")
         if "verify" in self.options or not self.gloo:
             kinds.append("verify")
         if self.model.style != "stages" and "counter" not in self.model.blocks:  # no names that stay, no counts
@@ -95,7 +99,7 @@ class Calls:
         kind = self.one(self.kinds())
         if kind in ("eval", "predict") and self.often(0.3) and self.data == 1:
             return (kind, self.draw.randint(1, self.M + 2), self.size[1])
-        if kind in ("eval", "predict", "verify", "input-grad", "nan"):
+        if kind in ("eval", "predict", "verify", "input-grad", "nan", "fail", "other", "forward"):
             return (kind, *self.size)
         if kind == "accumulate":
             return (kind, self.draw.randint(1, 3), *self.size, self.one(("zero", "step", "clip-step")))
@@ -113,7 +117,7 @@ class Calls:
     def change(self) -> Call:
         kinds, model = [*ON_BLOCKS], self.model
         if model.style not in CHAINS:
-            kinds += ["read"] * 6 * (model.reads != "nothing") + ["root-hook", "root-pre-hook", "scale"]
+            kinds += ["read"] * 6 * (model.reads != "nothing") + ["root-hook", "root-pre-hook", "scale", "copy"]
             kinds += ["eval-model", "train-model"]
         if not RANDOM & {*model.blocks} and model.style not in ("halves", "stages"):
             kinds += ["append", "replace"] + ["delete"] * (model.head == "none")

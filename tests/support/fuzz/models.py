@@ -36,7 +36,14 @@ class Own(nn.Module):
         reads.prepare(self)
 
     def forward(
-        self, x: Any, y: Tensor | None = None, *, mask: Tensor | None = None, positions: Any = None, labels: Any = None
+        self,
+        x: Any,
+        y: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        positions: Any = None,
+        labels: Any = None,
+        flags: Any = None,
     ) -> Any:
         if isinstance(x, dict):
             x, y = x["first"], x["second"]
@@ -45,6 +52,8 @@ class Own(nn.Module):
             h = h + positions
         if mask is not None:
             h = h * mask.unsqueeze(-1)
+        if flags is not None and flags["mode"] == "double":
+            h = h * flags["factors"][0]
         h = h * self.reads_scale
         read, _ = reads.READS[self.kind.reads]
         h = self.through(h, y) * read(self)
@@ -230,10 +239,12 @@ def make_model(case: Case) -> nn.Module:
     kind = case.model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        blocks: list[nn.Module] = [BLOCKS[name]() for name in kind.blocks]
+        blocks: list[nn.Module] = []
+        for name in kind.blocks:
+            blocks.append(blocks[0] if name == "first" else BLOCKS[name]())
         connect(blocks)
         if kind.style not in CHAINS:
-            return STYLES[kind.style](kind, blocks).double().train()
+            return STYLES[kind.style](kind, blocks).to(case.dtype).train()
         if kind.inputs == "tokens":
             blocks = [nn.Embedding(WORDS, D), *blocks]
         if kind.head != "none":
@@ -241,11 +252,11 @@ def make_model(case: Case) -> nn.Module:
         if kind.head == "tied" and kind.inputs == "tokens":
             blocks[-1].weight = blocks[0].weight  # type: ignore[assignment]
         if kind.style == "sequential":
-            return nn.Sequential(*blocks).double().train()
+            return nn.Sequential(*blocks).to(case.dtype).train()
         S = case.num_stages
         ends = [len(blocks) * s // S for s in range(S + 1)]
         stages = [nn.Sequential(*blocks[a:b]) if b - a != 1 else blocks[a] for a, b in itertools.pairwise(ends)]
-        return Chain(stages).double().train()
+        return Chain(stages).to(case.dtype).train()
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -279,9 +290,9 @@ def units(model: Any) -> list[nn.Module]:
 
 
 class LearnedLoss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
 
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(out * self.scale, target)
@@ -303,7 +314,7 @@ def make_loss(case: Case) -> Any:
         "huber": nn.HuberLoss,
         "cross-entropy": lambda: lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
         "sum-count": lambda: _sum_and_count,
-        "module": LearnedLoss,
+        "module": lambda: LearnedLoss(case.dtype),
         "outputs": lambda: _outputs,
         "model": lambda: "model",
     }
@@ -321,11 +332,32 @@ def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     return kinds[name]
 
 
+def grouped(named: Sequence[tuple[str, Tensor]]) -> list[torch.optim.Optimizer | None]:
+    """Two optimizers, one of two groups."""
+    matrices = [p for _, p in named if p.ndim > 1]
+    biases = [p for name, p in named if p.ndim <= 1 and name.endswith("bias")]
+    others = [p for name, p in named if p.ndim <= 1 and not name.endswith("bias")]
+    groups = [{"params": biases, "lr": 0.02}, {"params": others, "weight_decay": 0.1}]
+    groups = [group for group in groups if group["params"]]
+    return [
+        torch.optim.SGD(matrices, lr=0.05, momentum=0.5) if matrices else None,
+        torch.optim.SGD(groups, lr=0.1) if groups else None,
+    ]
+
+
+def make_optimizers(name: str, named: Sequence[tuple[str, Tensor]]) -> list[torch.optim.Optimizer]:
+    """All of a model."""
+    if name == "grouped":
+        return [one for one in grouped(named) if one is not None]
+    return [make_optimizer(name)([parameter for _, parameter in named])]
+
+
 def make_scheduler(name: str | None) -> Callable[[torch.optim.Optimizer], Any] | None:
     lr = torch.optim.lr_scheduler
     if name is None:
         return None
     return {
+        "plateau": lambda optimizer: lr.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.1),
         "step": lambda optimizer: lr.StepLR(optimizer, 1, gamma=0.5),
         "lambda": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
     }[name]
@@ -348,8 +380,10 @@ class Batch:
     @property
     def whole(self) -> Any:
         """As one value: a tuple, or a dict of keywords."""
-        if not self.kwargs:
-            return self.positional
+        return self.by_name if self.kwargs else self.positional
+
+    @property
+    def by_name(self) -> dict[str, Any]:
         names = dict(zip(("x", "y"), self.args, strict=False))
         return names | self.kwargs | ({} if self.target is None else {"target": self.target})
 
@@ -357,7 +391,7 @@ class Batch:
         def chosen(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: chosen(one) for key, one in value.items()}
-            return choose(value)
+            return choose(value) if isinstance(value, Tensor) else value
 
         kwargs = {key: value if key == "positions" else chosen(value) for key, value in self.kwargs.items()}
         args = tuple(chosen(value) for value in self.args)
@@ -376,7 +410,7 @@ def make_batch(case: Case, index: int, size: int, length: int) -> Batch:
     draw = torch.Generator().manual_seed(1000 * case.seed + index)
 
     def floats(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(case.dtype)
 
     x = floats(size, length, D)
     words = torch.randint(WORDS, (2, size, length), generator=draw)
@@ -395,6 +429,8 @@ def make_batch(case: Case, index: int, size: int, length: int) -> Batch:
         kwargs = {"mask": second[..., 0] > -1}
     elif kind.inputs == "positions":
         kwargs = {"positions": second[0]}
+    elif kind.inputs == "flags":
+        kwargs = {"flags": {"mode": "double", "factors": [2.0, None]}}
     if kind.loss == "model":
         return Batch(args=(), kwargs={"x": x, **kwargs, "labels": target}, target=None, size=size)
     return Batch(args=args, kwargs=kwargs, target=target, size=size)

@@ -113,7 +113,7 @@ def check_gloo(case: Case) -> Verdict:
     stories = sorted(failed, key=lambda text: "PeerLost" in text.strip().rsplit("\n", 1)[-1]) + died
     lines = [line for line in stories[0].strip().splitlines() if line and not line.startswith(" ")]
     judged = judge(case, [])
-    if judged.kind == "no case":
+    if judged.kind in ("no case", "diverged"):
         return judged
     what = f"{lines[-1]}" + (f" (ranks {hung} hung)" if hung else "")
     return Verdict(kind="error", what=what, text="\n".join(stories))

@@ -15,8 +15,19 @@ from torch import Tensor, nn
 
 from . import changes
 from .cases import Call, Case, Outcome
-from .models import Batch, first_names, make_batch, make_loss, make_model, make_optimizer, make_scheduler
-from .plain import batches_of, flatten
+from .models import (
+    CHAINS,
+    Batch,
+    blocks_of,
+    first_names,
+    grouped,
+    make_batch,
+    make_loss,
+    make_model,
+    make_optimizer,
+    make_scheduler,
+)
+from .plain import autocast, batches_of, flatten
 from .random_order import random_schedule
 
 KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify", "post_validation")
@@ -39,7 +50,7 @@ def make_schedule(case: Case) -> Any:
 
 
 def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
-    from stagewright.pipe import PipelineModule
+    from stagewright.pipe import PipelineModule, named
 
     schedule = make_schedule(case)
     axes = {"pipe": case.P, "data": case.data, "tensor": case.tensor}
@@ -68,7 +79,7 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
         **what,
         **options,
         loss_fn=loss,
-        optimizer=make_optimizer(case.optimizer),
+        optimizer=named(grouped) if case.optimizer == "grouped" else make_optimizer(case.optimizer),
         lr_scheduler=make_scheduler(case.option("lr_scheduler")),
         timeout=60.0,
     )
@@ -111,17 +122,21 @@ class Piped:
     def run(self) -> Outcome:
         changes.reset()
         torch.manual_seed(5)
+        random_state = torch.get_rng_state(), random.getstate()
         for at, call in enumerate(self.case.calls):
             self.outcome.at = at
             if self.case.is_async and call[0] not in ("train", "train-unequal"):
                 self.note(self.pipe.flush())
-            getattr(self, call[0].replace("-", "_"))(at, call)
+            with autocast(self.case):
+                getattr(self, call[0].replace("-", "_"))(at, call)
             if call[0] in ("change", "rate"):
                 self.done.append(call)
         self.outcome.at = len(self.case.calls)
         self.note(self.pipe.flush())
         self.state(len(self.case.calls), ())
         self.pipe.close()
+        if not torch.equal(random_state[0], torch.get_rng_state()) or random_state[1] != random.getstate():
+            self.outcome.seen["the user's random state was touched"] = 1.0
         changes.reset()
         return self.outcome
 
@@ -153,6 +168,13 @@ class Piped:
         counter = iter(range(100))
         return batch.part(lambda tensor: put(str(next(counter)), tensor))
 
+    def called(self, method: Callable[..., Any], batch: Batch, at: int) -> Any:
+        """By position, by keyword, or as one dict."""
+        if (self.case.seed + at) % 3 == 0 or self.case.model.style in CHAINS:
+            return method(*batch.positional, **batch.kwargs)
+        whole = batch.by_name
+        return method(**whole) if (self.case.seed + at) % 3 == 1 else method(whole)
+
     # --- calls ---
 
     def train(self, at: int, call: Call) -> None:
@@ -161,8 +183,7 @@ class Piped:
             parts = [batch.whole for batch in batches]
             result = self.pipe.train_step(microbatches=parts)
         else:
-            batch = self.filled(local(self.case, batches[0]))
-            result = self.pipe.train_step(*batch.positional, **batch.kwargs)
+            result = self.called(self.pipe.train_step, self.filled(local(self.case, batches[0])), at)
         self.note([result])
         if not self.case.is_async and result.loss is None:
             self.outcome.seen[f"{at}: no loss"] = 0.0
@@ -174,7 +195,7 @@ class Piped:
         _, times, size, length, then = call
         for i in range(times):
             batch = self.filled(local(self.case, make_batch(self.case, 100 * at + i, size, length)))
-            result = self.pipe.forward_backward(*batch.positional, **batch.kwargs)
+            result = self.called(self.pipe.forward_backward, batch, at)
             self.outcome.seen[f"{at}: loss {i}"] = result.loss
             self._others = self.other_steps + 1
         if then == "clip-step":
@@ -200,7 +221,7 @@ class Piped:
 
     def eval(self, at: int, call: Call) -> None:
         batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
-        result = self.pipe.eval_step(*batch.positional, **batch.kwargs)
+        result = self.called(self.pipe.eval_step, batch, at)
         self.outcome.seen[f"{at}: loss"] = result.loss
         if not self.case.parts_outputs:
             self.outcome.seen |= {key: value for key, value in flatten(f"{at}: output", result.output) if value.ndim}
@@ -269,6 +290,35 @@ class Piped:
             batch = local(self.case, make_batch(self.case, 0, *_first_sizes(self.case)))
             self.pipe.build(*batch.positional, **batch.kwargs)
         self.pipe.load(self.folder / f"moved-{at}")
+
+    def fail(self, at: int, call: Call) -> None:
+        """The user's own code raises; the next step is as if it had not been."""
+        block = blocks_of(self.model)[-1]
+        block.fails = True
+        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        try:
+            self.called(self.pipe.train_step, batch, at)
+        except ArithmeticError:
+            block.fails = False
+            return
+        raise AcceptedError("what the model raises is lost")
+
+    def other(self, at: int, call: Call) -> None:
+        """Another pipeline, of another model, takes a step."""
+        case = replace(self.case, seed=self.case.seed + 1, is_lazy=True)
+        pipe = make_pipeline(case, make_model(case), make_loss(case))
+        batch = local(case, make_batch(case, 100 * at, *call[1:]))
+        pipe.train_step(*batch.positional, **batch.kwargs)
+        pipe.close()
+
+    def forward(self, at: int, call: Call) -> None:
+        batch = make_batch(self.case, 100 * at, *call[1:])
+        flags = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        with torch.no_grad():
+            self.outcome.seen |= dict(flatten(f"{at}: output", self.model(*batch.args, **batch.kwargs)))
+        for module, flag in flags.items():
+            module.training = flag
 
     def bad(self, at: int, call: Call) -> None:
         """A batch that plain PyTorch refuses: a ValueError, and all goes on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..async_reference import AsyncCase, Use, uses
 from ..reference import mix
 from . import changes
 from .cases import Call, Case, Outcome
-from .models import Batch, first_names, make_batch, make_loss, make_model, make_optimizer, make_scheduler, units
+from .models import Batch, first_names, make_batch, make_loss, make_model, make_optimizers, make_scheduler, units
 
 DRAINS = ("eval", "predict", "state", "save", "load", "move")  # by themselves; all but "train" are flushed before
 
@@ -59,9 +59,10 @@ class Plain:
         self.outcome = Outcome()
         self.model = make_model(case)
         self.loss = make_loss(case)
-        self.optimizer = make_optimizer(case.optimizer)(list(dict.fromkeys(self.parameters())))
+        names = {id(p): name for name, p in reversed(self.named())}
+        self.optimizers = make_optimizers(case.optimizer, [(names[id(p)], p) for p in dict.fromkeys(self.parameters())])
         scheduler = make_scheduler(case.option("lr_scheduler"))
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        self.schedulers = [] if scheduler is None else [scheduler(optimizer) for optimizer in self.optimizers]
         self.step = self.trained = 0  # batches that were seen, and that were trained on
         self.unit, self.microbatch = 0, 0
         for module in dict.fromkeys(units(self.model)):
@@ -152,13 +153,14 @@ class Plain:
             in_group = sum(part.size for part in members)
             count = sum((float(self._count(part)) for part in members), 0.0) if case.model.loss == "sum-count" else 0.0
             if update:
-                self.optimizer.zero_grad()
+                self._clear()
             for k, part in enumerate(members, first):
                 row = self.table[self.trained * case.M + k // case.data] if case.is_async else None
                 if row is not None:
                     self._put(row, "right")
                 self.microbatch, self.unit = k, 0
-                loss, own = self._microbatch(part)
+                with autocast(case):  # whose casts of weights must not outlive an update
+                    loss, own = self._microbatch(part)
                 if row is not None and case.schedule == "paci":
                     self._put(row, "newest")
                 share = loss / count if own is not None else loss * (part.size / in_group)
@@ -168,6 +170,9 @@ class Plain:
                 counted += float(own) if own is not None else 0.0
             if update:
                 self._update()
+        for scheduler in self.schedulers if update else []:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(total / counted if counted else total)
         self.step += 1
         return total / counted if counted else total
 
@@ -182,9 +187,11 @@ class Plain:
         if (most := self.case.option("max_grad_norm")) is not None:
             norm = nn.utils.clip_grad_norm_(list(dict.fromkeys(self.parameters())), most)
             self.outcome.seen.setdefault("norms", []).append(float(norm))
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for scheduler in self.schedulers:
+            if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step()
         if self.case.is_async:
             self.versions.append(self.weights())
 
@@ -194,7 +201,11 @@ class Plain:
         loss = self.accumulate_one(batches_of(self.case, at, call), update=True)
         self.outcome.seen[f"loss of batch {self.trained}"] = loss
         self.trained += 1
-        self.optimizer.zero_grad()
+        self._clear()
+
+    def _clear(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
 
     train_unequal = train
 
@@ -210,11 +221,9 @@ class Plain:
         for name, parameter in self.named():
             if parameter.grad is not None:
                 self.outcome.seen[f"{at}: gradient of {names.get(name, name)}"] = parameter.grad.clone()
-        if then != "zero":
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        for parameter in self.parameters():
-            parameter.grad = None
+        for optimizer in self.optimizers if then != "zero" else []:
+            optimizer.step()
+        self._clear()
 
     def input_grad(self, at: int, call: Call) -> None:
         """The gradient of a batch that wants one."""
@@ -222,8 +231,7 @@ class Plain:
         x = batch.args[0].requires_grad_()
         self.accumulate_one([batch], update=False)
         self.outcome.seen[f"{at}: gradient of the input"] = x.grad
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._clear()
 
     def eval(self, at: int, call: Call) -> None:
         total, count, outputs = 0.0, 0.0, []
@@ -255,7 +263,7 @@ class Plain:
         """In evaluation mode, and then as it was."""
         flags = {module: module.training for module in self.model.modules()}
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), autocast(self.case):
             yield
         for module, flag in flags.items():
             module.training = flag
@@ -283,7 +291,7 @@ class Plain:
         self._edited(before)
 
     def rate(self, at: int, call: Call) -> None:
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = call[1]
 
     def _state(self) -> dict[str, Tensor]:
@@ -295,7 +303,7 @@ class Plain:
         self.outcome.seen |= {f"{at}: state {name}": tensor for name, tensor in self._state().items()}
 
     def save(self, at: int, call: Call) -> None:
-        optimizers = [one.state_dict() for one in (self.optimizer, self.scheduler) if one is not None]
+        optimizers = [one.state_dict() for one in (*self.optimizers, *self.schedulers)]
         self.saved = copy.deepcopy((self._state(), optimizers, self.step, self.trained, self.versions))
 
     def load(self, at: int, call: Call) -> None:
@@ -305,13 +313,23 @@ class Plain:
                 tensor.copy_(state[name])
             for name, parameter in self.named():
                 parameter.copy_(state[name])
-        for one, kept in zip((self.optimizer, self.scheduler), optimizers, strict=False):
-            one.load_state_dict(kept)  # type: ignore[union-attr]
+        for one, kept in zip((*self.optimizers, *self.schedulers), optimizers, strict=True):
+            one.load_state_dict(kept)
+
+    def forward(self, at: int, call: Call) -> None:
+        """The user calls the model."""
+        batch = make_batch(self.case, 100 * at, *call[1:])
+        with self._evaluating():
+            self.outcome.seen |= dict(flatten(f"{at}: output", self.model(*batch.args, **batch.kwargs)))
 
     def nothing(self, at: int, call: Call) -> None:
         """A call that leaves the numbers alone: flush, verify, another cut, a batch that is refused."""
 
-    flush = move = verify = bad = nan = nothing
+    flush = move = verify = bad = nan = fail = other = nothing
+
+
+def autocast(case: Case) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if case.option("autocast") else nullcontext()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def plain_outcome(case: Case, stage_of: dict[str, int]) -> Outcome:
 
 def stage_of(case: Case) -> dict[str, int]:
     """Where each parameter stands; only where the rule asks for it."""
-    from .models import make_loss, make_model
+    from .models import make_batch, make_loss, make_model
     from .piped import make_pipeline
 
     if case.schedule not in ("pipedream", "paci"):
@@ -83,7 +83,7 @@ def stage_of(case: Case) -> dict[str, int]:
         warnings.simplefilter("ignore")
         pipe = make_pipeline(case, make_model(case), make_loss(case))
     if case.is_lazy:
-        return {}
+        pipe.build(*make_batch(case, 0, case.M, 3).positional)
     found = {name: stages[0] for name, stages in pipe.stages_of.items()}
     pipe.close()
     return found
