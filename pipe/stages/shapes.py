@@ -202,10 +202,10 @@ class InferredStages:
         for each in known:
             paths = [] if each.guards is None else each.guards.differing()
             if not paths:
+                self._changes.note(inputs, [])
                 return each.inferred
             differing = differing or paths
-        if known:
-            self._changes.note(differing)
+        self._changes.note(inputs, differing)
         made = self._inferred(inputs)
         known[:] = [made, *known[: _MOST_KNOWN - 1]]
         return made.inferred

@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,6 +95,8 @@ class Net(nn.Module):
         self.slotted: Any = Slotted()
         self.slotted.value = 1.0
         self.space, self.lazy = types.SimpleNamespace(z=1.0), Lazy()
+        self.kept = Config(x=1.0)
+        self.weak = weakref.ref(self.kept)
         self.part = functools.partial(torch.mul, other=1.0)
         self.act, self.epoch, self.stats, self._rate, self.nan = torch.tanh, 0, {"n": 0}, 1.0, float("nan")
         self.register_buffer("buffer", torch.ones(4))
@@ -105,7 +108,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) * self.options["alpha"] * self.options["deep"]["beta"] * self.scale * self.cfg.sub.x
         x = x * self.cfg.me.sub.x * float(self.array[0]) * (2 if "x" in self.names else 1) * sum(self.history)
-        x = x * self.slotted.value * self.space.z * self.lazy.w * self.rate * self.amount
+        x = x * self.slotted.value * self.space.z * self.lazy.w * self.rate * self.amount * self.weak().x
         x = CLOSED(helper(self.part(x))) * float(os.environ["GUARDS_TEST"]) * self.buffer * (1 if self.nan else 0)
         if getattr(self, "extra", None):
             x = x * self.extra
@@ -142,6 +145,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "object that holds itself": lambda m: setattr(m.cfg.sub, "x", 2.0),
     "requires_grad": lambda m: m.blocks[1].linear.weight.requires_grad_(False),
     "slot": lambda m: setattr(m.slotted, "value", 2.0),
+    "behind a weak reference": lambda m: setattr(m.kept, "x", 2.0),
     "SimpleNamespace": lambda m: setattr(m.space, "z", 2.0),
     "partial": lambda m: m.part.keywords.update(other=2.0),
     "behind __getattr__": lambda m: m.lazy.store.update(w=2.0),
@@ -216,7 +220,7 @@ def guards_of(model: nn.Module, *, training: bool = True) -> Guards:
 def test_changes_are_seen(change: Callable[[Any], object]) -> None:
     model = Net()
     guards = guards_of(model)
-    assert guards.unknown == ()
+    guards.tell_unknown()  # nothing
     assert guards.differing() == []
     change(model)
     assert guards.differing()
@@ -261,8 +265,8 @@ def test_what_cannot_be_compared_is_named() -> None:
 
 def test_what_changes_each_time_is_told_once() -> None:
     changes = Changes()
-    for _ in range(4):
-        changes.note(["model.step"])
+    for inputs, paths in (("a", ["model.step"]), ("b", ["model.step"]), ("a", []), *[("a", ["model.step"])] * 4):
+        changes.note(inputs, paths)
     with pytest.warns(RecordingWarning, match="model.step has changed before each of 5 batches"):
-        changes.note(["model.step", "model.other"])
-    changes.note(["model.step"])
+        changes.note("a", ["model.step", "model.other"])
+    changes.note("a", ["model.step"])

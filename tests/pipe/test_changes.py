@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
+from stagewright.partition.graph.model_units import TracedModelWarning
 from stagewright.partition.graph.recorded.guards import Changes
 
 RATES = {"now": 1.0}
@@ -170,11 +171,11 @@ def test_a_module_within_a_unit_may_be_added() -> None:
 def test_an_attribute_that_takes_turns_is_recorded_once_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
     model, values = Net(), []
     pipe = make(model=model)
-    monkeypatch.setattr(Changes, "note", lambda self, paths: values.append(paths))
+    monkeypatch.setattr(Changes, "note", lambda self, inputs, paths: values.extend(paths))
     for alpha in (0.5, 1.0, 0.5, 1.0, 0.5):
         model.options["alpha"] = alpha
         pipe.train_step(X, Y)
-    assert values == [["model.options['alpha']"]]
+    assert values == ["model.options['alpha']"]
 
 
 HOOKS = {
@@ -199,3 +200,18 @@ def test_hooks_on_all_modules_are_those_of_plain_pytorch(kind: str, late: bool) 
         assert pipe.train_step(X.double(), Y.double()).loss == pytest.approx(expected, rel=1e-12)
     finally:
         handle.remove()
+
+
+class Counts(Net):
+    """In a dict, by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.options["calls"] = calls = self.options.get("calls", 0) + 1
+        return super().forward(x) / calls
+
+
+def test_a_counter_in_a_dict_of_the_model_is_not_frozen() -> None:
+    model = Counts()
+    model.options["calls"] = 0
+    with pytest.warns(TracedModelWarning, match=r"attribute \"options\['calls'\]\" of the model is changed by its own"):
+        make(model=model)

@@ -20,9 +20,12 @@ class CarriedError(RefusedError):
 
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """Attributes of simple types; lists and sets as copies."""
+    """Attributes of simple types, and such entries of dicts; lists and sets as copies."""
     kinds = bool | int | float | str | None
     found = {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
+    for name, table in vars(module).items():
+        if type(table) is dict and not name.startswith("_"):
+            found |= {f"{name}[{key!r}]": value for key, value in table.items() if isinstance(value, kinds)}
     return found | {key: copy.copy(value) for key, value in vars(module).items() if type(value) in (list, set)}
 
 

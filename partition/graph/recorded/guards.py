@@ -27,17 +27,12 @@ class Guards:
         self._ignored = frozenset() if training else frozenset({"training"})
         self._walk = Walk(reads, self._ignored)
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Paths of what is compared by identity alone, although the code may have looked into it."""
-        return tuple(self._walk.unknown)
-
     def tell_unknown(self) -> None:
-        """Warn of these, once, when the stages are built."""
-        if self.unknown:
+        """Warn, when the stages are built, of what is compared by identity alone, though the code may look into it."""
+        if unknown := self._walk.unknown:
             warnings.warn(
-                f"the code between the modules reads {', '.join(self.unknown[:5])}{', ...' * (len(self.unknown) > 5)}, "
-                f"which cannot be compared: should that change, the stages go on with what it was. Expected plain "
+                f"the code between the modules reads {', '.join(unknown[:5])}{', ...' * (len(unknown) > 5)}, which "
+                f"cannot be compared: should that change, the stages go on with what it was. Expected plain "
                 f"attributes, or that code in a module of its own, which runs as it is",
                 RecordingWarning,
                 stacklevel=2,
@@ -59,13 +54,14 @@ class Changes:
     """Tells, once, of what changes so often that recording it again takes longer than it should."""
 
     def __init__(self) -> None:
-        self._times: dict[str, int] = {}  # in a row, by path
+        self._times: dict[object, dict[str, int]] = {}  # by path, in a row
         self._is_told = False
 
-    def note(self, paths: Collection[str]) -> None:
-        """The code is recorded again, since these have changed."""
-        self._times = {path: self._times.get(path, 0) + 1 for path in paths}
-        often = [path for path, times in self._times.items() if times >= _OFTEN]
+    def note(self, inputs: object, paths: Collection[str]) -> None:
+        """In front of a batch of such inputs the code is recorded again, since these have changed; none: it is not."""
+        before = self._times.get(inputs, {})
+        self._times[inputs] = {path: before.get(path, 0) + 1 for path in paths}
+        often = [path for path, times in self._times[inputs].items() if times >= _OFTEN]
         if often and not self._is_told:
             self._is_told = True
             warnings.warn(

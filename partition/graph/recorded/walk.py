@@ -17,6 +17,7 @@ import hashlib
 import os
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -58,7 +59,7 @@ class Walk:
     Attributes:
         texts: by path.
         pins: ids of objects that calls of the record hold, or that have no text.
-        unknown: see Guards.
+        unknown: paths of what is compared by identity alone.
     """
 
     def __init__(self, reads: Reads, ignored: Collection[str]) -> None:
@@ -164,6 +165,9 @@ class Walk:
             return self._function(path, x)
         if isinstance(x, _CALLABLES):
             return self._put(path, x, getattr(x, "__qualname__", x), is_pinned=True)
+        if isinstance(x, weakref.ref):
+            self._put(path, x, is_pinned=True)
+            return [(f"{path}()", value) for value in self._check(lambda: (x(),))]
         held = next((names for kind, names in _HELD.items() if isinstance(x, kind)), None)
         if held is not None:
             self._put(path, x)
@@ -210,7 +214,8 @@ class Walk:
         return []
 
     def _function(self, path: str, x: types.FunctionType) -> _Places:
-        self._put(path, x, f"{x.__module__}.{x.__qualname__} {_code_text(x.__code__)}", is_pinned=True)
+        self._put(path, x, f"{x.__module__}.{x.__qualname__}", is_pinned=True)
+        self.pins[f"{path}.__code__"] = id(x.__code__)
         self._check(lambda: (x.__code__, x.__defaults__, x.__kwdefaults__))
         inner: list[tuple[str, object]] = [(f"{path}.__wrapped__", x.__wrapped__)] if hasattr(x, "__wrapped__") else []
         if not self._has_run(x):
@@ -321,20 +326,6 @@ def _slots(x: object) -> Iterator[tuple[str, Any]]:
         for name, member in vars(base).items():
             if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(base):
                 yield name, member
-
-
-def _code_text(code: types.CodeType) -> str:
-    """Equal in every process that runs the same code."""
-    constants = [
-        _code_text(x)
-        if isinstance(x, types.CodeType)
-        else sorted(map(repr, x))
-        if isinstance(x, frozenset)
-        else repr(x)
-        for x in code.co_consts
-    ]
-    text = repr((code.co_code.hex(), code.co_names, constants))
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 @functools.cache
