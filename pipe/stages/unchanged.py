@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ...partition.graph.chain import given_units, hook_tables, is_sequential
+from ...partition.graph.hooks_on_all import changing_hook
 from ...partition.graph.source_line import module_at
 from .build import CutModel
 from .compiled import is_users_compiled
@@ -58,6 +59,12 @@ class Unchanged:
                 raise ValueError(
                     f"module {'.'.join(filter(None, (name, added[0])))!r} was added to an nn.Sequential whose children "
                     f"run in its place: no stage runs it. Expected {_AGAIN}"
+                )
+            if kind := changing_hook(module):
+                raise ValueError(
+                    f"{module_at(name)} is an nn.Sequential, and a hook on all modules ({kind}) changes what flows "
+                    f"through it, which would not happen, since stages run its children: expected a hook that does so "
+                    f"for single modules, or on these"
                 )
             if any(hook_tables(module)):
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,44 @@ def test_hooks_on_all_modules_are_those_of_plain_pytorch(kind: str, late: bool) 
         assert pipe.train_step(X.double(), Y.double()).loss == pytest.approx(expected, rel=1e-12)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_on_all_modules_that_a_chain_would_miss_is_refused(kind: str) -> None:
+    """One that spares the chain itself, or only looks, is none."""
+    model, seen = nn.Sequential(*[Block() for _ in range(4)]), []
+    pipe = make(model=model)
+    pipe.train_step(X, Y)
+    register = getattr(torch.nn.modules.module, kind)
+    for hook, is_refused in (
+        (HOOKS[kind], True),
+        (lambda module, *args: seen.append(type(module)), False),
+        (lambda module, *args: None if module is model else HOOKS[kind](module, *args), False),
+    ):
+        handle = register(hook)
+        try:
+            expected = F.mse_loss(model(X), Y).item()
+            seen.clear()
+            with pytest.raises(ValueError, match="a hook on all modules") if is_refused else nullcontext():
+                assert pipe.train_step(X, Y).loss == pytest.approx(expected, rel=1e-5)
+            assert set(seen) <= {Block, nn.Linear}
+        finally:
+            handle.remove()
+
+
+def test_a_hook_that_changes_gradients_of_all_modules_is_refused() -> None:
+    """Recorded code has no backward of its own."""
+    pipe = make(model=Net())
+    pipe.train_step(X, Y)
+    handle = torch.nn.modules.module.register_module_full_backward_hook(
+        lambda m, given, out: tuple(g * 2 for g in given)
+    )
+    try:
+        with pytest.raises(ValueError, match=r"a hook on all modules \(backward hook\) changes gradients of the model"):
+            pipe.train_step(X, Y)
+    finally:
+        handle.remove()
+    pipe.train_step(X, Y)
 
 
 class Counts(Net):

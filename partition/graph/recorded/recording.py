@@ -7,6 +7,7 @@ from torch import nn
 
 from ..fake_run import on_fakes
 from ..forms import Arguments
+from ..hooks_on_all import changing_hook
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
 from .carried import CarriedError
@@ -45,6 +46,8 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
             raise RecordingError(f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
+        if kind := changing_hook(module, ("backward_pre", "backward")):
+            raise RecordingError(f"a hook on all modules ({kind}) changes gradients of {module_at(path)}", inside=path)
     with on_fakes(model, example, device=device, training=training) as fakes:
         recorder = Recorder(model, roles, fakes.given.tensors)
         try:

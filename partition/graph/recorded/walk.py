@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -187,9 +187,9 @@ class Walk:
         inner: list[tuple[str, object]]
         if isinstance(x, dict | types.MappingProxyType):
             kind: Any = dict if isinstance(x, dict) else types.MappingProxyType  # a class of the user's may do anything
-            keys = [_key(key, i) for i, key in enumerate(self._check(lambda: kind.keys(x)))]
-            values = self._check(lambda: kind.values(x))
-            inner = [(f"{path}[{key}]", value) for key, value in zip(keys, values, strict=True)]
+            self._check(lambda: chain(kind.keys(x), kind.values(x)))
+            keys = [_key(key, i) for i, key in enumerate(kind.keys(x))]
+            inner = [(f"{path}[{key}]", value) for key, value in zip(keys, kind.values(x), strict=True)]
             self._put(path, x, ", ".join(keys))
         elif isinstance(x, set | frozenset):
             parts = sorted(x, key=lambda part: repr(part) if isinstance(part, _PLAIN) else type(part).__qualname__)
@@ -269,7 +269,7 @@ class Walk:
             self._check(lambda: table)
             names = set(table)
         if isinstance(x, nn.Module):
-            found += self._entries(path, x._modules, sorted(names))
+            found += self._entries(path, x._modules, sorted(names - vars(x).keys()))
             for place, tensors in (("_parameters", x._parameters), ("_buffers", x._buffers)):
                 self._tensors(path, tensors, tensors if place in names else sorted(names))
             names = names - {*self._ignored, "_parameters", "_buffers"}
