@@ -54,19 +54,19 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
         if guard.spares(error):
             raise
         failed, story = error, f"{what} failed on {collectives.name_of(collectives.rank)}: {_told(error)}"
-    gathered(None, collectives, guard, what=what, story=story, failed=failed)
+    gathered(None, collectives, guard, story=story, failed=failed)
     return made[0]
 
 
 def gathered(
-    mine: T, collectives: Collectives, guard: Guard, *, what: str, story: str = "", failed: Exception | None = None
+    mine: T, collectives: Collectives, guard: Guard, *, story: str = "", failed: Exception | None = None
 ) -> list[T]:
     """What every process gives, on every process; ValueError on all where one says that it has failed.
 
     Arguments:
         story: of what failed here, if so.
     """
-    everyone = collectives.gather((story, mine), what=what)
+    everyone = collectives.gather((story, mine), what="building the stages")  # whatever each of them has come to
     first = next((its for its, _ in everyone if its), None)
     if first is not None:
         raise guard.spared(ValueError(first)) from failed
@@ -120,12 +120,11 @@ class SamePrograms:
             return self._differed.get(training, False)
         steps = own()
         digests = digest(steps), digest(steps if canonical is None else canonical())
-        what = "comparing what all ranks run"
-        given = gathered((self._microbatch, *digests), together, self._guard, what=what)
+        given = gathered((self._microbatch, *digests), together, self._guard)
         first = {microbatch: digests for microbatch, *digests in reversed(given)}
         self._differed[training] = any(its != first[microbatch][0] for microbatch, its, _ in given)
         if any(its != first[microbatch][1] for microbatch, _, its in given):
-            everyone = gathered((self._microbatch, steps), together, self._guard, what=what)
+            everyone = gathered((self._microbatch, steps), together, self._guard)
             raise self._guard.spared(ValueError(_first_difference(everyone, together)))
         return self._differed[training]
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -72,7 +73,7 @@ class Given:
             return replace(moved[0], microbatches=moved)
 
         def move(x: torch.Tensor) -> torch.Tensor:
-            return x if x.is_meta else x.to(device, copy=keeps)
+            return x if x.is_meta else x.to(device, copy=keeps or x.is_inference())  # which autograd would refuse
 
         target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.target)
         return replace(self, arguments=self.arguments.map(move), target=target)
@@ -104,6 +105,11 @@ class Given:
         columns: list[Sequence[object]] = []
         for leaf in leaves:
             dim = self.target_dim
+            if isinstance(leaf, np.ndarray) and dim is not None and num_samples in leaf.shape and num_parts > 1:
+                raise ValueError(
+                    f"a numpy array of shape {leaf.shape} in the target, of which only tensors are cut into "
+                    f"microbatches: expected torch.from_numpy(...), or batch_dims={{{TARGET!r}: None}}"
+                )
             if dim is None or not isinstance(leaf, torch.Tensor) or not leaf.dim():
                 columns.append([leaf] * num_parts)
                 continue
@@ -329,6 +335,10 @@ def check_arguments(arguments: Arguments, num_microbatches: int) -> int:
     """N of a batch; ValueError for what is no batch, for uneven sizes and for fewer samples than microbatches."""
     if not arguments.form.spec.num_leaves:
         raise ValueError("no input: expected at least one tensor with the batch in dimension 0, then the target")
+    for name, x, dim in zip(arguments.names, arguments.tensors, arguments.dims, strict=True):
+        if dim is not None and (x.is_nested or x.layout != torch.strided or x.is_quantized):
+            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else "sparse"
+            raise ValueError(f"{name} is a {kind} tensor: expected a dense one, which can be cut into microbatches")
     sizes = arguments.sizes
     if not sizes:
         args, kwargs = arguments.form.assemble(arguments.tensors)

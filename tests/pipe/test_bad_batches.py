@@ -28,6 +28,15 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
         (X, X, Y),
         r"2 inputs and a target for a model that was built for 1: expected 1, then the target",
     ),
+    "a sparse input": ((X.to_sparse(), Y), r"input 0 is a sparse tensor: expected a dense one, which can be cut"),
+    "a nested input": (
+        (torch.nested.as_nested_tensor([X, X], layout=torch.jagged), Y),
+        r"input 0 is a nested tensor: expected a dense one",
+    ),
+    "a target of numpy's": (
+        (X, Y.numpy()),
+        r"a numpy array of shape \(8, 6\) in the target, of which only tensors are cut .*: expected torch\.from_numpy",
+    ),
     "fewer samples than microbatches": (
         (X[:3], Y[:3]),
         r"a batch of 3 samples for 4 microbatches: expected at least one sample each; give larger .* or num_m.*=3",
@@ -60,6 +69,15 @@ def test_batches(step: str, batch: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(pipe, step)(*batch)
     assert pipe.train_step(X, Y).loss_step == 0  # as if nothing had been
+
+
+def test_inputs_made_in_inference_mode_are_trained_on() -> None:
+    with torch.inference_mode():
+        x, y = X.clone(), Y.clone()
+    torch.manual_seed(0)
+    expected = make().train_step(X, Y).loss
+    torch.manual_seed(0)
+    assert make().train_step(x, y).loss == expected
 
 
 def test_training_needs_a_loss_and_an_optimizer() -> None:
