@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .forms import Form, Tensors
 from .made_up import call_for_shapes
-from .memory import memory_of
+from .memory import memory_of, noting_writes
 from .units import MODEL_INPUT, Linked, Piece, StageModule, ValueRef, flatten
 
 
@@ -65,22 +65,20 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
 def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozenset[int]]:
     """The value a module returns, and which arguments (leaves) it changes in place; it then ran again on copies."""
     values = [None if isinstance(x, FakeTensor) else x.detach().clone() for x in arguments]  # fakes have none
-    versions = [x._version for x in arguments]
     try:
-        value = call_for_shapes(module, arguments, call=module.forward)
+        with noting_writes() as written:
+            value = call_for_shapes(module, arguments, call=module.forward)
     except RuntimeError as error:
         if "in-place" not in str(error):  # what autograd says of a leaf that is changed
             raise
     else:
-        if versions == [x._version for x in arguments]:
+        if written.isdisjoint(map(memory_of, arguments)):
             return value, frozenset()
     with torch.no_grad():
         for x, before in zip(arguments, values, strict=True):
             if before is not None:
                 x.detach().copy_(before)
     copies = [x.clone() for x in arguments]
-    versions = [x._version for x in copies]
-    value = call_for_shapes(module, copies, call=module.forward)
-    return value, frozenset(
-        i for i, (x, before) in enumerate(zip(copies, versions, strict=True)) if x._version != before
-    )
+    with noting_writes() as written:
+        value = call_for_shapes(module, copies, call=module.forward)
+    return value, frozenset(i for i, x in enumerate(copies) if memory_of(x) in written)

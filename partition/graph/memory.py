@@ -1,10 +1,72 @@
-"""Which tensors share memory."""
+"""Which tensors share memory, and what operations write into, whatever version it counts.
+
+Chunks of unsafe_chunk, `.data`, tensors over a storage: they have the memory of a tensor, and no version of its.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def memory_of(tensor: torch.Tensor) -> object:
     """The same for tensors over the same memory; None where that cannot be told (sparse ones)."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have the memory of one: that of a DTensor is its local part's."""
+    if is_traceable_wrapper_subclass(tensor):
+        for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, torch.Tensor):
+                yield from parts_of(inner)
+    else:
+        yield tensor
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within: operations go through a function, which takes each with its arguments and keywords."""
+
+    def __init__(self, through: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._through = through
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is one operation."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._through(func, args, kwargs or {})
+
+
+def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """What an operation writes into, as its schema says."""
+    for i, name in _written_arguments(operator):
+        leaves = pytree.tree_leaves(args[i] if i < len(args) else kwargs.get(name))
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+@cache
+def _written_arguments(operator: Any) -> Sequence[tuple[int, str]]:
+    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
+    return [(i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+
+
+@contextmanager
+def noting_writes() -> Iterator[set[object]]:
+    """Within: the memories that operations write into."""
+    memories: set[object] = set()
+
+    def note(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        memories.update(map(memory_of, written(operator, args, kwargs)))
+        return operator(*args, **kwargs)
+
+    with Operations(note):
+        yield memories

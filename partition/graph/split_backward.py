@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .memory import parts_of
 from .weight_operands import Compute
 from .weight_ops import INSTEAD, Instead
 
@@ -252,13 +252,3 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
         torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
     else:
         known += gradient
-
-
-def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that have the memory of one: that of a DTensor is its local part's."""
-    if is_traceable_wrapper_subclass(tensor):
-        for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-            if isinstance(inner, torch.Tensor):
-                yield from parts_of(inner)
-    else:
-        yield tensor

@@ -9,8 +9,7 @@ One that was changed in place meanwhile is computed again like all others. What 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...partition.graph.split_backward import parts_of
+from ...partition.graph.memory import Operations, memory_of, parts_of, written
 from .randomness import Seeder
 
 Keeps = Callable[..., bool]  # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs)
@@ -48,12 +47,13 @@ class KeptResults:
         self._keeps = keeps
         self._seeder = seeder
         self._operators: list[Any] = []
+        self._next = 0  # in the second run
         self._results: dict[int, _Result] = {}
-        self._in_memory: dict[int, list[int]] = {}
+        self._in_memory: dict[object, list[int]] = {}
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """For the first run and the second one, as `context_fn` of torch's checkpoint."""
-        return _Mode(self._first), _Mode(self._second)
+        return Operations(self._first), Operations(self._second)
 
     def returned(self, value: object) -> None:
         """The first run returned it: others may change it."""
@@ -61,17 +61,19 @@ class KeptResults:
             for number in self._kept_in(x):
                 self._results[number].versions.append((_detached(x), x._version))
 
-    def _first(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
+    def _first(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         value = operator(*args, **kwargs)
+        if operator in _UNCOUNTED:
+            return value
+        number = len(self._operators)
         self._operators.append(operator)
-        written = _written(operator)
-        for i, name in written:
-            for x in _tensors(args[i] if i < len(args) else kwargs.get(name)):
-                for spoilt in self._kept_in(x):
-                    self._results.pop(spoilt, None)
+        changed = list(written(operator, args, kwargs))
+        for x in changed:
+            for spoilt in self._kept_in(x):
+                self._results.pop(spoilt, None)
         context = torchs.SelectiveCheckpointContext(is_recompute=False)
         context.op_output = value  # as newer releases of torch have it
-        if self._keeps(context, operator, *args, **kwargs) and not written:
+        if self._keeps(context, operator, *args, **kwargs) and not changed:
             kept = pytree.tree_map_only(torch.Tensor, _detached, value)
             draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
             versions = [(x, x._version) for x in _tensors(kept)]
@@ -81,7 +83,10 @@ class KeptResults:
                     self._in_memory.setdefault(memory, []).append(number)
         return value
 
-    def _second(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
+    def _second(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if operator in _UNCOUNTED:
+            return operator(*args, **kwargs)
+        number, self._next = self._next, self._next + 1
         if number >= len(self._operators) or self._operators[number] is not operator:
             self._results.clear()  # other operations from here on, as where the first run filled a cache of its own
         result = self._results.pop(number, None)
@@ -96,40 +101,12 @@ class KeptResults:
         return [number for number in numbers if number in self._results]
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leads the operations of a run through a function, with their numbers."""
-
-    def __init__(self, through: Callable[..., Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._through = through
-        self._number = -1
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code is one operation."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _UNCOUNTED:
-            return func(*args, **kwargs)
-        self._number += 1
-        return self._through(self._number, func, args, kwargs)
-
-
-@cache
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operation changes, by place and name."""
-    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
-    return tuple((i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write)
-
-
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _memories(x: torch.Tensor) -> list[int]:
-    return [part.untyped_storage()._cdata for part in parts_of(x) if part.layout is torch.strided]
+def _memories(x: torch.Tensor) -> list[object]:
+    return [memory for part in parts_of(x) if (memory := memory_of(part)) is not None]
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:

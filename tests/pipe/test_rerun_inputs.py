@@ -150,6 +150,23 @@ def test_kept_results_equal_one_process(make: Callable[[], Any], recompute: Any,
 # --- inputs ---
 
 
+class OfStage(nn.Linear):
+    """Changes its input, and no version tells."""
+
+    def __init__(self, alias: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(D, D)
+        self.alias = alias
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alias(x).mul_(1.5)
+        return super().forward(x).sin()
+
+
+@pytest.mark.parametrize("alias", ["unsafe_chunk", "data", "set_"])
+def test_a_stage_that_runs_again_and_changes_its_input(alias: str) -> None:
+    equals_one_process(lambda: nn.Sequential(OfStage(ALIASES[alias]), OfStage(ALIASES[alias])), "full")
+
+
 class Changes(nn.Module):
     """Changes a part of its first input in place, and reads all of the others."""
 
