@@ -16,7 +16,7 @@ from ..partition.graph.forms import Arguments
 from ..schedules import Schedule, Timeline
 from ..schedules.timing.records import RankRecord, as_it_ran
 from .connecting import Connected, connect
-from .evaluation import Evaluation
+from .evaluation import Evaluation, warn_of_two_axes
 from .layout import Layout
 from .makers import Makers
 from .measure.measurement import Measurement
@@ -102,6 +102,7 @@ def assemble(
         update=connected.update,
         sliced_loss=_sliced_loss(ground, placed),
     )
+    _tell_of_two_axes(ground, placed)
     stages_of = makers.stages()
     engine = makers.engine(TrainingWorker, placed.train, connected.update.ranks, stages_of)
     training = Training(
@@ -161,6 +162,16 @@ def assemble(
     )
 
 
+def _tell_of_two_axes(ground: Ground, placed: Placed) -> None:
+    """In the process of the last stage, of an output that a loss would see a microbatch at a time."""
+    inference, num_samples = placed.train.inference, ground.microbatch.num_samples
+    might = any(spec.shape.count(num_samples) > 1 for spec in inference.example.specs[-1])
+    schedule = ground.layout.schedule
+    if might and ground.has_loss and schedule.num_microbatches > 1 and schedule.num_stages - 1 in placed.local_stages:
+        found = inference.batch_dimensions(ground.microbatch)
+        warn_of_two_axes(found, "a loss of them has no others than these", num_samples=num_samples)
+
+
 def _cut(layout: Layout, placed: Placed) -> str:
     """A text that is the same, from start to start of a run, where its stages are."""
     rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
@@ -206,10 +217,8 @@ def _evaluation(
         training=training,
         guard=ground.guard,
         collectives=ground.collectives,
-        device=settings.device,
+        settings=settings,
         num_replicas=ground.num_replicas,
-        has_loss=ground.has_loss,
-        model_loss=settings.model_loss,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,13 +14,13 @@ from ..partition.graph.forms import Arguments, Form
 from ..partition.graph.modes import evaluating
 from ..schedules import Schedule
 from .batch.agreement import check_same_batch
-from .batch.batches import join_outputs
+from .batch.batches import join_outputs, share_of_sum
 from .batch.checksum import Call
 from .batch.given import Given, check_batch
-from .batch.model_loss import ModelLoss
 from .batch.reader import BatchReader
 from .batch.results import EvalResult
 from .run.engine import Engine
+from .settings import Settings
 from .stages.randomness import Seeder
 from .stages.shapes import InferredStages, Signature
 from .stages.unchanged import Unchanged
@@ -48,6 +49,17 @@ class Forwards:
     modules: Sequence[nn.Module]
 
 
+def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
+    """Say of outputs with the batch on several axes that microbatches do not see each other."""
+    numbers = " and ".join(str(number) for number, axes in enumerate(dimensions) if len(axes) > 1)
+    if numbers:
+        warnings.warn(
+            f"output {numbers} of the model has the batch on two axes, as similarities have: those of a microbatch of "
+            f"{num_samples} alone; {how}. Expected num_microbatches=1 for all of the batch (docs/inputs.md)",
+            stacklevel=2,
+        )
+
+
 class Evaluation:
     """Runs batches forwards.
 
@@ -57,7 +69,6 @@ class Evaluation:
         unchanged: what the user may not change.
         training: drained before; it counts the steps.
         num_replicas: of the data axis, each with a batch of its own.
-        model_loss: of a model that returns its own loss.
     """
 
     def __init__(
@@ -70,24 +81,23 @@ class Evaluation:
         training: Training,
         guard: Guard,
         collectives: Collectives,
-        device: torch.device,
+        settings: Settings,
         num_replicas: int,
-        has_loss: bool,
-        model_loss: ModelLoss | None,
     ) -> None:
         self._make_forwards = forwards
         self._forwards: dict[object, Forwards] = {}
-        self._model_loss = model_loss
+        self._model_loss = settings.model_loss
+        self._adds_up = share_of_sum(settings.loss_fn, 1) is not None
         self._seeder = seeder
         self._num_microbatches = schedule.num_microbatches
         self._training = training
         self._guard = guard
         self._collectives = collectives
-        self._device = device
+        self._device = settings.device
         self._num_replicas = num_replicas
-        self._has_loss = has_loss
+        self._has_loss = settings.loss_fn is not None
         self._unchanged = unchanged
-        self._dimensions: dict[Form, list[int | None]] = {}
+        self._dimensions: dict[Form, Sequence[int | None]] = {}
 
     def step(self, given: Given) -> EvalResult:
         """See PipelineModule.eval_step."""
@@ -114,7 +124,10 @@ class Evaluation:
         if like.form not in self._dimensions:
             forwards = self._forwards_for(self._num_microbatches, has_loss=False, like=like)
             with evaluating(*forwards.modules):
-                self._dimensions[like.form] = forwards.inference.batch_dimensions(Signature.of(like))
+                found = forwards.inference.batch_dimensions(Signature.of(like))
+            self._dimensions[like.form] = [one[0] if len(one) == 1 else None for one in found]
+            if len(columns[0]) > 1:
+                warn_of_two_axes(found, "it comes as the list of their blocks", num_samples=like.num_samples)
         dimensions = self._dimensions[like.form]
         return [join_outputs(parts, dim) for parts, dim in zip(columns, dimensions, strict=True)]
 
@@ -129,7 +142,8 @@ class Evaluation:
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
         """The loss, the output and its tensors."""
         num_microbatches = self._microbatches_for(given)
-        like = given.on(self._device).cut(num_microbatches // self._num_replicas)[0].arguments
+        microbatches = [each.arguments for each in given.on(self._device).cut(num_microbatches // self._num_replicas)]
+        like = microbatches[0]
         forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
         batch = forwards.reader.read(given, step=self._training.num_steps, call=self._training.called(call))
         with self._guard.together():
@@ -147,16 +161,24 @@ class Evaluation:
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
             engine.drop()
-        loss = forwards.ranks[0].total(0)[0].mean if has_loss else None
+        loss = None
+        if has_loss:
+            found = forwards.ranks[0].total(0)[0]
+            loss = found.mean * found.counts if self._adds_up and found.counts is not None else found.mean
         if not outputs:
             return loss, None, []
         flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
         form = forwards.inference.output_form
         values = list(flat)
-        if loss is not None and self._model_loss is not None:  # the mean of the batch, not each microbatch's
-            slot = self._model_loss.slot(form)
-            kind = outputs[min(outputs)][slot]
-            values[slot] = torch.tensor(loss, dtype=kind.dtype, device=kind.device)
+        slot = None if self._model_loss is None else self._model_loss.find_slot(form)
+        kind = None if slot is None else outputs[min(outputs)][slot]
+        if self._model_loss is not None and slot is not None and kind is not None and not kind.dim():
+            whole: object = loss
+            if loss is None:  # the mean of the batch, not each microbatch's
+                weights = self._model_loss.weigh([microbatches[k // self._num_replicas] for k in sorted(outputs)])
+                pairs = zip((form.assemble(outputs[k]) for k in sorted(outputs)), weights, strict=True)
+                whole = sum(self._model_loss(*pair)[0] for pair in pairs) / sum(weights)
+            values[slot] = torch.as_tensor(whole, dtype=kind.dtype, device=kind.device)
         return loss, form.assemble(values), flat
 
     def _microbatches_for(self, given: Given) -> int:

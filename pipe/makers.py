@@ -12,7 +12,7 @@ import torch
 from ..comm import Collectives, Guard, Transport
 from ..partition.graph.forms import Arguments, Tensors
 from ..partition.graph.units import MODEL_INPUT
-from .batch.batches import read_loss
+from .batch.batches import read_loss, share_of_sum
 from .batch.reader import BatchReader, Reads
 from .layout import Layout
 from .measure.recorder import Recorder
@@ -23,7 +23,7 @@ from .settings import Settings
 from .slicing import SlicedLoss
 from .stages.build import CutModel
 from .stages.compiled import Compiled, refuse_changes_in_flight, refuse_graphs, refuse_split
-from .stages.loss import UntrainedLeaves, detached
+from .stages.loss import LeftBehind, UntrainedLeaves, untrained
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
 from .stages.stage import LossOf, LossValue, Stage
@@ -165,15 +165,19 @@ class Makers:
         leaves = UntrainedLeaves(self.parts.train.stages[-1].module, is_trained)
         wants_gradient = any(spec.requires_grad for spec in self.parts.train.example.specs[-1])
 
-        def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
+        share = share_of_sum(loss_fn, self.layout.schedule.group_size)
+        left = LeftBehind(self.parts.train.example.left, self.parts.model)
+
+        def loss_of(flat: Tensors, target: object, training: bool, inputs: Tensors) -> LossValue:
             if sliced is not None and training:
                 sliced.saw(flat, target)
             self.seeder.enter_loss()
-            ends = leaves.before(flat)
-            loss = read_loss(loss_fn(self.parts.output(flat, training=training), target))
+            ends = leaves.before(flat, inputs)
+            with left.refused():
+                loss = read_loss(loss_fn(self.parts.output(flat, training=training), target), share)
             leaves.check(loss[0], ends)
             if training and torch.is_grad_enabled() and not (wants_gradient or loss[0].requires_grad):
-                raise detached()
+                raise untrained()
             return loss
 
         return loss_of

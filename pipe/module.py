@@ -70,8 +70,9 @@ class PipelineModule(RunFacts, RunState):
         slice_lengths: tokens of each slice; as equal as can be by default.
         sequence_dims: dimension of the sequence in each argument, by name or position, and in the "target": 1 by
             default; None: all slices of a microbatch get the argument whole.
-        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count). An nn.Module belongs to
-            the last stage, which trains its parameters; its tensors are named `loss_fn.` and their names in it.
+        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count); reduction="sum" adds up
+            (docs/inputs.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors are named
+            `loss_fn.` and their names in it.
             "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
         loss_weight: over how many items the model's own loss of a microbatch is a mean, so that microbatches make the
             mean of the batch: "samples", "labels" (the integers labels= but -100), "shifted_labels" (those but the

@@ -15,6 +15,7 @@ from torch import nn
 from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments
 from ..partition.graph.recorded.words import modules
+from ..partition.graph.untouched import untouched
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.given import Given
 from .batch.sequence import Slice
@@ -80,20 +81,21 @@ class Ground:
     def cut(self) -> CutModel:
         """The model as it is now, cut."""
         layout, settings = self.layout, self.settings
-        return cut_model(
-            self.model,
-            self.stages,
-            example=self.example,
-            num_stages=layout.schedule.num_stages,
-            split_points=layout.split_points,
-            plan=layout.plan,
-            loss_fn=settings.loss_fn,
-            loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
-            recompute=layout.recompute,
-            seeder=self.seeder,
-            agree=self.same_programs,
-            device=settings.device,
-        )
+        with untouched(settings.loss_fn, device=settings.device):  # a loss may know lists that forwards fill
+            return cut_model(
+                self.model,
+                self.stages,
+                example=self.example,
+                num_stages=layout.schedule.num_stages,
+                split_points=layout.split_points,
+                plan=layout.plan,
+                loss_fn=settings.loss_fn,
+                loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
+                recompute=layout.recompute,
+                seeder=self.seeder,
+                agree=self.same_programs,
+                device=settings.device,
+            )
 
 
 def make_collectives(layout: Layout, settings: Settings, guard: Guard) -> Collectives:

@@ -262,4 +262,4 @@ class SlicedLoss:
             target = pytree.tree_map(
                 lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, target
             )
-        return read_loss(self._loss_fn(self._output(flat), target))
+        return read_loss(self._loss_fn(self._output(flat), target), None)

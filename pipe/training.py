@@ -205,15 +205,12 @@ class Training:
 
     def _refuse_batch_gradients(self, batch: Batch) -> None:
         """ValueError where nobody could hand back the gradients that a batch wants."""
-        what, instead = "a batch that wants gradients", "x.detach()"
+        what, instead = "a batch that wants gradients", "x.detach(), or what makes the batch as a part of the model"
         self._update.refuse_users_gradients(what, instead=instead)
-        reason = None
-        if self._update.loss_scales:
-            reason = "beside grad_scaler=, which divides the gradients of the pipeline's own parameters alone"
-        elif batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
-            reason = "over data replicas or a tensor group, where no process has those of the whole batch"
-        if reason is not None:
-            raise ValueError(f"{what} {reason}: expected {instead}, or what makes the batch as a part of the model")
+        if self._update.loss_scales or batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
+            raise ValueError(
+                f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
+            )
 
     def _replan(self, batch: Batch, schedules: BatchSchedules) -> None:
         """Find the order of a batch, and follow it. Collective over the processes."""

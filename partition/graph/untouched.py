@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils import _pytree as pytree
 
 from .generators import GeneratorStates
 
@@ -36,6 +37,7 @@ _NUMBERS = bool | int | float | None
 _FIXED = (bool, int, float, type(None), str, bytes, type)
 _HOLDERS = (list, dict, set, deque, np.ndarray)
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+Places = list[tuple[dict[Any, Any] | list[Any], Any]]
 _OURS = __name__.partition(".")[0]
 
 
@@ -63,7 +65,8 @@ class Kept:
         if not buffers:
             modules = [root for root in roots if isinstance(root, nn.Module)]
             seen = {id(buffer): buffer for root in modules for buffer in root.buffers()}
-        empty: list[dict[object, object]] = []  # most of what modules hold: tables of hooks
+        empty: list[dict[Any, Any]] = []  # most of what modules hold: tables of hooks
+        self._empty = empty
         self._undo.append(partial(_clear, empty))
         pending: list[object] = list(roots)
         while pending:
@@ -97,6 +100,19 @@ class Kept:
         return {
             type(value) for value in self._seen.values() if _is_entered(value) and not isinstance(value, torch.Tensor)
         }
+
+    def new_tensors(self) -> Places:
+        """Where a tensor stands that did not: (dict, its key), (list, None)."""
+        found: Places = []
+        changed = [one.args for one in self._undo if isinstance(one, partial) and one.func is _restore_dict]
+        for table, items in [*changed, *((table, ()) for table in self._empty)]:
+            before = dict(items)
+            found += [(table, key) for key, new in table.items() if new is not before.get(key) and _has_tensor(new)]
+        for undo in self._undo:
+            if isinstance(undo, partial) and undo.func is _restore_list and isinstance(undo.args[0], list):
+                values, before = undo.args
+                found += [(values, None)] * any(_has_tensor(new) for new in values[len(before) :])
+        return found
 
     def restore(self) -> None:
         """Everything as it was."""
@@ -135,6 +151,10 @@ class Kept:
 
 def _is_entered(value: object) -> bool:
     return isinstance(value, nn.Module) or (hasattr(value, "__dict__") and is_users_module(type(value).__module__))
+
+
+def _has_tensor(value: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _clear(tables: Collection[dict[object, object]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -91,17 +92,32 @@ class NonFiniteLossError(FloatingPointError):
 def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.Tensor | list[torch.Tensor]:
     """M outputs -> that of the whole batch, joined along its dimension of the batch.
 
-    Without one: the values, [M], of an output without dimensions, and of any other the list of all M; likewise where
-    microbatches differ elsewhere, too.
+    Without one: the values, [M], of an output without dimensions, and of any other the list of all M (one alone is
+    itself); likewise where microbatches differ elsewhere, too.
     """
     if dimension is not None and len({(*x.shape[:dimension], *x.shape[dimension + 1 :]) for x in parts}) == 1:
         return torch.cat(list(parts), dim=dimension)
+    if len(parts) == 1 and parts[0].dim():
+        return parts[0]
     return list(parts) if parts[0].dim() else torch.stack(list(parts))
 
 
-def read_loss(value: object) -> LossValue:
-    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count)."""
-    count: object = None
+def share_of_sum(loss_fn: object, group_size: int) -> float | None:
+    """Count of one of so many microbatches under which their losses add up, of a loss with reduction="sum"; None of any
+    other."""
+    while isinstance(loss_fn, partial) and "reduction" not in loss_fn.keywords:
+        loss_fn = loss_fn.func
+    reduction = loss_fn.keywords["reduction"] if isinstance(loss_fn, partial) else getattr(loss_fn, "reduction", None)
+    return 1.0 / group_size if reduction == "sum" else None
+
+
+def read_loss(value: object, share: float | None) -> LossValue:
+    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count).
+
+    Arguments:
+        share: of a loss that adds up, see `share_of_sum`.
+    """
+    count: object = None if share is None else torch.tensor(share, dtype=torch.float64)
     loss = value
     if isinstance(value, tuple | list):
         if len(value) != 2:
@@ -119,7 +135,7 @@ def read_loss(value: object) -> LossValue:
             )
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ValueError(
-            f"loss_fn returned {_shown(loss)}: expected a scalar tensor; return loss.mean(), or (sum, count)"
+            f"loss_fn returned {_shown(loss)}: expected a scalar tensor; reduction='mean' or 'sum', or (sum, count)"
         )
     assert count is None or isinstance(count, torch.Tensor)
     return loss, count

@@ -109,7 +109,6 @@ class BatchReader:
             stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
             inferred = [stages_of[each] for each in signatures]
             self._refuse_float16(inferred)
-            self._refuse_new_gradients(inferred)
             if self._compares:
                 programs = "".join(each.digest() for each in stages_of.values()).encode()
                 sums = checksum(given.inputs), checksum(given.targets), float(zlib.crc32(programs))
@@ -158,17 +157,6 @@ class BatchReader:
                 f"PipelineModule(..., grad_scaler=torch.amp.GradScaler({self._device.type!r})), or torch.bfloat16, "
                 f"which needs none"
             )
-
-    def _refuse_new_gradients(self, inferred: Sequence[Inferred]) -> None:
-        example = self._inference.example
-        for each in inferred if inferred[0].specs is not example.specs else ():
-            for s, (now, then) in enumerate(zip(each.specs, example.specs, strict=True)):
-                if any(one.requires_grad and not other.requires_grad for one, other in zip(now, then, strict=True)):
-                    raise ValueError(
-                        f"the batch wants gradients, which would come through the frozen stage {s}, and the first "
-                        f"batch (or example_inputs=) wanted none, so that nothing carries them there: expected one "
-                        f"that does, in a new PipelineModule; or x.detach()"
-                    )
 
     def _refuse_shapes_alone(self, given: Given) -> None:
         arguments = given.arguments

@@ -74,7 +74,7 @@ class EvalResult:
             is None, and a model's own loss is the batch's. Microbatches are joined along the one dimension whose size
             follows that of the batch, wherever it stands (one that is a multiple of it, such as batch * sequence,
             counts). Of a tensor without dimensions there are the values of all microbatches, [M]; of any other, where
-            no dimension or several follow the batch, the list of all M tensors; and so where microbatches differ
+            no dimension or several follow the batch, the list of all M > 1 tensors; and so where microbatches differ
             elsewhere, too.
     """
 

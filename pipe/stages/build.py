@@ -107,11 +107,18 @@ def cut_model(
     microbatch = Signature.of(example)
     with recomputed.checked():
         train = InferredStages(
-            cut, microbatch, root=root, seeder=seeder, device=device, training=True, loss_slot=loss_slot
+            cut,
+            microbatch,
+            root=root,
+            seeder=seeder,
+            device=device,
+            training=True,
+            loss_slot=loss_slot,
+            loss_fn=loss_fn,
         )
     recomputed.refuse_parted(train.stages, cut.together)
     evaluate = InferredStages(
-        cut.evaluation(example), microbatch, root=root, seeder=seeder, device=device, training=False
+        cut.evaluation(example), microbatch, root=root, seeder=seeder, device=device, training=False, loss_fn=loss_fn
     )
     for mode in (train, evaluate):
         _refuse_shared_writes(root, mode)

@@ -8,12 +8,16 @@ names of the model its own ones begin with `loss_fn.`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from ...partition.graph.source_line import module_at
 from ...partition.graph.units import StageModule
+from ...partition.graph.untouched import Places
 
 PREFIX = "loss_fn"
 _CHILD = "<loss_fn>"  # no attribute of a stage's module can have this name
@@ -65,19 +69,61 @@ def give_loss(loss_fn: object, stages: Iterable[StageModule]) -> None:
             stage.module._modules[_CHILD] = loss_fn
 
 
-def untrained(why: str, expected: str) -> ValueError:
+def untrained() -> ValueError:
     """The error of a batch from which nothing would learn."""
     return ValueError(
-        f"nothing to train: {why}, and plain PyTorch would refuse loss.backward(). Expected {expected}; or eval_step, "
-        f"predict"
+        "nothing to train: no parameter wants a gradient, or the model's output is made without one (detach(), "
+        "torch.no_grad()), and plain PyTorch would refuse loss.backward(). Expected parameters with requires_grad=True "
+        "that the loss depends on; or eval_step, predict"
     )
 
 
-def detached() -> ValueError:
-    """The error of a model whose output cannot want a gradient."""
-    return untrained(
-        "the model's output wants no gradient", "parameters that do, and an output made of them without detach()"
-    )
+class _Left(torch.Tensor):
+    """Stands for what another stage has left behind: any use of it is a ValueError."""
+
+    place: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        place = next(leaf.place for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Left))
+        raise ValueError(
+            f"loss_fn reads {place}, which an earlier stage leaves behind: of another microbatch, or elsewhere. "
+            f"Expected it in the model's output, which travels: blocks that return (h, aux), a model that returns "
+            f"(h, sum of aux), and loss_fn=lambda output, target: loss(output[0], target) + output[1] (docs/inputs.md)"
+        )
+
+
+class LeftBehind:
+    """Refuses a loss that reads past the model's output what earlier stages have left in attributes and lists."""
+
+    def __init__(self, places: Places, root: nn.Module) -> None:
+        names = {id(vars(module)): name for name, module in root.named_modules()}
+        self._places = [(held, key, _left(names.get(id(held)), key)) for held, key in places]
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Within: the loss runs."""
+        kept = []
+        for held, key, left in self._places:
+            if isinstance(held, list):
+                held.append(left)
+            else:
+                kept.append((held, key, held.get(key, left)))
+                held[key] = left
+        try:
+            yield
+        finally:
+            for held, key, value in kept:
+                held[key] = value
+            for held, _, left in self._places:
+                if isinstance(held, list):
+                    held[:] = [each for each in held if each is not left]
+
+
+def _left(name: str | None, key: object) -> torch.Tensor:
+    left = torch.empty(0).as_subclass(_Left)
+    left.place = "a list" if key is None else f"{key!r} of {'a dict' if name is None else module_at(name)}"
+    return left
 
 
 class UntrainedLeaves:
@@ -93,9 +139,9 @@ class UntrainedLeaves:
         self._is_trained = is_trained
         self._looked = False
 
-    def before(self, outputs: Sequence[torch.Tensor]) -> set[object]:
-        """Where the loss's own graph ends, before the loss runs."""
-        return set() if self._looked else {x.grad_fn or id(x) for x in outputs}
+    def before(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> set[object]:
+        """Where the loss's own graph ends, before the loss runs: at the stage's outputs, or past them at its inputs."""
+        return set() if self._looked else {*(x.grad_fn or id(x) for x in outputs), *map(id, inputs)}
 
     def check(self, loss: torch.Tensor, ends: set[object]) -> None:
         """ValueError for such a tensor between these ends and the loss."""

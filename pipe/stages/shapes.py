@@ -27,7 +27,7 @@ from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.strict_fakes import strict_fake_mode
 from ...partition.graph.units import Cut, OutputError, StageModule
-from ...partition.graph.untouched import untouched
+from ...partition.graph.untouched import Places, untouched
 from .autocast import Autocast
 from .float16 import float16_gradients
 from .presence import StageRun, certain_gradients
@@ -102,6 +102,7 @@ class Inferred:
         written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
         digest: see Cut.
+        left: where stages before the last leave tensors behind: attributes, lists.
     """
 
     stages: tuple[StageModule, ...]
@@ -111,6 +112,7 @@ class Inferred:
     written_buffers: tuple[frozenset[int], ...]
     output_form: Form
     digest: Callable[[], str]
+    left: Places
 
 
 class _Walk(NamedTuple):
@@ -119,6 +121,7 @@ class _Walk(NamedTuple):
     specs: OutputSpecs
     certain: Sequence[Sequence[bool]]
     float16: str | None
+    left: Places
 
 
 class _Known(NamedTuple):
@@ -139,6 +142,7 @@ class InferredStages:
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
         loss_slot: of a model that returns its own loss: which of the flat tensors of its output that is.
+        loss_fn: the loss, which may read what a forward leaves behind.
 
     Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
 
@@ -156,6 +160,7 @@ class InferredStages:
         device: torch.device,
         training: bool,
         loss_slot: LossSlot | None = None,
+        loss_fn: object = None,
     ) -> None:
         self._root = root
         self._seeder = seeder
@@ -163,6 +168,7 @@ class InferredStages:
         self._device = device
         self._training = training
         self._loss_slot = loss_slot
+        self._loss_fn = loss_fn
         self._form = example.form
         self.example = self._first_walk(cut, example)
         # What a module that runs as it is does, and draws, may change when these do.
@@ -254,11 +260,11 @@ class InferredStages:
             written_buffers=tuple(writes),
             output_form=cut.form_of_output(stages[-1]),
             digest=cut.digest,
+            left=walk.left,
         )
 
-    def batch_dimensions(self, inputs: Signature) -> list[int | None]:
-        """By output of the last stage, the one dimension whose size follows that of the batch; None where none or
-        several do.
+    def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
+        """By output of the last stage, the dimensions whose size follows that of the batch.
 
         Two batch sizes show it; where the stages take one alone, a dimension of that very size is taken for it.
 
@@ -276,13 +282,13 @@ class InferredStages:
                     raise
                 continue
             break
-        found: list[int | None] = []
+        found: list[tuple[int, ...]] = []
         for number, spec in enumerate(here):
             if there is None:
                 grown = [d for d, length in enumerate(spec.shape) if length == size]
             else:
                 grown = [d for d, length in enumerate(spec.shape) if length != there[number].shape[d]]
-            found.append(grown[0] if len(grown) == 1 else None)
+            found.append(tuple(grown))
         return found
 
     def _key(self, inputs: Signature) -> object:
@@ -301,8 +307,9 @@ class InferredStages:
         grad = torch.enable_grad() if self._training else torch.no_grad()
         runs: list[StageRun] = []
         modules = () if self._training else (self._root,)
+        left: Places = []
         with (
-            untouched(self._root, device=self._device, buffers=False),
+            untouched(self._root, self._loss_fn, device=self._device, buffers=False) as kept,
             evaluating(*modules),
             mode,
             grad,
@@ -312,6 +319,7 @@ class InferredStages:
             for x, wants in zip(flat, inputs.wants_grad, strict=False):
                 x.requires_grad_(wants and self._training)
             for index in range(num_stages):
+                left = kept.new_tensors() if index == num_stages - 1 else []
                 runs.append(run(index, flat, [one.outputs for one in runs]))
         loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form())
         specs = tuple(tuple(map(TensorSpec.of, one.outputs)) for one in runs)
@@ -321,6 +329,7 @@ class InferredStages:
             specs=specs,
             certain=certain_gradients(runs, loss_slot=loss_slot),
             float16=next((f"stage {index} computes {at}" for index, at in enumerate(places) if at is not None), None),
+            left=left,
         )
 
     def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> StageRun:

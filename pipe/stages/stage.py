@@ -33,7 +33,7 @@ from .weights import WeightVersions
 
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
 
-LossOf = Callable[[Tensors, object, bool], LossValue]
+LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
 
 _NOTHING = nullcontext()
 
@@ -78,7 +78,7 @@ class Stage:
         index: s.
         name: the units in it, for people.
         module: what it runs in training, for the example's inputs: all that it runs has the same buffers.
-        loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
+        loss_of: on the last stage: (flat outputs, target, training, leaves) -> (loss, count or None).
         runs_again: whether the backward runs the whole stage again.
         reruns: the modules that run again by themselves.
         compiled: the modules that run compiled, also where they run again.
@@ -157,7 +157,7 @@ class Stage:
                 moving.saving() if moving is not None else _NOTHING,
             ):
                 value = module.module.forward(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
-                outputs, loss = self._with_loss(module.flatten(value), target)
+                outputs, loss = self._with_loss(module.flatten(value), target, leaves)
             if runs_again:
                 buffers = self._buffers.after_forward(buffers)
         finally:
@@ -197,7 +197,7 @@ class Stage:
         """Run a microbatch without a graph, in evaluation mode; with a target the last stage returns a loss, too."""
         with torch.no_grad(), self._compiled.through():
             outputs = module.detached(module.run(tuple(inputs)))
-            loss = self._loss_of(outputs, target, False) if has_target and self._loss_of is not None else None
+            loss = self._loss_of(outputs, target, False, ()) if has_target and self._loss_of is not None else None
         return outputs, loss
 
     def backward(
@@ -314,14 +314,14 @@ class Stage:
             self._compiled.through(),
             self._split.forward() if live.is_split else _NOTHING,
         ):
-            outputs, _ = self._with_loss(live.module.run(live.leaves), live.target)
+            outputs, _ = self._with_loss(live.module.run(live.leaves), live.target, live.leaves)
         return outputs
 
-    def _with_loss(self, outputs: Tensors, target: object) -> tuple[Tensors, LossValue | None]:
+    def _with_loss(self, outputs: Tensors, target: object, leaves: Tensors) -> tuple[Tensors, LossValue | None]:
         """The outputs of the stage; on the last stage the loss, whose value is then the only output."""
         if self._loss_of is None:
             return outputs, None
-        loss = self._loss_of(outputs, target, True)
+        loss = self._loss_of(outputs, target, True, leaves)
         if torch.is_grad_enabled() and not loss[0].requires_grad and any(o.requires_grad for o in outputs):
             raise ValueError(
                 "loss_fn returned a loss that does not depend on the model's output: expected one that is computed "

@@ -19,7 +19,7 @@ from ...partition.graph.hooks_on_all import changing_hook
 from ...partition.graph.source_line import module_at
 from .build import CutModel
 from .compiled import is_users_compiled
-from .loss import PREFIX, detached, untrained
+from .loss import PREFIX, untrained
 
 _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
 
@@ -36,10 +36,11 @@ class Unchanged:
     """
 
     def __init__(self, cut: CutModel, *, is_compiled: bool = False, learns_beside: bool = False) -> None:
-        self._parameters = list(cut.root.parameters())
-        self._wants_gradient = learns_beside or any(spec.requires_grad for spec in cut.train.example.specs[-1])
         self._learns_beside = learns_beside
-        self._loss_parameters = [p for name, p in cut.root.named_parameters() if name.startswith(f"{PREFIX}.")]
+        wants_gradient = any(spec.requires_grad for spec in cut.train.example.specs[-1])
+        self._learning = [
+            p for name, p in cut.root.named_parameters() if wants_gradient or name.startswith(f"{PREFIX}.")
+        ]
         self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
         self._parts = list(_parts(cut.root))
         traced = dict(cut.model.named_modules()) if cut.is_traced else {}
@@ -75,10 +76,8 @@ class Unchanged:
 
     def refuse_untrained(self) -> None:
         """ValueError where nothing would be trained, as plain PyTorch refuses the backward of such a loss."""
-        if not (self._learns_beside or any(p.requires_grad for p in self._parameters)):
-            raise untrained("no parameter wants a gradient", "requires_grad_(True) on what is to learn, from the start")
-        if not (self._wants_gradient or any(p.requires_grad for p in self._loss_parameters)):
-            raise detached()
+        if not (self._learns_beside or any(p.requires_grad for p in self._learning)):
+            raise untrained()
 
     def check(self, *, training: bool) -> None:
         """ValueError that names what changed.

@@ -159,7 +159,6 @@ class Update(ABC):
     """
 
     scale = 1.0
-    _was_lost = "an update was lost"
 
     def __init__(
         self,
@@ -190,8 +189,8 @@ class Update(ABC):
     def _require_whole(self) -> None:
         if self._lost is not None:
             raise ValueError(
-                f"{self._was_lost} with {self._lost}; the stages stand at different updates. Expected load(folder) of "
-                f"a checkpoint, or a new PipelineModule"
+                f"batches or updates under way were lost with {self._lost}; the stages stand at different updates. "
+                f"Expected load(folder) of a checkpoint, or a new PipelineModule"
             )
 
     def versions_of(self, rank: int, stage: int) -> WeightVersions | None:

@@ -26,18 +26,15 @@ class Kept:
         self._schedulers = [scheduler for one in stages for scheduler in one.schedulers]
         self._values = [(p, p.detach().clone()) for p in _parameters(self._optimizers)]
         self._states = [
-            {
-                parameter: {key: copied_option(value) for key, value in own.items()}
-                for parameter, own in optimizer.state.items()
-            }
+            {p: {key: copied_option(value) for key, value in own.items()} for p, own in optimizer.state.items()}
             for optimizer in self._optimizers
         ]
-        self._groups = [options_of(optimizer) for optimizer in self._optimizers]
+        self._groups = options_of(self._optimizers)
         self._scheduled = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
         self._others = [_numbers(optimizer) for optimizer in self._optimizers]
         self._versions: list[int] = []
-        self._after: list[list[Group]] = []
-        self._changed: list[list[Group]] = []
+        self._after: list[Group] = []
+        self._changed: list[Group] = []
 
     def updated(self) -> None:
         """The update was made."""
@@ -49,7 +46,7 @@ class Kept:
                     f"post_validation=True could not take back: expected an optimizer that keeps what it counts in its "
                     f"state, or post_validation=False"
                 )
-        self._after = [options_of(optimizer) for optimizer in self._optimizers]
+        self._after = options_of(self._optimizers)
         self._versions = [parameter._version for parameter, _ in self._values]
 
     def changed_outside(self) -> nn.Parameter | None:
@@ -60,24 +57,19 @@ class Kept:
     @torch.no_grad()
     def put_back(self) -> None:
         """All of it is as it was."""
-        now = [options_of(optimizer) for optimizer in self._optimizers]
-        self._changed = [
-            [differences(was, given) for was, given in zip(after, own, strict=False)]
-            for after, own in zip(self._after, now, strict=True)
-        ]
+        self._changed = differences(self._after, options_of(self._optimizers))
         for parameter, value in self._values:
             parameter.copy_(value)
-        for optimizer, states, groups in zip(self._optimizers, self._states, self._groups, strict=True):
+        for optimizer, states in zip(self._optimizers, self._states, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)
-            set_options(optimizer, groups)
+        set_options(self._optimizers, self._groups)
         for scheduler, scheduled in zip(self._schedulers, self._scheduled, strict=True):
             scheduler.load_state_dict(scheduled)
 
     def change_again(self) -> None:
         """Options that were changed behind the update that was put back."""
-        for optimizer, changed in zip(self._optimizers, self._changed, strict=True):
-            set_options(optimizer, changed)
+        set_options(self._optimizers, self._changed)
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:

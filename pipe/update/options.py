@@ -10,7 +10,7 @@ in front of call t counts from the update of batch t on, on every stage, as in o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,23 +19,23 @@ import torch
 Group = dict[str, Any]
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[Group]:
-    """A copy, by group."""
-    return [
-        {k: copied_option(v) for k, v in g.items() if k not in ("params", "param_names")}
-        for g in optimizer.param_groups
-    ]
+def options_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Group]:
+    """A copy, by group of all of them."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{k: copied_option(v) for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
 
 
-def differences(before: Mapping[str, Any], now: Group) -> Group:
-    """What is other than before."""
-    return {key: value for key, value in now.items() if key not in before or not _is_same(before[key], value)}
+def differences(before: Sequence[Group], now: Sequence[Group]) -> list[Group]:
+    """By group, what is other than before."""
+    pairs = zip(before, now, strict=False)
+    return [{k: v for k, v in new.items() if k not in old or not _is_same(old[k], v)} for old, new in pairs]
 
 
-def set_options(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+def set_options(optimizers: Iterable[torch.optim.Optimizer], options: Sequence[Group]) -> None:
     """By group; a tensor stays the same one, which the user may hold."""
-    for group, options in zip(optimizer.param_groups, groups, strict=False):
-        for key, value in options.items():
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, given in zip(groups, options, strict=False):
+        for key, value in given.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(value)
             else:
@@ -47,46 +47,36 @@ class BatchOptions:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._waiting: list[tuple[int, list[list[Group]]]] = []  # changes by group, and the batch that they begin with
         self.forget()
 
     def forget(self) -> None:
         """What is there now counts for all updates."""
-        self._waiting.clear()
-        self._shown = self._used = list(map(options_of, self._optimizers))
+        self._waiting: list[tuple[int, list[Group]]] = []  # changes, and the batch that they begin with
+        self._shown = self._used = options_of(self._optimizers)
 
     def read(self, batch: int) -> set[str]:
         """Changes by the user since the last call, which count from this batch on; returns the options' names."""
-        now = list(map(options_of, self._optimizers))
-        changes = [
-            [differences(was, given) for was, given in zip(before, own, strict=False)]
-            for before, own in zip(self._shown, now, strict=True)
-        ]
-        names = {name for own in changes for group in own for name in group}
-        if names:
+        now = options_of(self._optimizers)
+        changes = differences(self._shown, now)
+        if any(changes):
             self._waiting.append((batch, changes))
             self._shown = now
-        return names
+        return {name for group in changes for name in group}
 
     @contextmanager
     def of(self, batch: int) -> Iterator[None]:
         """Within: those of an update of this batch; what a step or a schedule changes in them stays."""
         if self._waiting:
-            self._set(self._used)
+            set_options(self._optimizers, self._used)
             while self._waiting and self._waiting[0][0] <= batch:
-                self._set(self._waiting.pop(0)[1])
+                set_options(self._optimizers, self._waiting.pop(0)[1])
         try:
             yield
         finally:
-            self._shown = self._used = list(map(options_of, self._optimizers))
+            self._shown = self._used = options_of(self._optimizers)
             for _, changes in self._waiting:
-                self._set(changes)
-            if self._waiting:
-                self._shown = list(map(options_of, self._optimizers))
-
-    def _set(self, groups: Sequence[Sequence[Group]]) -> None:
-        for optimizer, options in zip(self._optimizers, groups, strict=True):
-            set_options(optimizer, options)
+                set_options(self._optimizers, changes)
+                self._shown = options_of(self._optimizers)
 
 
 def _is_same(one: object, other: object) -> bool:

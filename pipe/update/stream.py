@@ -33,8 +33,6 @@ class StreamUpdate(Update):
         ranks: of this process.
     """
 
-    _was_lost = "the batches in the pipeline were lost"
-
     def __init__(self, course: Course, ranks: Mapping[int, StreamRank], collectives: Collectives) -> None:
         stages = [
             StageState(stage, one.optimizers[stage], one.weights[stage])

@@ -21,7 +21,7 @@ from ...comm import Collectives, Guard, MeshPlace
 from ...partition.graph.forms import Tensors
 from ...partition.graph.untouched import untouched
 from ...schedules import Schedule
-from ..batch.batches import read_loss
+from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
 from ..evaluation import Evaluation
@@ -205,15 +205,17 @@ class Verifier:
         plain.follow(is_divided=self._regions is not None)
         microbatches = self._microbatches(batches)
         last, mine = self._schedule.owners[-1], set(self._place.local_ranks)  # it evaluates its own microbatches
+        group_size = self._schedule.group_size // self._schedule.num_slices
+        share = share_of_sum(loss_fn, group_size)
         with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
             outcome = plain.run(
                 microbatches,
-                watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
+                watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
                 self._seeder,
                 entering=watch.entering(self._parts.entering),
                 step=step,
-                group_size=self._schedule.group_size // self._schedule.num_slices,
+                group_size=group_size,
                 loss_scale=self._loss_scale(),
                 evaluated=[one for one in microbatches if last[one.number % len(last)] in mine],
                 join=self._evaluation.join,

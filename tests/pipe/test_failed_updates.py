@@ -107,7 +107,7 @@ def test_under_post_validation(max_grad_norm: float) -> None:
     in_the_optimizer(pipe, trips)
     with pytest.raises(RuntimeError, match="disk of the log"):
         steps(pipe)
-    with pytest.raises(ValueError, match="an update was lost with RuntimeError"):
+    with pytest.raises(ValueError, match="updates under way were lost with RuntimeError"):
         pipe.train_step(X, Y)
 
 

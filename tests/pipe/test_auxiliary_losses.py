@@ -1,0 +1,183 @@
+"""Auxiliary losses, as of routers: as part of the model's output they travel; what a loss reads past it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.failing import Told, told
+from support.pool import Pool
+from support.small import WIDTH, X, Y, make
+from torch import Tensor, nn
+
+from stagewright.schedules import build
+
+X64, Y64 = X.double(), Y.double()
+SINK: list[Tensor] = []
+
+
+class Block(nn.Module):
+    """A layer whose auxiliary loss is what its second weight makes of the input; a unit, whose own code runs."""
+
+    def __init__(self, keep: str = "") -> None:
+        super().__init__()
+        self.layer = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
+        self.router = nn.Parameter(torch.randn(2, WIDTH, dtype=torch.float64))
+        self.keep = keep
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        aux = F.linear(x, self.router).square().mean()
+        h = torch.tanh(F.linear(x, self.layer))
+        if self.keep == "attribute":
+            self.aux = aux
+        elif self.keep == "list":
+            self.aux = [aux]
+        elif self.keep == "global":
+            SINK.append(aux)
+        else:
+            return h, aux
+        return h
+
+
+class Routed(nn.Module):
+    """Adds up the auxiliary losses of its blocks, and returns their sum beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        aux = x.new_zeros(())
+        for block in self.blocks:
+            x, one = block(x)
+            aux = aux + one
+        return x, aux
+
+
+def routed_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target) + 0.3 * output[1]
+
+
+def trained(options: dict[str, Any]) -> tuple[float | None, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    pipe = make(model=Routed(), loss_fn=routed_loss, example_inputs=None, **options)
+    result = [pipe.train_step(X64, Y64), *pipe.flush()][-1]
+    return result.loss, pipe.full_state_dict()
+
+
+def expected() -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, total = Routed(), 0.0
+    for x, y in zip(X64.split(2), Y64.split(2), strict=True):
+        loss = routed_loss(model(x), y) / 4
+        loss.backward()
+        total += loss.item()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return total, model.state_dict()
+
+
+def same(found: tuple[float | None, dict[str, Tensor]]) -> None:
+    loss, state = expected()
+    assert found[0] == pytest.approx(loss, abs=1e-14)
+    for name, value in state.items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "2bw", "pipedream"])
+def test_an_auxiliary_loss_in_the_output_is_summed_over_stages_and_microbatches(schedule: str) -> None:
+    if schedule == "pipedream":  # one update a batch
+        sizes: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4}
+        made = build("pipedream", **sizes, update_every=4)
+        same(trained({"schedule": made, "num_microbatches": None, "mesh": None}))
+    else:
+        same(trained({"schedule": schedule}))
+
+
+@pytest.mark.gloo
+def test_over_processes(gloo: Pool) -> None:
+    for found in gloo.run(trained, ranks=2, args=({"mesh": None},)):
+        same(found)
+
+
+class Looped(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attribute": (lambda model: sum(block.aux for block in model), "reads 'aux' of module '0'"),
+    "list": (lambda model: sum(sum(block.aux) for block in model), "reads 'aux' of module '0'"),
+    "global": (lambda model: sum(SINK), "reads a list, which an earlier stage leaves behind"),
+}
+
+
+def past_the_output(place: str, options: dict[str, Any]) -> Told:
+    read, _ = PLACES[place]
+    model: Any = Looped(Block(place) for _ in range(4))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + (sum(SINK) if place == "global" else read(model))
+
+    pipe = make(model=model, loss_fn=loss, example_inputs=None, **options)
+    return told(lambda: (pipe.forward_backward if "optimizer" in options else pipe.train_step)(X64, Y64))
+
+
+@pytest.fixture(autouse=True)
+def _empty_sink() -> Iterator[None]:
+    yield
+    SINK.clear()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{"optimizer": None}, {}, {"schedule": "2bw"}, {"recompute": "full"}], ids=str)
+def test_what_an_earlier_stage_leaves_behind_is_refused(place: str, options: dict[str, Any]) -> None:
+    found = past_the_output(place, options)
+    assert found.kind == "ValueError"
+    assert PLACES[place][1] in found.text
+
+
+def past_the_output_of_both() -> list[Told]:
+    return [past_the_output("attribute", {"mesh": None, "optimizer": None})]
+
+
+@pytest.mark.gloo
+def test_over_processes_it_is_refused_on_every_rank(gloo: Pool) -> None:
+    for (found,) in gloo.run(past_the_output_of_both, ranks=2):
+        assert found.kind in ("ValueError", "PeerLost")
+        assert "reads 'aux' of module '0'" in found.text
+
+
+def test_a_list_that_a_loss_empties_holds_no_fake_tensors() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found = F.mse_loss(output, target) + sum(SINK)
+        counts.append(len(SINK))
+        SINK.clear()
+        return found
+
+    counts: list[int] = []
+    model = nn.Sequential(*[Block("global") for _ in range(4)])
+    make(model=model, loss_fn=loss, example_inputs=None, mesh={"pipe": 1}).train_step(X64, Y64)
+    assert counts == [4] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "2bw"}, {"mesh": {"pipe": 1}}], ids=str)
+def test_what_the_last_stage_leaves_behind_may_be_read(options: dict[str, Any]) -> None:
+    """And what a stage leaves behind may stay there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block("attribute") for _ in range(4)])
+    pipe = make(
+        model=model, loss_fn=lambda output, y: F.mse_loss(output, y) + model[3].aux, example_inputs=None, **options
+    )
+    losses = [result.loss for result in [pipe.train_step(X64, Y64), *pipe.flush()] if result.loss is not None]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block("attribute") for _ in range(4)])
+    found = [
+        F.mse_loss(plain(x), y).item() + plain[3].aux.item() for x, y in zip(X64.split(2), Y64.split(2), strict=True)
+    ]
+    assert losses[-1] == pytest.approx(sum(found) / 4, abs=1e-14)
