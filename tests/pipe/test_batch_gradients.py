@@ -170,12 +170,14 @@ def differing() -> list[Told]:
         model=nn.Sequential(*[nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(4)]), mesh=None, example_inputs=(x,)
     )
     pipe.train_step(x, y)
-    return [told(lambda: pipe.train_step(x.requires_grad_(dist.get_rank() == 0), y))]
+    x.requires_grad_(dist.get_rank() == 0)
+    return [told(lambda: pipe.train_step(x, y)) for _ in range(2)]  # the last rank learns of it from the next call
 
 
 @pytest.mark.gloo
 def test_ranks_that_differ_in_what_they_want_are_told(gloo: Pool) -> None:
-    (found,), _ = gloo.run(differing, ranks=2)
+    (found, _), (_, after) = gloo.run(differing, ranks=2)
+    assert after.kind == "PeerLost"
     assert "rank 0 passed other inputs to step 1 than rank 1" in found.text
 
 
