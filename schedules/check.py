@@ -68,13 +68,8 @@ def check(schedule: Schedule) -> Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredReport:
-    """What `check_lowered` found beside proofs.
-
-    Arguments:
-        num_messages: over all links.
-        held: the circle in which ranks would wait for each other over a transport that holds a rank at a send until its
-            receive is posted (NCCL's rendezvous); None: such a one runs the programs to their end, too.
-    """
+    """Messages over all links; and the circle in which ranks would wait over a transport that holds a rank at a send
+    until its receive is posted (NCCL's rendezvous), None where such a one runs the programs to their end, too."""
 
     num_messages: int
     held: str | None
@@ -85,8 +80,9 @@ def check_lowered(lowered: Lowered) -> LoweredReport:
 
     A transport may then match them by order alone. Also that each rank still runs its program, sends what it has
     made, and posts each receive before the action that needs it; and that each collective stands once on each of its
-    ranks, no earlier than it may, in orders that do not make ranks wait for each other. Raises ScheduleError that names
-    the link and the first place where the two sides differ, the rank and the step, or the circle of ranks.
+    ranks, no earlier than it may, in orders that do not make ranks wait for each other; and that all ranks get to their
+    end. Raises ScheduleError that names the link and the first place where the two sides differ, the rank and the
+    step, or the circle of ranks.
     """
     needs = Needs(lowered.schedule)
     for program in lowered.programs:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .ir import Action, Collective, Op, Schedule
-from .messages import Message, MessageKind, Transfer
-
-_HELD_KINDS = frozenset({MessageKind.LENT, MessageKind.RETURNED})
+from .messages import Message, Transfer
 
 
 class GroupStep(NamedTuple):
@@ -60,18 +58,6 @@ class RankProgram:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fused", frozenset(_fused(self.steps)))
-
-    @property
-    def peak_receives(self) -> int:
-        """The most posted and unconsumed receives at once, over all links, less those of activations that move."""
-        peak = count = 0
-        for step in self.steps:
-            if isinstance(step, Transfer):
-                count += not step.is_send and step.message.kind not in _HELD_KINDS
-            else:
-                peak = max(peak, count)
-                count -= sum(message.kind not in _HELD_KINDS for message in self.inputs.get(step, ()))
-        return peak
 
 
 def _fused(steps: Sequence[Step]) -> Iterator[Action]:

@@ -14,88 +14,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
+from .ir import ScheduleError
 from .messages import MOVE_KINDS, Message, Transfer
 from .program import RankProgram, Step
 
 
 class Progress:
-    """A run, which goes on where it stands still when receives are posted earlier.
+    """A run, which goes on from where it stands still.
 
     Attributes:
-        steps: of each rank.
-        at: position of each rank in them.
+        steps, at: of each rank, and its position in them.
+        lacks: by rank, the message at which it last stood still.
     """
 
     def __init__(self, programs: Sequence[RankProgram], *, sends_wait: bool) -> None:
         self.steps: list[list[Step]] = [list(program.steps) for program in programs]
         self.at = [0] * len(programs)
+        self.lacks: dict[int, Message] = {}
         self._inputs = [program.inputs for program in programs]
-        self._sends_wait = sends_wait
+        self.sends_wait = sends_wait
         self._sent: set[Message] = set()
         self._posted: set[Message] = set()
-        self._held: dict[Message, int] = {}  # ranks that stand still, by what they wait for
+        self._held: dict[Message, tuple[int, ...]] = {}  # the rank that stands still for it
 
-    def run(self, ends: Sequence[int]) -> list[int]:
+    def run(self, ends: Sequence[int] | None = None) -> list[int]:
         """Go on as far as possible, at most to these positions; the ranks that do not get there."""
+        ends = ends or [len(steps) for steps in self.steps]
         runnable = list(range(len(ends)))
         while runnable:
             rank = runnable.pop()
-            self._go_on(rank, ends[rank], runnable)
+            at, steps, inputs = self.at[rank], self.steps[rank], self._inputs[rank]
+            while at < ends[rank]:
+                step = steps[at]
+                if not isinstance(step, Transfer):
+                    lacking = next((each for each in inputs.get(step, ()) if each not in self._sent), None)
+                else:
+                    waits = step.is_send and self.sends_wait and step.message not in self._posted
+                    lacking = step.message if waits else None
+                    if not waits:
+                        (self._sent if step.is_send else self._posted).add(step.message)
+                        runnable += self._held.pop(step.message, ())
+                if lacking is not None:
+                    self._held[lacking], self.lacks[rank] = (rank,), lacking
+                    break
+                at += 1
+            self.at[rank] = at
         return [rank for rank, end in enumerate(ends) if self.at[rank] < end]
 
-    def waits_for(self, rank: int) -> tuple[Message, int]:
-        """The message at which a rank stands still, and the rank on its other side."""
-        step = self.steps[rank][self.at[rank]]
-        if isinstance(step, Transfer):
-            return step.message, step.peer
-        message = next(each for each in self._inputs[rank][step] if each not in self._sent)
-        transfers = (each for each in self.steps[rank] if isinstance(each, Transfer) and not each.is_send)
-        return message, next(each.peer for each in transfers if each.message == message)
+    @cached_property
+    def _peers(self) -> list[dict[Message, int]]:
+        return [{step.message: step.peer for step in own if isinstance(step, Transfer)} for own in self.steps]
 
     def circle(self, stuck: Sequence[int]) -> list[int]:
         """Of ranks that stand still some of which each waits for the next."""
         path = [stuck[0]]
-        while (peer := self.waits_for(path[-1])[1]) in stuck:
+        while (peer := self._peers[path[-1]][self.lacks[path[-1]]]) in stuck:
             if peer in path:
                 return path[path.index(peer) :]
             path.append(peer)
         return path[-1:]
-
-    def post(self, rank: int, cuts: Sequence[list[int]], call: int) -> bool:
-        """Post the receive that a sender waits for where its peer stands; False where `rank` waits for no such one.
-
-        Activations that move are received where their move stands. What is behind may begin a step later (`cuts`).
-        """
-        step = self.steps[rank][self.at[rank]]
-        if not isinstance(step, Transfer) or step.message.kind in MOVE_KINDS:
-            return False
-        peer = step.peer
-        receive, new = Transfer(step.message, rank, False), self.at[peer]
-        old = self.steps[peer].index(receive, new)
-        self.steps[peer].insert(new, self.steps[peer].pop(old))
-        cuts[peer][call + 1 :] = [begin + (begin <= old) for begin in cuts[peer][call + 1 :]]
-        return True
-
-    def _go_on(self, rank: int, end: int, runnable: list[int]) -> None:
-        """Run a rank until it ends or waits; those that waited for it can go on."""
-        steps, inputs, sent, posted, held = self.steps[rank], self._inputs[rank], self._sent, self._posted, self._held
-        for at in range(self.at[rank], end):
-            step = steps[at]
-            if isinstance(step, Transfer):
-                message, _, is_send = step
-                if is_send and self._sends_wait and message not in posted:
-                    held[message] = rank
-                    break
-                (sent if is_send else posted).add(message)
-                if message in held:
-                    runnable.append(held.pop(message))
-            elif (needed := inputs.get(step)) and not sent.issuperset(needed):
-                held[next(each for each in needed if each not in sent)] = rank
-                break
-        else:
-            at = end
-        self.at[rank] = at
 
 
 def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
@@ -108,8 +87,15 @@ def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
     cuts = [[*(program.cuts or [0]), len(program.steps)] for program in programs]
     for call in range(max(map(len, cuts)) - 1):
         while stuck := run.run([own[min(call + 1, len(own) - 1)] for own in cuts]):
-            if not any(run.post(rank, cuts, call) for rank in run.circle(stuck)):
+            standing = ((rank, run.steps[rank][run.at[rank]]) for rank in run.circle(stuck))
+            sends = [(rank, step) for rank, step in standing if isinstance(step, Transfer)]
+            sends = [(rank, step) for rank, step in sends if step.message.kind not in MOVE_KINDS]
+            if not sends:
                 return tuple(programs)
+            (rank, (message, peer, _)), *_ = sends
+            old = run.steps[peer].index(Transfer(message, rank, False), run.at[peer])
+            run.steps[peer].insert(run.at[peer], run.steps[peer].pop(old))
+            cuts[peer][call + 1 :] = [begin + (begin <= old) for begin in cuts[peer][call + 1 :]]
     return tuple(
         replace(program, steps=tuple(steps), cuts=tuple(own[:-1]) if program.cuts else ())
         for program, steps, own in zip(programs, run.steps, cuts, strict=True)
@@ -117,12 +103,18 @@ def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
 
 
 def where_sends_wait(programs: Sequence[RankProgram]) -> str | None:
-    """The circle in which ranks would wait for each other if a send held its rank until its receive is posted."""
+    """The circle in which ranks would wait for each other if a send held its rank until its receive is posted.
+
+    Raises ScheduleError where they do so in any case.
+    """
     run = Progress(programs, sends_wait=True)
-    stuck = run.run([len(program.steps) for program in programs])
-    lines = []
-    for rank in run.circle(stuck) if stuck else ():
-        (message, peer), step = run.waits_for(rank), run.steps[rank][run.at[rank]]
-        lacking = f"posts the receive of the {message}" if isinstance(step, Transfer) else f"sends the {message}"
-        lines.append(f"rank {rank} stands at {step} until rank {peer} {lacking}")
-    return "; ".join(lines) or None
+    stuck = run.run()
+    circle = run.circle(stuck) if stuck else []
+    steps = [f"rank {rank} at {run.steps[rank][run.at[rank]]} for the {run.lacks[rank]}" for rank in circle]
+    run.sends_wait = False
+    for rank in run.run():
+        raise ScheduleError(
+            f"deadlock: rank {rank} waits before {run.steps[rank][run.at[rank]]} for the {run.lacks[rank]}, whose "
+            f"sender waits as well: expected updates that stand in front of all that uses the version which they make"
+        )
+    return "; ".join(steps) or None

@@ -29,18 +29,15 @@ class Model:
         self, profile: Profile, *, optimizer_ratio: float, max_cuts: int = MAX_CUTS, compression: float = 1.0
     ) -> None:
         self.profile = profile.typical()
-        self._scaled = _scaled(profile.parts_seconds, self.profile.parts_seconds)
+        times = self.profile.parts_seconds / (profile.parts_seconds or 1.0)
+        scaled = f"all parts of the profile count {times:.3g} times, since the whole takes as much longer"
         self.optimizer_ratio = optimizer_ratio
         cuts = all_cuts(self.profile, limit=max_cuts)
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
+        self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was done to the profile before anything was looked at."""
-        return self._scaled + self.cuts.notes
 
     @cached_property
     def coarse(self) -> list[int]:
@@ -117,12 +114,3 @@ class Model:
         own = self.cuts.members[last] & ~self.cuts.members[first]
         nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
         return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])
-
-
-def _scaled(parts: float, counted: float) -> tuple[str, ...]:
-    """What to say of seconds that are not those of the profile's parts."""
-    if not parts:
-        return ("no part of the profile takes any time: expected forward_seconds and backward_seconds [s]",)
-    if abs(counted / parts - 1) < _SCALED:
-        return ()
-    return (f"all parts of the profile count {counted / parts:.3g} times, since the whole takes as much longer",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from .candidates import TooLargeError, candidates
 from .evaluate import Evaluator
 from .evaluated import Ends
 from .model import Model
-from .result import IDLE, Found, as_plan, distinct, label
+from .result import Found, as_plan, distinct, label
 from .search import Brought, Progress, Search
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
@@ -129,7 +128,7 @@ def plan(
             )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
+    ways = _tensor_sizes(source, cluster, tensor_sizes)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
     order = canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=limit)
@@ -215,15 +214,7 @@ def plan(
 
     if on_runners_up is not None:
         on_runners_up([plan_of(number) for number in range(1, min(len(found), num_runners_up + 1))])
-    return _warned(plan_of(0))
-
-
-def _warned(found: Plan) -> Plan:
-    """The same, with a warning where less than an eighth of the devices have something to do."""
-    if 8 * len({rank for stage in found.stages for rank in stage.ranks}) < found.num_devices:
-        idle = next(note for note in found.notes if note.endswith(IDLE))
-        warnings.warn(f"{idle}: expected a larger batch, more nodes in the profile, or fewer devices", stacklevel=3)
-    return found
+    return plan_of(0)
 
 
 def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
@@ -339,20 +330,13 @@ def _chunks(values: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _tensor_sizes(
-    source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None, *, runnable: bool
-) -> tuple[int, ...]:
+def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:
     known = tuple(source.tensor_sizes(cluster.num_devices))
     sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
     if not sizes:
         raise ValueError(
             f"tensor_sizes={_listed(wanted)}: expected some of {_listed(known) or 'the sizes of other profiles'}: what "
             f"profiles and cluster allow, whose innermost links join {cluster.levels[0].size} devices"
-        )
-    if runnable and all(cluster.num_devices % size for size in sizes):
-        raise ValueError(
-            f"tensor ranks: {_listed(sizes)} on {cluster.num_devices} devices: expected a number that divides them, "
-            f"since the runtime leaves no process outside of a tensor group; or runnable=False"
         )
     return sizes
 
@@ -374,12 +358,11 @@ def _why_nothing(search: Search, space: SearchSpace, *, runnable: bool) -> str:
         given = [f"{name}={_listed(values)}" for name, values in sizes.items() if values is not None]
         asked = f" with {' and '.join(given)}" if given else ""
         refused = f" ({search.refusal})" if search.refusal is not None else ""
-        streams = [name for name, _ in space.schedules if runnable and family(name).rule.is_asynchronous]
-        busy = f", no device idle under {' or '.join(streams)} (or runnable=False)" if streams else ""
+        runs = "; or runnable=False, where tensor groups and streams may leave devices over" if runnable else ""
         return (
             f"no configuration of a batch of {space.global_batch} on {space.num_devices} devices{asked}{refused}: "
             f"expected sizes whose product is at most {space.num_devices}, with replicas that divide the microbatches, "
-            f"at most {space.max_stages} stages, and enough microbatches for the schedule{busy}"
+            f"at most {space.max_stages} stages, and enough microbatches for the schedule{runs}"
         )
     c = miss.configuration
     ranks = c.stage_ranks[miss.stage_group]

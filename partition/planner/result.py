@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,6 @@ from ..topology import Topology
 from .evaluated import Evaluated
 from .paces import stage_paces
 from .simulated import Simulated, traffic_of
-
-IDLE = "devices stay idle: nothing that was looked at is faster with them"  # ends the note of how many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +67,10 @@ def as_plan(
     """
     best = found[0]
     e, c = best.evaluated, best.evaluated.configuration
-    if idle := topology.num_devices - c.num_devices:
-        notes = [*notes, f"{idle} of {topology.num_devices} {IDLE}"]
+    if idle := (of := topology.num_devices) - c.num_devices:
+        notes = [*notes, f"{idle} of {of} devices stay idle: nothing that was looked at is faster with them"]
+    if 8 * idle > 7 * of:
+        warnings.warn(f"{notes[-1]}: expected a larger batch, more nodes, or fewer devices", stacklevel=3)
     return Plan(
         stages=plan_stages(e, order, topology.level_sizes[0]),
         num_devices=topology.num_devices,

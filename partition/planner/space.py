@@ -124,11 +124,10 @@ class Runs:
 
     def __call__(self, c: Configuration) -> bool:
         """True where it can."""
-        streams = family(c.schedule).rule.is_asynchronous
-        if self.runnable and (self.num_devices % c.tensor or (streams and c.num_devices < self.num_devices)):
+        idle = c.num_devices < self.num_devices and family(c.schedule).rule.is_asynchronous
+        if self.runnable and (idle or self.num_devices % c.tensor):
             return False
-        moved = c.ranks is not None or tuple(self.order) != tuple(range(len(self.order)))
-        if c.tensor == 1 or not moved or self.node_size % c.tensor == 0:
+        if self.node_size % c.tensor == 0 or (c.ranks is None and list(self.order) == sorted(self.order)):
             return True
         ranks = [rank for own in c.stage_ranks for rank in own_ranks(self.order, self.node_size, own)]
         rows = (ranks[begin : begin + c.tensor] for begin in range(0, len(ranks), c.tensor))

@@ -16,7 +16,6 @@ from ..check import check, check_lowered
 from ..ir import Action, Collective, Op, Schedule, ScheduleError
 from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
-from ..progress import Progress
 from ..versions import derive_versions
 from .calls import check_calls, parts_of
 from .lower import lower
@@ -211,7 +210,6 @@ def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
             )
         check(unrolled)
         check_lowered(Lowered(schedule=unrolled, programs=tuple(programs)))
-        _check_progress(programs)
     for (stage, index), version in used.items():
         if stream.version(stage, index, first_batch=0) != version:
             raise ScheduleError(
@@ -219,17 +217,6 @@ def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
                 f"{stream.version(stage, index, first_batch=0)} as the same microbatch of its other batches does: "
                 f"expected versions that grow by {schedule.groups_per_batch} a batch"
             )
-
-
-def _check_progress(programs: Sequence[RankProgram]) -> None:
-    """Raise ScheduleError where ranks wait for each other's messages for ever, whatever these are about."""
-    run = Progress(programs, sends_wait=False)
-    for rank in run.run([len(program.steps) for program in programs]):
-        raise ScheduleError(
-            f"deadlock: rank {rank} waits before {run.steps[rank][run.at[rank]]} for the {run.waits_for(rank)[0]}, "
-            f"whose sender waits as well: expected updates that stand in front of all that uses the version which they "
-            f"make"
-        )
 
 
 def _joined(parts: Sequence[RankProgram]) -> RankProgram:

@@ -285,7 +285,7 @@ def test_one_schedule_as_text() -> None:
 def test_idle_devices_are_told() -> None:
     """A batch of one sample keeps two nodes busy at most, and 62 devices of 64 idle."""
     many = Cluster.parse("64:net=1GB/s")
-    with pytest.warns(UserWarning, match="63 of 64 devices stay idle: .*: expected a larger batch, more nodes"):
+    with pytest.warns(UserWarning, match="63 of 64 devices stay idle: .*: expected a larger batch"):
         found = plan(chain(2), many, global_batch=1)
     assert "note: 63 of 64 devices stay idle: nothing that was looked at is faster with them" in found.explain()
     assert "idle:" not in plan(chain(4), FOUR, global_batch=8).explain()
@@ -295,11 +295,8 @@ def test_idle_devices_are_told() -> None:
 
 def test_no_seconds_at_all() -> None:
     nothing = chain(4, forward_seconds=0.0, backward_seconds=0.0)
-    with pytest.raises(
-        ValueError, match=r"microbatches of 1: forward_seconds and backward_seconds of all its nodes are 0"
-    ):
+    with pytest.raises(ValueError, match=r"take 0 s and 0 s of F \+ B over all ranks: expected more than 0"):
         plan(nothing, FOUR, global_batch=4)
-    assert "no part of the profile takes any time" in partition(nothing, FOUR).explain()
 
 
 def test_larger_microbatches_that_take_much_less_are_refused() -> None:

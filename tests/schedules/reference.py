@@ -12,7 +12,9 @@ from itertools import pairwise
 
 import networkx as nx
 
-from stagewright.schedules import Action, Costs, Op, Schedule
+from stagewright.schedules import Action, Costs, MessageKind, Op, Schedule
+from stagewright.schedules.messages import Transfer
+from stagewright.schedules.program import RankProgram
 
 GRADIENT = (Op.B, Op.I)
 Node = tuple[int, Action]  # (rank, action): the same update stands on every replica of a stage
@@ -115,3 +117,16 @@ def _latency(schedule: Schedule, latency: tuple[float, ...], before: Node, node:
         return latency[stage]
     stages = together(schedule, user, stage, grad=True)
     return latency[stages[0]] if last_of(schedule, rank, stages, k) == stage else 0.0
+
+
+def peak_receives(program: RankProgram) -> int:
+    """The most posted and unconsumed receives at once, over all links, of what does not move."""
+    moving = (MessageKind.LENT, MessageKind.RETURNED)
+    peak = count = 0
+    for step in program.steps:
+        if isinstance(step, Transfer):
+            count += not step.is_send and step.message.kind not in moving
+        else:
+            peak = max(peak, count)
+            count -= sum(message.kind not in moving for message in program.inputs.get(step, ()))
+    return peak
