@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -60,10 +61,17 @@ def _freeze(block: Any, value: float) -> None:
         parameter.requires_grad_(False)
 
 
+_HANDLES: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def _keep(module: nn.Module, handle: Any) -> None:
+    _HANDLES.setdefault(module, []).append(handle)
+
+
 def _unhook(block: Any, value: float) -> None:
-    """Away with all hooks of a block."""
-    for hooks in (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks):
-        hooks.clear()
+    """Away with all hooks that were added to a block here."""
+    for handle in _HANDLES.pop(block, []):
+        handle.remove()
 
 
 def _unfreeze(block: Any, value: float) -> None:
@@ -104,9 +112,9 @@ ON_BLOCKS: dict[str, OnBlock] = {
     "unhook": _unhook,
     "buffers": _buffers,
     "hook-parameter": _hook_parameter,
-    "hook": lambda block, value: block.register_forward_hook(_doubled),
-    "pre-hook": lambda block, value: block.register_forward_pre_hook(_shifted),
-    "backward-hook": lambda block, value: block.register_full_backward_hook(_graded),
+    "hook": lambda block, value: _keep(block, block.register_forward_hook(_doubled)),
+    "pre-hook": lambda block, value: _keep(block, block.register_forward_pre_hook(_shifted)),
+    "backward-hook": lambda block, value: _keep(block, block.register_full_backward_hook(_graded)),
     "inner-hook": lambda block, value: next(iter([*block.children(), block])).register_forward_pre_hook(_shifted),
 }
 ON_MODELS: dict[str, Callable[[Any, float], Any]] = {

@@ -65,7 +65,11 @@ class Calls:
 
     def bads(self, *, first: bool) -> list[str]:
         model = self.model
-        kinds = [kind for kind in BAD if kind not in ("target", "fewer", "argument", "empty")]
+        kinds = [kind for kind in BAD if kind not in ("type", "target", "fewer", "argument", "empty")]
+        if not first or (
+            model.style in CHAINS and {"linear", "mlp"} & {*model.blocks}
+        ):  # a product of weights refuses it
+            kinds.append("type")
         if model.loss in ("mse", "module", "sum-count") and model.inputs == "floats" and not self.gloo and not first:
             kinds.append("target")
         if model.loss != "model":
@@ -120,7 +124,7 @@ class Calls:
             kinds += ["read"] * 6 * (model.reads != "nothing") + ["root-hook", "root-pre-hook", "scale", "copy"]
             kinds += ["eval-model", "train-model"]
         if not RANDOM & {*model.blocks} and model.style not in ("halves", "stages"):
-            kinds += ["append", "replace"] + ["delete"] * (model.head == "none")
+            kinds += ["append"] + ["replace", "delete"] * (model.head == "none")
         if self.schedule in SLICING:
             kinds = [kind for kind in kinds if kind not in ("hook", "pre-hook", "inner-hook")]
         return ("change", self.one(kinds), self.draw.randrange(6), self.one((0.5, 1.5, 2.0)))

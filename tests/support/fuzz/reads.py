@@ -19,7 +19,7 @@ class Config:
 
 
 def prepare(model: Any) -> None:
-    """The attributes of a model, and globals as they were."""
+    """The attributes of a model."""
     model.alpha = 1.0
     model.options = {"alpha": 1.0, "deep": {"list": [1.0, 2.0]}}
     model.cfg = SimpleNamespace(sub=SimpleNamespace(alpha=1.0))
@@ -27,7 +27,6 @@ def prepare(model: Any) -> None:
     model.flags = {"plain"}
     model.config = Config()
     model.function = abs
-    reset()
 
 
 def reset() -> None:
