@@ -5,13 +5,13 @@ prepare -> Ground -> place_stages -> Placed -> connect -> Connected -> training,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from ..comm import Collectives, Guard
+from ..comm import Guard
 from ..partition.graph.forms import Arguments
 from ..schedules import Schedule, Timeline
 from ..schedules.timing.records import RankRecord, as_it_ran
@@ -59,34 +59,24 @@ class Pipeline:
 
 
 def assemble(
-    arguments: Arguments,
+    first: Callable[[], Arguments],
     *,
     model: nn.Module | None,
     stages: Sequence[nn.Module] | None,
     layout: Layout,
     settings: Settings,
     guard: Guard,
-    collectives: Collectives,
     verify: bool,
 ) -> Pipeline:
     """The pipeline for batches whose microbatches are like this one. Collective over the processes.
 
     Arguments:
-        arguments: of a microbatch.
+        first: gives arguments of a microbatch; what it refuses, all ranks refuse.
         model, stages: one of them.
         verify: whether to keep a copy of the model for `Verifier`.
         guard: is told how to let go of other ranks.
     """
-    ground = prepare(
-        arguments,
-        model=model,
-        stages=stages,
-        layout=layout,
-        settings=settings,
-        guard=guard,
-        collectives=collectives,
-        verify=verify,
-    )
+    ground = prepare(first, model=model, stages=stages, layout=layout, settings=settings, guard=guard, verify=verify)
     placed = place_stages(ground)
     connected = connect(ground, placed)
     makers = Makers(

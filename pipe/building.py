@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..comm import Collectives, Guard, World
+from ..comm import Guard, World
 from ..partition.graph.forms import Arguments
 from .assembly import Pipeline, assemble
-from .batch.agreement import agreed
 from .batch.given import Given, check_batch
 from .layout import Layout
-from .placing import make_collectives
 from .run.engine import check_runnable
 from .settings import Settings
 from .slicing import check_slicing
@@ -56,7 +54,6 @@ class Building:
         self._guard = guard
         self._verifies = verify
         self._auto: AutoLayout | None = None
-        self._collectives: Collectives | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
 
@@ -149,26 +146,25 @@ class Building:
                     raise
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
-        settings, own = self._settings, layout.schedule.num_microbatches // layout.place.replica[1]
+        run_on, own = self._settings.device, layout.schedule.num_microbatches // layout.place.replica[1]
 
-        def example() -> Arguments:
+        def like(x: torch.Tensor) -> torch.Tensor:
+            if x.is_meta:
+                return torch.zeros_like(x, device=run_on)
+            return x.detach().to(run_on).requires_grad_(x.requires_grad)
+
+        def first() -> Arguments:
             check_batch(given, own if given.microbatches else 1)  # training asks for more
-            first = given.cut(own)[0].arguments
-            return first.map(lambda x: torch.zeros_like(x, device=settings.device) if x.is_meta else x)
+            return given.cut(own)[0].arguments.map(like)
 
         with self.alone(), self._guard.together():
-            if self._collectives is None:
-                self._collectives = make_collectives(layout, settings, self._guard)
             self.pipeline = assemble(
-                agreed(example, self._collectives, self._guard, what="the first batch").map(
-                    lambda x: x.detach().to(settings.device).requires_grad_(x.requires_grad)
-                ),
+                first,
                 model=self._model,
                 stages=self._stages,
                 layout=layout,
-                settings=settings,
+                settings=self._settings,
                 guard=self._guard,
-                collectives=self._collectives,
                 verify=self._verifies,
             )
         if self._world.distributed and self.pipeline.parts.is_traced:

@@ -6,7 +6,7 @@ options, model, batch -> prepare -> Ground -> place_stages -> Placed: stages wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,34 +98,28 @@ class Ground:
             )
 
 
-def make_collectives(layout: Layout, settings: Settings, guard: Guard) -> Collectives:
-    """Groups of processes for a layout, let go of on failure. Collective over the processes."""
-    collectives = Collectives(layout.place, device=settings.device, timeout=settings.timeout)
-    guard.on_failure(collectives.abort)
-    return collectives
-
-
 def prepare(
-    arguments: Arguments,
+    first: Callable[[], Arguments],
     *,
     model: nn.Module | None,
     stages: Sequence[nn.Module] | None,
     layout: Layout,
     settings: Settings,
     guard: Guard,
-    collectives: Collectives,
     verify: bool,
 ) -> Ground:
-    """Seeds, and a copy to compare with.
+    """Seeds, a copy to compare with, and groups of processes. Collective over the processes.
 
     Arguments:
-        arguments: of a microbatch.
+        first: gives arguments of a microbatch.
 
     Raises ValueError for a model that another pipeline has divided.
     """
     schedule, place = layout.schedule, layout.place
-    whole, slices = Given(arguments=arguments), []
-    example = arguments
+    collectives = Collectives(place, device=settings.device, timeout=settings.timeout)
+    guard.on_failure(collectives.abort)
+    example = agreed(first, collectives, guard, what="the first batch")
+    whole, slices = Given(arguments=example), []
     if schedule.num_slices > 1:
         slices = settings.sequence.cut(whole, schedule.num_slices)
         example = slices[0].given.arguments

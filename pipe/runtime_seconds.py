@@ -28,7 +28,6 @@ from ..partition.profiler.optimizers import OptimizerFactory
 from .assembly import Pipeline, assemble
 from .batch.given import Given
 from .layout import choose_layout
-from .placing import make_collectives
 from .settings import Settings
 
 _SHORT, _LONG = 4, 16  # microbatches
@@ -184,15 +183,13 @@ def _pipeline(
         device=torch.device("cpu"),
         timeout=_TIMEOUT,
     )
-    layout, guard = make_layout(World(rank=0, size=1)), Guard(None)
     return assemble(
-        Arguments.of((_samples(1),)),
+        lambda: Arguments.of((_samples(1),)),
         model=None,
         stages=stages,
-        layout=layout,
+        layout=make_layout(World(rank=0, size=1)),
         settings=settings,
-        guard=guard,
-        collectives=make_collectives(layout, settings, guard),
+        guard=Guard(None),
         verify=False,
     )
 

@@ -40,7 +40,6 @@ from ..schedules.wording import count, duration, size
 from .assembly import Pipeline, assemble
 from .batch.given import Given
 from .layout import layout_of_plan
-from .placing import make_collectives
 from .settings import Settings
 
 TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
@@ -313,13 +312,12 @@ class Trials:
         first = given.on(settings.device).cut(layout.schedule.num_microbatches)[0]
         with guard.together():
             pipeline = assemble(
-                first.arguments,
+                lambda: first.arguments,
                 model=model,
                 stages=None,
                 layout=layout,
                 settings=settings,
                 guard=guard,
-                collectives=make_collectives(layout, settings, guard),
                 verify=False,
             )
         try:

@@ -8,12 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _aten = torch.ops.aten
-_OF_ONE_TYPE = {
-    *(_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot),
-    *(_aten.convolution, _aten._cdist_forward, _aten.index_add),
-}
-_NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm}
-_NORMS |= {_aten._native_batch_norm_legit, _aten._native_batch_norm_legit_functional, _aten.cudnn_batch_norm}
+_PRODUCTS = {_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot}
+_PRODUCTS |= {_aten.convolution, _aten._cdist_forward, _aten.index_add}
+_NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit}
+_NORMS |= {_aten._native_batch_norm_legit_functional, _aten.cudnn_batch_norm}
 _REDUCED = {torch.float16, torch.bfloat16}  # that norms take beside weights in float32
 
 
@@ -24,9 +22,9 @@ def strict_fake_mode() -> FakeTensorMode:
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = getattr(func, "overloadpacket", None)
-        if operation in _OF_ONE_TYPE or operation in _NORMS:
+        if operation in _PRODUCTS or operation in _NORMS:
             kinds = dict.fromkeys(x.dtype for x in args if isinstance(x, torch.Tensor))
-            if len(kinds) > 1 and (operation in _OF_ONE_TYPE or kinds.keys().isdisjoint(_REDUCED)):
+            if len(kinds) > 1 and (operation in _PRODUCTS or kinds.keys().isdisjoint(_REDUCED)):
                 raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
         return carry_out(func, types, args, kwargs)
 
