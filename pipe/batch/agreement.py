@@ -141,11 +141,14 @@ def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collective
         at, (mine, other) = next(((i, pair) for i, pair in pairs if pair[0].text != pair[1].text), (0, (None, None)))
         if mine is not None and other is not None:
             alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine.text, other.text, strict=False))
-            begin = max(0, sum(1 for _ in alike) - 60)
-            texts = [f"{'...' * (begin > 0)}{each.text[begin : begin + 160]}{each.line}" for each in (mine, other)]
+            begin = max(60, sum(1 for _ in alike) - 40)  # behind the name, in front of the difference
+            texts = [
+                f"{each.text[:60]}{'...' * (begin > 60)}{each.text[begin : begin + 120]}{each.line}"
+                for each in (mine, other)
+            ]
             return (
                 f"{collectives.name_of(one)} and {collectives.name_of(process)} run different programs; the first "
-                f"difference, at step {at}: {texts[0]} there, {texts[1]} here. Expected a model that does the same in "
+                f"difference, at step {at}: {texts[0]} in the former, {texts[1]} in the latter. Expected a model that does the same in "
                 f"every process. One that goes through a set of strings does not, since strings hash differently: type "
                 f"sorted(...) around the set, or PYTHONHASHSEED=0 in front of the command. Numbers that differ come "
                 f"from generators without a seed, from ranks or the environment"

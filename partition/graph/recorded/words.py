@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import re
 import types
 import zlib
@@ -17,23 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..units import Step
-from .calls import Guard, Record, Store, UnitCall
+from .calls import Context, Guard, Record, Store, UnitCall
 from .templates import Constant, Parts, Ref, Slot, State, Template
 
-_DEEPEST = 20
-_WRITTEN = (
-    bool
-    | int
-    | float
-    | complex
-    | str
-    | bytes
-    | enum.Enum
-    | np.generic
-    | torch.dtype
-    | torch.layout
-    | torch.memory_format
-)
+# Modules of types whose text says all of a value; of other objects the class alone counts.
+_TOLD = ("builtins", "functools", "numpy", "torch")
 
 
 class Words:
@@ -47,6 +34,7 @@ class Words:
     def __init__(self, model: nn.Module, *, numbers: bool = True) -> None:
         self._numbers = numbers
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._open: list[object] = []  # being looked into, outermost first
         self._states: dict[int, int] = {}  # in the order in which they are named here
 
     def call(self, call: Any, value: Callable[[int], str]) -> str:
@@ -59,7 +47,8 @@ class Words:
         arguments = [self._template(each, value) for each in call.args.parts]
         named = zip(call.kwargs.keys, call.kwargs.parts, strict=True)
         arguments += [f"{key}={self._template(each, value)}" for key, each in named]
-        return f"{what}({', '.join(arguments)}){self.value(tuple(call.context))}{region}"
+        modes = "" if call.context == Context() else f" under {tuple(call.context)}"
+        return f"{what}({', '.join(arguments)}){modes}{region}"
 
     def record(self, record: Record) -> Iterator[Step]:
         """All of it, call by call."""
@@ -92,53 +81,48 @@ class Words:
         items = None if template.items is None else self._template(template.items, value)
         return f"{template.kind.__qualname__} {number}{held}{items}"
 
-    def value(self, value: Any, depth: int = 0) -> str:
+    def value(self, value: Any) -> str:
         """A value; of objects that are no data, their class alone."""
-
-        def all_of(values: Iterable[Any]) -> list[str]:
-            return [self.value(each, depth + 1) for each in values] if depth < _DEEPEST else ["..."]
-
         if isinstance(value, nn.Module):
             path = self._paths.get(id(value))
             return type(value).__qualname__ if path is None else f"module {path!r}"
-        kind = type(value).__qualname__
-        if isinstance(value, Mapping):
-            return f"{kind}{all_of(value)}{all_of(value.values())}"
         if isinstance(value, set | frozenset):
-            return f"{kind}{sorted(all_of(value))}"
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            return f"{kind}{all_of(value)}"
-        if isinstance(value, slice):
-            return f"{kind}{all_of((value.start, value.stop, value.step))}"
-        if isinstance(value, functools.partial):
-            return f"{kind}{all_of((value.func, value.args, value.keywords))}"
-        if isinstance(value, Guard | Store):
-            return f"{kind}{all_of(getattr(value, key) for key in value.__slots__ if key != 'line')}"
-        if isinstance(value, types.FunctionType):
-            held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            return f"{_name(value)} {zlib.crc32(value.__code__.co_code)}{all_of((held, value.__defaults__))}"
-        owner = getattr(value, "__self__", None)
-        if owner is not None and not isinstance(owner, types.ModuleType):  # a method
-            return f"{all_of([owner])[0]}.{value.__name__}"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return "number" if is_number and not self._numbers else _leaf(value)
+            return f"set{sorted(map(self.value, value))}"
+        name, parts = _parts(value)
+        if parts is None or any(value is each for each in self._open):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return "number" if is_number and not self._numbers else name
+        self._open.append(value)
+        text = f"{name}{[*map(self.value, parts)]}"
+        self._open.pop()
+        return text
 
 
-def _leaf(value: Any) -> str:
-    """A value without parts."""
+def _parts(value: Any) -> tuple[str, Iterable[Any] | None]:
+    """The name of a value, and what is in it."""
+    kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
-        return _tensor(value) + _content(value)
+        return _tensor(value) + _content(value), None
     if isinstance(value, np.ndarray):
-        return f"array{value.shape} {value.dtype} {'' if value.dtype.hasobject else zlib.crc32(value.tobytes())}"
+        return f"array{value.shape} {value.dtype} {'' if value.dtype.hasobject else zlib.crc32(value.tobytes())}", None
+    if isinstance(value, Mapping):
+        return kind, [*value, *value.values()]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return kind, value
+    if isinstance(value, slice):
+        return kind, [value.start, value.stop, value.step]
+    if isinstance(value, Guard | Store):
+        return kind, [getattr(value, key) for key in value.__slots__ if key != "line"]
+    if isinstance(value, types.MethodWrapperType):
+        return value.__name__, [value.__self__]
+    if isinstance(value, types.FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        code = zlib.crc32(value.__code__.co_code)
+        return f"{value.__module__}.{value.__qualname__} {code}", [*held, *(value.__defaults__ or ())]
     if isinstance(value, torch.device):
-        return str(value.type)  # each process has its own
-    if value is None or isinstance(value, _WRITTEN):
-        return str(value) if isinstance(value, enum.Enum) else repr(value)
-    return _name(value if hasattr(value, "__qualname__") else type(value))
-
-
-def _name(value: Any) -> str:
-    return f"{getattr(value, '__objclass__', value).__module__}.{value.__qualname__}"
+        return str(value.type), None  # each process has its own
+    is_told = type(value).__module__ in _TOLD or isinstance(value, enum.Enum)
+    return _plain(value) if is_told else kind, None
 
 
 def _number(number: int) -> str:
@@ -146,7 +130,7 @@ def _number(number: int) -> str:
 
 
 def _plain(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _tensor(tensor: torch.Tensor) -> str:
