@@ -148,10 +148,10 @@ def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collective
             ]
             return (
                 f"{collectives.name_of(one)} and {collectives.name_of(process)} run different programs; the first "
-                f"difference, at step {at}: {texts[0]} in the former, {texts[1]} in the latter. Expected a model that does the same in "
-                f"every process. One that goes through a set of strings does not, since strings hash differently: type "
-                f"sorted(...) around the set, or PYTHONHASHSEED=0 in front of the command. Numbers that differ come "
-                f"from generators without a seed, from ranks or the environment"
+                f"difference, at step {at}: {texts[0]} in the former, {texts[1]} in the latter. Expected a model that "
+                f"does the same in every process. One that goes through a set of strings does not, since these hash "
+                f"otherwise in each: type sorted(...) around the set, or PYTHONHASHSEED=0 in front of the command. "
+                f"Numbers that differ come from generators without a seed, from ranks or the environment"
             )
     raise AssertionError("no two programs differ")
 
