@@ -3,6 +3,9 @@
 which      modules that are units, and modules that are opened
 intercept  calls of modules, of torch's functions, of autograd functions and of checkpointing, seen while a model runs
 attributes who writes and reads what lies in objects and modules
+reads      what the code between units reads while it is recorded
+walk       over all that it has read: what is compared before each batch
+guards     of a record: whether what it has read is as it was
 templates  arguments with references in the places of tensors
 calls      a record: calls of units, and of torch's functions between them
 decisions  on numbers that are drawn between units
