@@ -275,11 +275,7 @@ class Schedule(Shown):
         )
 
     def to_csv(self, *, overlap: Literal["none", "pairs"] = "none") -> str:
-        """torch.distributed.pipelining's table: a row per rank, a column per unit of time.
-
-        Arguments:
-            overlap: "pairs": a forward and the backward right behind it in one cell, which torch may run at once.
-        """
+        """torch.distributed.pipelining's table: a row per rank, a column per unit of time; see `text.to_csv`."""
         from .text import to_csv
 
         return to_csv(self, overlap=overlap)

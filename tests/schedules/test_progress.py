@@ -18,7 +18,7 @@ from stagewright.schedules.program import RankProgram
 from stagewright.schedules.progress import where_sends_wait
 
 from .builders import ASYNC, FLUSH
-from .random_schedules import schedules, steady
+from .random_schedules import by_hand, schedules, steady
 
 FREE = tuple(name for name in FLUSH if name != "bpipe")
 
@@ -150,3 +150,17 @@ def test_programs_that_wait_for_each_other_in_any_case_are_no_schedule() -> None
     early = replace(first, inputs={Action(0, Op.F, 0): first.inputs[Action(0, Op.B, 0)]})
     with pytest.raises(ScheduleError, match="deadlock: rank 0 waits before 0F0 for the gradients of microbatch 0"):
         where_sends_wait([early, second])
+
+
+def test_a_warm_up_ends_by_itself() -> None:
+    """Rank 0 sends all forwards in it, of which rank 1 takes one there: it posts the receives of all."""
+    count = 10
+    forwards, backwards = ([f"0{op}{k}" for k in range(count)] for op in "FB")
+    turns = " ".join(f"1F{k} 1B{k}" for k in range(count))
+    schedule = by_hand(" ".join(forwards + backwards), turns, microbatches=count)
+    parts = cut_behind_warm_up(schedule, sharing=Sharing(loss=True))
+    assert where_sends_wait(parts.first) is None
+    assert [posted for _, posted in parts.under_way[1]] == [True] * (count - 1)
+    for first, rest, whole in zip(parts.first, parts.rest, schedule.programs, strict=True):
+        actions = [step for step in (*first.steps, *rest.steps) if isinstance(step, Action)]
+        assert tuple(actions) == whole
