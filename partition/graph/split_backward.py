@@ -145,8 +145,8 @@ class SplitBackward:
             ctx: of the operation that takes it, as tensor input `number`.
         """
         aside = self._aside
-        if aside is None or weight is None or not weight.is_leaf or torch.is_grad_enabled():
-            return None
+        if aside is None or not isinstance(weight, torch.nn.Parameter) or torch.is_grad_enabled():
+            return None  # other leaves are inputs of the stage
         if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
             return None
         if _makes_all():

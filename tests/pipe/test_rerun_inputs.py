@@ -167,6 +167,23 @@ def test_a_stage_that_runs_again_and_changes_its_input(alias: str) -> None:
     equals_one_process(lambda: nn.Sequential(OfStage(ALIASES[alias]), OfStage(ALIASES[alias])), "full")
 
 
+class Mixes(nn.Module):
+    """Takes the stage's own input where a product takes its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return torch.baddbmm(x, h.bmm(h.transpose(1, 2)).softmax(-1), x)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_inputs_are_no_weights_where_the_backward_is_split(recompute: str) -> None:
+    equals_one_process(lambda: nn.Sequential(Mixes(), Mixes()), recompute, schedule="zb-h1", atol=1e-14)
+
+
 class Changes(nn.Module):
     """Changes a part of its first input in place, and reads all of the others."""
 
