@@ -159,7 +159,7 @@ class _Drawn:
         names = [name for name in (CAUSAL if schedule in SLICING else BLOCKS) if name not in out]
         count = max(S if self.often(0.85) else S - 1, 2) + self.one((0, 0, 1, 2))
         blocks = [self.one(names) for _ in range(count)]
-        if "first" not in out:
+        if "first" not in out and "argument" not in blocks:
             blocks[-1 if blocks[0] != "stash" else 0] = "first" if len(blocks) > 2 else blocks[-1]
         if schedule not in SLICING and style in (*CHAINS, "loop", "residual") and self.often(0.12):
             at = sorted(self.draw.sample(range(len(blocks) + 1), 2))
