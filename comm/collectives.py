@@ -33,16 +33,26 @@ class Collectives:
     Making it is collective: it makes groups of its own, so that their time-out is the run's. So is `subgroup`. `groups`
     makes those of the links, too.
 
+    Arguments:
+        others_failed: whether a process that does not come will not.
+
     Attributes:
         behind: the newest call that its owner made without it, for `gather`: the same in every process.
     """
 
-    def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        place: MeshPlace,
+        *,
+        device: torch.device,
+        timeout: float,
+        others_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._place = place
         self._world = place.world
         self._device = device
         self._timeout = timeout
-        self.groups = Groups(place, device=device, timeout=timeout)
+        self.groups = Groups(place, device=device, timeout=timeout, others_failed=others_failed)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.behind = ""

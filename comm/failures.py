@@ -102,6 +102,10 @@ class FailureBoard:
             time.sleep(_POLL)
         return type(error)(f"{error}\ncause: {cause}", peers=error.peers, is_explained=True)
 
+    def others_failed(self) -> bool:
+        """Whether another rank has written an error down."""
+        return any(self._store.check([f"{self._name}/{one}"]) for one in range(self._size) if one != self._rank)
+
     def linger(self) -> None:
         """Rank 0 may host the store: let the others read before it leaves."""
         if self._rank == 0:
@@ -147,6 +151,10 @@ class Guard:
     def spares(self, error: BaseException) -> bool:
         """Whether it is the one that ends nothing."""
         return error is self._spared
+
+    def others_failed(self) -> bool:
+        """Whether another rank has told of an error."""
+        return self._board is not None and self._board.others_failed()
 
     @property
     def ended(self) -> bool:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import TypeVar, cast
 
 import torch
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 GLOO_LANES = 4
 _LOOPBACK = "127.0.0.1"
+_POLL, _MOST_POLL = 0.001, 0.05  # [s] from look to look at whether all have come: ever longer
+_LOOKS = 8  # of them to a look at whether one has failed
 _LEAST = 0.1  # [s] for what still has to be tried when the time is up
 
 
@@ -150,8 +153,16 @@ class Groups:
     one that does not come is known by name. A group holds threads and descriptors until `close`.
     """
 
-    def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        place: MeshPlace,
+        *,
+        device: torch.device,
+        timeout: float,
+        others_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.world = world = place.world
+        self._others_failed = others_failed
         self._mesh = place
         self.device = device
         self._timeout = timeout
@@ -220,12 +231,16 @@ class Groups:
     def _meet(self, until: float) -> None:
         self._meetings += 1
         places = {one: self._place(one, self._meetings) for one in range(self.world.size)}
+        met = f"{self._name}/{self._meetings}"
         self._store.set(places[self.world.rank], "")
-        try:
-            self._store.wait(list(places.values()), timedelta(seconds=max(until - time.monotonic(), _LEAST)))
-        except RuntimeError as error:
-            behind = [one for one in self._others if not self._store.check([places[one]])]
-            raise self._lost(behind, "have not come", until=until) from error
+        self._store.add(met, 1)
+        for looks in count(1):
+            if self._store.add(met, 0) == self.world.size:
+                return
+            if time.monotonic() > until or (looks % _LOOKS == 0 and self._others_failed()):
+                behind = [one for one in self._others if not self._store.check([places[one]])]
+                raise self._lost(behind, "have not come", until=until)
+            time.sleep(min(looks * _POLL, _MOST_POLL))
 
     @property
     def _others(self) -> list[int]:

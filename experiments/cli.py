@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ValueError as error:
-        print(f"stagewright: error: {error}", file=sys.stderr)
+        from ..schedules.wording import printable  # a word that is asked for often needs no other room
+
+        print(f"stagewright: error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stagewright: stopped", file=sys.stderr)

@@ -12,6 +12,7 @@ decides, not its exit status: a process may still abort while it is torn down, a
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,7 @@ from .rank_process import SILENT, WHERE, RankProcess
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 _ANSWER_S = 5.0  # that ranks have, at most, to say where they stand
 _GLANCE_S = 0.25  # that count at most between two looks: more than that, and the machine let nobody run
@@ -119,6 +121,8 @@ def report_to_launcher() -> Iterator[None]:
         yield
         return
     rank = os.environ["RANK"]
+    with suppress(OSError, AttributeError):  # on Linux: by the system, which also ends a rank that is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     with Path(folder, f"{rank}.stack").open("w") as stack:
         signal.signal(WHERE, signal.SIG_IGN)  # what it is again after this

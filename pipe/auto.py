@@ -90,7 +90,12 @@ class AutoLayout:
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
         self._runtime: RuntimeSeconds | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
-        self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
+        self._collectives = Collectives(
+            MeshPlace.line(world),
+            device=settings.device,
+            timeout=settings.timeout,
+            others_failed=guard.others_failed,
+        )
         guard.on_failure(self._collectives.abort)
 
     def decide(self, given: Given) -> Layout:

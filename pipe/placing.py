@@ -116,7 +116,9 @@ def prepare(
     Raises ValueError for a model that another pipeline has divided.
     """
     schedule, place = layout.schedule, layout.place
-    collectives = Collectives(place, device=settings.device, timeout=settings.timeout)
+    collectives = Collectives(
+        place, device=settings.device, timeout=settings.timeout, others_failed=guard.others_failed
+    )
     guard.on_failure(collectives.abort)
     example = agreed(first, collectives, guard, what="the first batch")
     whole, slices = Given(arguments=example), []

@@ -130,6 +130,8 @@ class Schedule(Shown):
                 f"update_every={self.update_every} for {self.num_microbatches} microbatches a batch: expected a number "
                 f"that divides {self.num_microbatches}"
             )
+        if not self.name.isprintable():
+            raise ScheduleError(f"name={self.name!r}: expected printable text in one line")
         if self.weight_rule not in RULES:
             raise ScheduleError(
                 f"weight_rule={self.weight_rule!r} of schedule {self.name!r}: expected one of {', '.join(RULES)}"

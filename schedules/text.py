@@ -36,7 +36,7 @@ def read_schedule(path: Path) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
     try:
-        schedule = from_json(text) if text.lstrip().startswith("{") else from_csv(text, name=path.stem)
+        schedule = from_json(text) if text.lstrip().startswith("{") else from_csv(text, name=repr(path.stem)[1:-1])
         check(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None

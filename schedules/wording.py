@@ -18,6 +18,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+def printable(text: str) -> str:
+    """Text that a terminal shows as it is: what it would carry out, such as an escape sequence, is shown as such.
+
+    >>> printable("a\\n\\x1b[2J")
+    'a\\n\\\\x1b[2J'
+    """
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+
+
 def duration(seconds: float) -> str:
     """A time in the unit in which it is at least 1, to three digits.
 

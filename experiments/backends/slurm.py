@@ -84,6 +84,9 @@ class SlurmBackend:
         """Submit the work, follow it to its end, and cancel the job where this side ends first."""
         self.check(nodes)
         work = replace(work, folder=work.folder.absolute())
+        for text in (str(work.folder), *map(str, self._options.values())):
+            if not text.isprintable():  # a line of sbatch's script ends there, and the next one would be run
+                raise ValueError(f"--backend slurm: {text!r}: expected printable text in one line")
         work.folder.mkdir(parents=True, exist_ok=True)
         for path in work.folder.glob("node*.events"):  # of an earlier run
             path.unlink()

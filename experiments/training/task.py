@@ -11,6 +11,7 @@ from torch import nn
 
 from ...partition.profiler.optimizers import OptimizerFactory
 from ...pipe.checkpoint.snapshot import HasState
+from ...schedules import wording
 from .. import own_task as own
 from ..own_batches import OwnBatches
 from .corpus import Corpus, load_corpus, loss_fn
@@ -146,8 +147,4 @@ def printable(text: bytes) -> str:
     >>> printable(b"a\\n\\x1b[2J")
     'a\\n\\\\x1b[2J'
     """
-    decoded = text.decode(errors="replace")
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
-        for letter in decoded
-    )
+    return wording.printable(text.decode(errors="replace"))

@@ -428,3 +428,18 @@ def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
     assert drawn.stat().st_size > 0
     assert "expected --ranks and --microbatches" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:few"))
     assert "own_order.py:deadlock: deadlock" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:deadlock"))
+
+
+def test_names_that_a_terminal_would_carry_out_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = build("1f1b", num_ranks=2, num_microbatches=4)
+    named = tmp_path / "a\x1b[2J.csv"
+    named.write_text(table.to_csv())
+    (tmp_path / "b\x1b[2J.csv").write_text("no action")
+    (tmp_path / "inside.json").write_text(table.to_json().replace('"1f1b"', '"c\\u001b[2J"'))
+    statuses = [main(["schedule", str(path)]) for path in sorted(tmp_path.iterdir())]
+    said = capsys.readouterr()
+    assert statuses == [0, 2, 2]
+    assert "a\\x1b[2J: 2 ranks" in said.out
+    assert "b\\x1b[2J.csv: row 1, column 1" in said.err
+    assert r"name='c\x1b[2J': expected printable text in one line" in said.err
+    assert "\x1b[2J" not in said.out + said.err

@@ -166,11 +166,16 @@ def test_killing_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
     _end_launcher(tmp_path, signal.SIGKILL)
 
 
-def _end_launcher(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process that is stopped")
+def test_killing_the_launcher_ends_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    _end_launcher(tmp_path, signal.SIGKILL, "__import__('signal').raise_signal(19)")
+
+
+def _end_launcher(tmp_path: Path, number: signal.Signals, meanwhile: str = "time.sleep(100)") -> None:
     program = PRELUDE + (
         f"with report_to_launcher():\n"
         f"    open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\n"
-        f"    time.sleep(100)\n"
+        f"    {meanwhile}\n"
     )
     start = "import sys; from stagewright.experiments.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
     launcher = subprocess.Popen([sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL)

@@ -444,3 +444,24 @@ def test_a_link_that_is_cut_between_live_ranks_is_no_mistake_of_the_user(fragile
         assert "same calls" not in lost.text
         assert at_once(lost)
         assert closed.kind == "none"
+
+
+def fail_before_the_first_batch(who: int) -> Told:
+    """As where a DataLoader's worker dies: the others already wait for this rank's links."""
+    pipe = make(mesh=None, timeout=LONG, example_inputs=None)
+
+    def run() -> None:
+        with pipe:
+            if pipe.rank == who:
+                raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+            pipe.train_step(X, Y)
+
+    return told(run)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_loader_that_dies_before_the_first_batch_is_named_at_once(gloo: Pool, who: int) -> None:
+    other = gloo.run(fail_before_the_first_batch, ranks=2, args=(who,))[1 - who]
+    assert other.kind == "PeerLost"
+    assert f"cause: rank {who} failed: RuntimeError: DataLoader worker (pid 1) exited" in other.text

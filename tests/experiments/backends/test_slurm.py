@@ -199,3 +199,14 @@ def test_the_throw_away_cluster_as_a_command() -> None:
     words = [sys.executable, "-P", "-m", module, "--nodes", "3", "--", "srun", "-N3", "-l", "printenv", "SLURM_NODEID"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=90)
     assert sorted(done.stdout.split("\n")) == ["", "0: 0", "1: 1", "2: 2"], done.stderr
+
+
+@pytest.mark.parametrize("where", ["folder", "option"])
+def test_names_that_would_be_lines_of_the_script_are_refused(where: str, tmp_path: Path, submitit) -> None:
+    """submitit writes them into comments, quoted as words: a line break ends the comment."""
+    hostile = "x\ntouch pwned"
+    backend = SlurmBackend(cluster="local", options={"comment": hostile} if where == "option" else {})
+    folder = tmp_path / (hostile if where == "folder" else "fine")
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"--backend slurm: '.*x\\ntouch pwned': expected printable text in one line"):
+        backend.run(work(folder, TELL), TWO)
