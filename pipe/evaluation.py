@@ -145,7 +145,7 @@ class Evaluation:
         microbatches = [each.arguments for each in given.on(self._device).cut(num_microbatches // self._num_replicas)]
         like = microbatches[0]
         forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
-        batch = forwards.reader.read(given, step=self._training.num_steps, call=self._training.called(call))
+        batch = self._training.read(forwards.reader, given, call)
         with self._guard.together():
             self._unchanged.check(training=False)
             check_same_batch(batch, self._collectives, device=self._device)

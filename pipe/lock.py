@@ -25,7 +25,7 @@ class FolderLock:
     """Held by this process; the operating system gives it back when the process ends, killed or not.
 
     A lock of POSIX's kind: children that were forked have no part in it, and it holds over most network file systems.
-    Several holders in one process share it.
+    In one process the first holder has it for all.
 
     Raises ValueError where another process holds it, with its number and host.
     """
@@ -37,20 +37,14 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         key = os.path.realpath(folder)
         if key not in _held:
-            _held[key] = [_locked(folder, patience), 0]
-        _held[key][1] += 1
-        self._key = key
+            _held[key] = _locked(folder, patience)
+            self._key = key
 
     def release(self) -> None:
         """Give it back."""
-        if self._key is None:
-            return
-        held = _held[self._key]
-        held[1] -= 1
-        if held[1] == 0:
-            del _held[self._key]
-            os.close(held[0])  # which unlocks
-        self._key = None
+        if self._key is not None:
+            os.close(_held.pop(self._key))  # which unlocks
+            self._key = None
 
 
 def refuse_other_writer(folder: Path) -> None:
@@ -59,7 +53,7 @@ def refuse_other_writer(folder: Path) -> None:
         FolderLock(folder).release()
 
 
-_held: dict[str, list[int]] = {}  # descriptor and holders by folder: closing any descriptor of a file unlocks it
+_held: dict[str, int] = {}  # descriptor by folder: closing any other descriptor of its file would unlock it
 
 
 def _locked(folder: Path, patience: float) -> int:

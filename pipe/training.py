@@ -20,7 +20,7 @@ from ..schedules import Timeline
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
 from .batch.batches import Batch
-from .batch.checksum import CALLS, Call, Identity
+from .batch.checksum import CALLS, UNKNOWN, Call, Identity
 from .batch.given import Given
 from .batch.gradients import hand_back
 from .batch.reader import BatchReader, Reads
@@ -81,11 +81,15 @@ class Training:
         """Whether no stage of this process reads a batch's values."""
         return self._reader.reads == Reads(inputs=frozenset(), target=False)
 
-    def called(self, name: Call) -> Identity:
-        """One more call with a batch."""
-        self._num_calls += 1
-        self._collectives.behind = f" behind {name} (call {self._num_calls} with a batch)"
-        return Identity(CALLS.index(name), self._num_calls)
+    def read(self, reader: BatchReader, given: Given, call: Call) -> Batch:
+        """The batch of one more call; one that is refused counts for none."""
+        number = self._num_calls + 1
+        alone = self._collectives.alone
+        identity = Identity(UNKNOWN, UNKNOWN) if alone else Identity(CALLS.index(call), number)
+        batch = reader.read(given, step=self.num_steps, call=identity)
+        self._num_calls = number
+        self._collectives.behind = f" behind {call} (call {number} with a batch)"
+        return batch
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
         """See PipelineModule.train_step."""
@@ -187,7 +191,7 @@ class Training:
         self._unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
-        batch = self._reader.read(given, step=self.num_steps, call=self.called(call))
+        batch = self.read(self._reader, given, call)
         self._num_samples = batch.num_samples
         if batch.wants_grad:
             self._refuse_batch_gradients(batch)

@@ -167,18 +167,15 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
         own = torch.tensor(batch.identity[:4], dtype=torch.float64, device=device)
         gathered = collectives.tensor_gather(own, what="comparing batches")
         first, *others = (Identity(*one.tolist()) for one in gathered)
-        for member, theirs in zip(members[1:], others, strict=True):
-            names = {"name": collectives.name_of(member), "its_name": collectives.name_of(members[0])}
-            theirs.refuse_other_batch(first, step=step, why=_ONE_RANK, **names)
+        names = [collectives.name_of(member) for member in members]
+        for name, theirs in zip(names[1:], others, strict=True):
+            theirs.refuse_other(first, step=step, name=name, its_name=names[0], why=_ONE_RANK)
     if batch.identity.number == 1:
         given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
-        last = {replica: process for process, (replica, _) in enumerate(given)}
-        for process, (replica, its) in enumerate(given):
-            other = last[replica] if batch.has_target else len(given) - 1
-            names = {"name": collectives.name_of(process), "its_name": collectives.name_of(other)}
-            its.refuse_other_call(given[-1][1], **names)
-            if batch.has_target:
-                its.refuse_other_batch(given[other][1], step=step, **names)
+        last = {replica: (collectives.name_of(process), its) for process, (replica, its) in enumerate(given)}
+        for process, (replica, its) in enumerate(given if batch.has_target else ()):
+            its_name, other = last[replica]
+            its.refuse_other(other, step=step, name=collectives.name_of(process), its_name=its_name)
 
 
 _ONE_RANK = "The members of a tensor group run one rank together."

@@ -36,28 +36,14 @@ class Identity(NamedTuple):
     targets: float = UNKNOWN
     program: float = UNKNOWN
 
-    def refuse_other_call(self, other: Identity, *, name: str, its_name: str) -> None:
-        """ValueError unless another process has made the same call.
-
-        Arguments:
-            name, its_name: of this process and the other one, for people.
-        """
+    def refuse_other(self, other: Identity, *, step: int, name: str, its_name: str, why: str = _ONE_PIPELINE) -> None:
+        """ValueError, which names both, unless another process has made the same call with the same batch."""
         if self[:2] != other[:2]:
             mine, its = (f"{CALLS[int(one.call)]} (call {int(one.number)} with a batch)" for one in (self, other))
             raise ValueError(
                 f"{name} is in {mine}, and {its_name} in {its}: expected the same calls, in the same order, on every "
                 f"rank"
             )
-
-    def refuse_other_batch(
-        self, other: Identity, *, step: int, name: str, its_name: str, why: str = _ONE_PIPELINE
-    ) -> None:
-        """ValueError unless another process of the same pipeline has passed the same batch, too.
-
-        Arguments:
-            why: it must, for people.
-        """
-        self.refuse_other_call(other, name=name, its_name=its_name)
         for what, one, its_one in zip(("inputs", "targets"), self[2:], other[2:], strict=False):
             if one != its_one and UNKNOWN not in (one, its_one):
                 raise ValueError(

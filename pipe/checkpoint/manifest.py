@@ -165,14 +165,15 @@ class Manifest:
 
     def to_text(self) -> str:
         """As JSON, with a hash of itself."""
+        files, tensors = records_as_json(self.files, self.tensors)
         content = {
             "name": self.name,
             "step": self.step,
             "kind": self.kind,
             "names": list(self.names),
             "tied": dict(self.tied),
-            "files": files_as_json(self.files),
-            "tensors": tensors_as_json(self.tensors),
+            "files": files,
+            "tensors": tensors,
             "values": dict(self.values),
         }
         lines = ",\n".join(f" {json.dumps(key)}: {_compact(value)}" for key, value in content.items())
@@ -195,33 +196,23 @@ class Manifest:
                 raise ValueError("it is damaged: its SHA-256 is not that of what was saved")
             if sorted(content) != sorted(_FIELDS):
                 raise ValueError(f"it has the fields {sorted(content)}: expected {sorted(_FIELDS)}")
-            files, tensors = files_from_json(content["files"]), tensors_from_json(content["tensors"])
+            files, tensors = records_from_json(content["files"], content["tensors"])
             return cls(**content | {"files": files, "tensors": tensors, "names": tuple(content["names"])})
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
 
 
-def files_as_json(files: Mapping[str, FileRecord]) -> Json:
-    """Back from `files_from_json`."""
-    return {name: [record.num_bytes, record.header] for name, record in files.items()}
-
-
-def files_from_json(content: Json) -> dict[str, FileRecord]:
-    """What a record cannot be is found when the manifest is made."""
-    return {name: FileRecord(num_bytes=size, header=hash_) for name, (size, hash_) in content.items()}
-
-
-def tensors_as_json(tensors: Mapping[str, TensorRecord]) -> Json:
-    """Back from `tensors_from_json`."""
-    return {
+def records_as_json(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> tuple[Json, Json]:
+    """Back from `records_from_json`."""
+    return {name: [record.num_bytes, record.header] for name, record in files.items()}, {
         key: [list(one.shape), one.dtype, [[p.file, p.entry, [*p.start], [*p.sizes], p.sha256] for p in one.pieces]]
         for key, one in tensors.items()
     }
 
 
-def tensors_from_json(content: Json) -> dict[str, TensorRecord]:
-    """As of `files_from_json`."""
-    return {
+def records_from_json(files: Json, tensors: Json) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+    """Records of files and tensors; what cannot be one is found when the manifest is made."""
+    return {name: FileRecord(num_bytes=size, header=hash_) for name, (size, hash_) in files.items()}, {
         key: TensorRecord(
             shape=tuple(shape),
             dtype=dtype,
@@ -230,7 +221,7 @@ def tensors_from_json(content: Json) -> dict[str, TensorRecord]:
                 for file, entry, start, sizes, sha256 in pieces
             ),
         )
-        for key, (shape, dtype, pieces) in content.items()
+        for key, (shape, dtype, pieces) in tensors.items()
     }
 
 

@@ -22,16 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ..lock import refuse_other_writer
 from .files import OwnCheckpoints, begin, checked_name, complete, discard, is_begun, new_name, write_file
-from .manifest import (
-    FileRecord,
-    Manifest,
-    Piece,
-    TensorRecord,
-    files_as_json,
-    files_from_json,
-    tensors_as_json,
-    tensors_from_json,
-)
+from .manifest import FileRecord, Manifest, Piece, TensorRecord, records_as_json, records_from_json
 from .snapshot import HeldPiece, Snapshot
 from .tensor_file import Entry
 from .values import Json, dtype_name
@@ -84,9 +75,7 @@ def _gathered(processes: Processes, mine: _Answer, *, what: str) -> list[_Answer
     """Raises ValueError for what no process answers."""
     kinds = (str, str, object, str, str, bool)
     given = processes.gather(list(mine), what=what)
-    if not all(
-        isinstance(each, list) and len(each) == len(kinds) and all(map(isinstance, each, kinds)) for each in given
-    ):
+    if not all(type(one) is list and len(one) == len(kinds) and all(map(isinstance, one, kinds)) for one in given):
         raise ValueError(f"{what}: a process gave what no save of a checkpoint gives")
     return [_Answer(*each) for each in given]
 
@@ -152,7 +141,7 @@ def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> Json:
             )
             before = tensors[held.key].pieces if held.key in tensors else ()
             tensors[held.key] = TensorRecord(shape=held.shape, dtype=entry.dtype, pieces=(*before, piece))
-    return [files_as_json(files), tensors_as_json(tensors), dict(snapshot.values), dict(snapshot.by_process)]
+    return [*records_as_json(files, tensors), dict(snapshot.values), dict(snapshot.by_process)]
 
 
 def _entry(piece: HeldPiece) -> Entry:
@@ -168,10 +157,11 @@ def _manifest(name: str, snapshot: Snapshot, parts: Sequence[Json]) -> Manifest:
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     values: dict[str, Json] = {}
-    for its_files, its_tensors, its_values, _ in parts:
-        files |= files_from_json(its_files)
+    for *records, its_values, _ in parts:
+        its_files, its_tensors = records_from_json(*records)
+        files |= its_files
         values |= its_values
-        for key, record in tensors_from_json(its_tensors).items():
+        for key, record in its_tensors.items():
             known = tensors.setdefault(key, replace(record, pieces=()))
             if (known.shape, known.dtype) != (record.shape, record.dtype):
                 raise ValueError(f"processes differ in shape or type of {key!r}: {known.shape} and {record.shape}")

@@ -21,7 +21,7 @@ from ..batch.batches import (
     read_loss_summary,
     summarize_losses,
 )
-from ..batch.checksum import Identity
+from ..batch.checksum import UNKNOWN, Identity
 from ..stages.stage import LossValue
 from .loss_scale import LossScale
 from .unsharding import Unsharding
@@ -144,13 +144,13 @@ class RankUpdate:
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
         """Compare the call of a rank of the last stage with this rank's; data replicas have batches of their own."""
-        replica, num_replicas = batch.replica
-        own, its = batch.identity, Identity(*summary[-len(batch.identity) :].tolist())
-        names = {"name": f"rank {self._rank}", "its_name": f"rank {rank}"}
-        if self._last_owners.index(rank) % num_replicas == replica:
-            own.refuse_other_batch(its, step=batch.step, **names)
-        else:
-            own.refuse_other_call(its, **names)
+        own, (replica, num_replicas) = batch.identity, batch.replica
+        if own.number == UNKNOWN:  # of one process, which need not wait for its device
+            return
+        its = Identity(*summary[-len(own) :].tolist())
+        if self._last_owners.index(rank) % num_replicas != replica:
+            its = Identity(*its[:2])
+        own.refuse_other(its, step=batch.step, name=f"rank {self._rank}", its_name=f"rank {rank}")
 
     def forget(self, group: int) -> None:
         """The losses of a group are no longer needed."""

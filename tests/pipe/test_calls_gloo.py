@@ -66,6 +66,22 @@ def differ(folder: str, pairs: list[tuple[str, str]], timeout: float) -> list[li
     return results
 
 
+def retry_alone(wrong: int) -> tuple[str, float, float]:
+    pipe: Any = make(mesh=None, model=layers(2), num_microbatches=2, timeout=LONG)
+    before = pipe.train_step(X, Y).loss
+    said = told(lambda: pipe.train_step(X[:1], Y[:1])).kind if pipe.rank == wrong else ""
+    return said, before, pipe.train_step(X, Y).loss
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_batch_that_one_rank_alone_was_refused_and_passed_again_counts_once(gloo: Pool, wrong: int) -> None:
+    results = gloo.run(retry_alone, ranks=2, args=(wrong,))
+    assert [said for said, *_ in results] == ["" if rank != wrong else "ValueError" for rank in range(2)]
+    assert results[0][1:] == results[1][1:]
+    assert results[0][2] < results[0][1]
+
+
 @pytest.mark.gloo
 def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path) -> None:
     by_rank = gloo.run(differ, ranks=2, args=(str(tmp_path), AT_ONCE, LONG))
@@ -75,3 +91,5 @@ def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path)
             assert last.kind in ("ValueError", "PeerLost", "PipelineError"), (pair, last)
             assert SAME in (last.text if first.kind == "none" else first.text), (pair, first, last)
         assert not (tmp_path / str(number) / "after" / "latest").exists()
+    for number in range(2):  # of step and accumulation the losses tell, at once
+        assert by_rank[0][number][0].kind == "ValueError"

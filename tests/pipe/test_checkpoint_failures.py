@@ -158,7 +158,13 @@ def test_ranks_agree_on_what_became_of_a_save(gloo: Pool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "answer",
-    ["x", {}, ["step-1-00000000", "", None, "", "", 5], ["../step-1-00000000", "", None, "", "", False]],
+    [
+        "x",
+        {},
+        ["step-1-00000000", "", None, "", "", 5],
+        ["step-1-00000000", "", None, "", "", False, 1],
+        ["../step-1-00000000", "", None, "", "", False],
+    ],
 )
 def test_answers_that_no_process_gives_are_refused(answer: object, tmp_path: Path) -> None:
     """Beside training they come out of a store that others may reach."""
