@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stagewright.schedules import Schedule, build, check
 
@@ -230,3 +231,25 @@ class _Branch(nn.Linear):
 def test_a_unit_that_reads_values_behind_a_parameter_of_the_models_own() -> None:
     """The parameter stayed a fake where the others had made-up values: "cannot take ... DataDependentOutput"."""
     assert make(model=_Branches()).train_step(X, Y).loss is not None
+
+
+class _Checkpointed(nn.Module):
+    """Units within torch.utils.checkpoint, in recorded code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_drain_that_begins_with_a_checkpoints_second_run_leaves_the_users_random_state() -> None:
+    """What was kept and put back was the state within the checkpoint."""
+    pipe = make(model=_Checkpointed(), schedule="pipedream", mesh={"pipe": 3})
+    before = torch.get_rng_state()
+    pipe.train_step(X, Y)
+    pipe.flush()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -95,6 +95,7 @@ class Seeder:
 
     def begin(self, *, step: int, microbatch: int) -> None:
         """An action begins: `enter` seeds for this step and microbatch until `end`."""
+        self._keep()  # before a checkpoint of the user's, in a backward, sets them for its second run
         self._begun = _fold(_fold(self._seed & _MASK, step), microbatch)
         self._step, self._newest = step, max(self._newest, step)
         self._active = True

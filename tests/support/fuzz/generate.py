@@ -148,7 +148,8 @@ class _Drawn:
     def blocks(self, schedule: str, style: str, *, replicated: bool, tensor: int, S: int) -> tuple[str, ...]:
         out = {"first"} if schedule in ("pipedream", "paci") or self.often(0.7) else STATEFUL | {"layerdrop"}
         out |= {"stash", "pop"} | (STATEFUL if replicated or style == "checkpoint" else set())
-        if S > 6 or style in ("checkpoint", "set-of-blocks", "twice", "halves"):
+        # Where units are opened, or run by replicas of other processes, seeds are not those of `plain`.
+        if S > 6 or (self.gloo and replicated) or style in ("checkpoint", "set-of-blocks", "twice", "halves"):
             out |= RANDOM
         if schedule in ASYNC:
             out |= {"parameter-hook", "counter"}

@@ -70,7 +70,11 @@ class Calls:
             model.style in CHAINS and {"linear", "mlp"} & {*model.blocks}
         ):  # a product of weights refuses it
             kinds.append("type")
-        if model.loss in ("mse", "module", "sum-count") and model.inputs == "floats" and not self.gloo and not first:
+        if (
+            model.loss in ("mse", "module", "sum-count")
+            and model.inputs == "floats"
+            and not (self.gloo or first or STATEFUL & {*model.blocks})
+        ):
             kinds.append("target")
         if model.loss != "model":
             kinds += ["argument", "fewer"]
