@@ -74,6 +74,9 @@ class ChainUnits:
             seen.update(map(id, fresh))
             weights.append(float(sum(p.numel() for p in fresh)))
         crossing_bytes = self._crossing if self._handed_on else None
+        if self._handed_on and num_stages > (most := len(self.units)):
+            why = self._handed_on[0].text(self._names)
+            raise ValueError(f"num_stages={num_stages}, expected 1 to {most}, since some units stay together: {why}")
         return self._cut(cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing_bytes))
 
     def at(self, split_points: Sequence[str]) -> Cut:

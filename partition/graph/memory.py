@@ -33,6 +33,8 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within: operations go through a function, which takes each with its arguments and keywords."""
 
+    supports_higher_order_operators = True  # flex attention
+
     def __init__(self, through: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._through = through

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.batch.checksum import Identity
 from stagewright.pipe.batch.given import Given
 from stagewright.pipe.batch.reader import BatchReader, Reads
 from stagewright.pipe.update.gradients import FlatGradients
@@ -107,7 +108,7 @@ class NoStages:
     """Stands in for inference: a microbatch's specs are its own signature."""
 
     def of(self, microbatch: object) -> object:
-        return SimpleNamespace(stages=(), specs=microbatch, certain=(), float16=None)
+        return SimpleNamespace(stages=(), specs=microbatch, certain=(), float16=None, digest=str)
 
 
 @pytest.mark.parametrize("replica", range(3))
@@ -128,7 +129,7 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
         together=nullcontext,
     )
     x = torch.arange(5.0).unsqueeze(1)  # microbatches of 3 and of 2 samples
-    batch = reader.read(Given(arguments=Arguments.of((x,)), target=-x), step=4)
+    batch = reader.read(Given(arguments=Arguments.of((x,)), target=-x), step=4, call=Identity(0.0, 1.0))
     assert [None if part is None else part.flatten().tolist() for part in batch.inputs[0]] == [
         ([0.0, 1.0, 2.0] if k < 3 else [3.0, 4.0]) if k in own else None for k in range(6)
     ]
