@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _OF_SHORTER_TYPES = 5e-2
 _BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
+_LEAST = 1e-4  # as large counts what is smaller: rounding alone, as the mean of a LayerNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,11 @@ def first_difference(
 def _find(plain: Outcome, piped: Outcome, tolerance: float) -> tuple[str, str] | None:
     """(parameter or buffer name or "", what is the matter with {name})."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
-    allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), 1e-6)
+    allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), _LEAST)
     if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module"
     for number, (theirs, ours) in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
-        what = differs(theirs, ours, tolerance=tolerance)
+        what = differs(theirs, ours, tolerance=tolerance, floor=_LEAST)
         if what:
             return "", f"output {number} of an evaluation {what}"
     sizes = [size(g) for g in plain.gradients.values() if g is not None]

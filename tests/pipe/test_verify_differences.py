@@ -16,7 +16,7 @@ from torch.nn import functional
 from stagewright.comm import PipelineError
 from stagewright.partition.graph.model_units import TracedModelWarning
 from stagewright.pipe import PipelineModule, VerificationError
-from stagewright.pipe.verify.compare import differs, graph_of, tolerance_of
+from stagewright.pipe.verify.compare import Outcome, differs, first_difference, graph_of, tolerance_of
 from stagewright.schedules.constraints import B, Constraints, F, in_order
 
 
@@ -196,3 +196,23 @@ def test_tolerance_is_that_of_the_shortest_type_computed_in() -> None:
     other = x * (1 + 1e-7)
     assert differs(x, other, tolerance=1e-3) is None
     assert "differs from the plain module's" in (differs(x, other, tolerance=1e-9) or "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "real"), [(torch.float64, 3e-16, 1e-12), (torch.float32, 3e-8, 1e-5)], ids=str
+)
+def test_an_output_or_loss_that_is_rounding_alone_is_no_difference(
+    dtype: torch.dtype, rounding: float, real: float
+) -> None:
+    """The mean of a LayerNorm over its features is 0 but for the order of its sum."""
+
+    def told(*, loss: float = 1.0, output: float = 0.0) -> str | None:
+        zero = torch.zeros(2, dtype=dtype)
+        one = Outcome(loss=loss, gradients={"a": zero + 1}, buffers={}, outputs=[zero + 1, zero + output])
+        plain = Outcome(loss=round(loss), gradients={"a": zero + 1}, buffers={}, outputs=[zero + 1, -zero - output])
+        return first_difference(plain, one, tolerance=0.0, stage_of={}, suspects={})
+
+    assert told(output=rounding) is None
+    assert told(loss=rounding) is None
+    assert "output 1 of an evaluation" in (told(output=real) or "")
+    assert "the loss is" in (told(loss=1 + 10_000 * real) or "")
