@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ class StageOptimizers:
         self.parts = parts
         self.names.update({id(part.parameter): name for name, part in parts.items()})
         for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(self._refuse_by_hand)
+            optimizer.zero_grad = partial(self._zero, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
             for group in optimizer.param_groups:
                 kept: list[tuple[int, nn.Parameter]] = []
                 for position, parameter in enumerate(group["params"]):
@@ -124,6 +127,22 @@ class StageOptimizers:
                 group["params"] = [parameter for _, parameter in kept]
                 if "param_names" in group:
                     group["param_names"] = [group["param_names"][position] for position, _ in kept]
+
+    def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """ValueError for gradients that this step would not see; in `train_step` they are with the parts."""
+        name = next((self.names[id(p)] for one, _, p in self._away if one is optimizer and p.grad is not None), None)
+        if name is not None:
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} is stepped by hand, and holds a part of {name!r}, whose "
+                f"gradient stands on the whole parameter: the step would do nothing. Expected pipe.train_step(...), "
+                f"which counts the gradients that are there, or data_parallel='replicate'"
+            )
+
+    def _zero(self, optimizer: torch.optim.Optimizer, zero: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Its zero_grad, which drops the gradients of `forward_backward`, too."""
+        zero(*args, **options)
+        for one, _, whole in self._away:
+            whole.grad = None if one is optimizer else whole.grad
 
     def names_in(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
         """Names of the parameters of a group, those of empty parts too; ValueError for a tensor without a name."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
-from support.sharded import X, even, halved, sgd
+from support.sharded import X, Y, even, halved, sgd
 
 from stagewright.pipe import PipelineModule
 from stagewright.pipe.update.separable import separable
@@ -87,3 +87,38 @@ def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"optimizer Wrapper could not be tried on parts of its parameters"):
         separable(Wrapper(sgd(list(even().parameters()))))
+
+
+def stepped_by_hand(data_parallel: str) -> list[str]:
+    """A rank's error of each optimizer; behind zero_grad nothing is left for its step, or for the next train_step."""
+    mesh = {"pipe": 1, "data": 2}
+    options: Any = {"loss_fn": F.mse_loss, "optimizer": sgd, "mesh": mesh, "num_microbatches": 2, "timeout": 120.0}
+    pipe = PipelineModule(even(), data_parallel=data_parallel, **options)
+    pipe.forward_backward(X, Y)
+    told = []
+    for optimizer in pipe.optimizers:
+        with pytest.raises(ValueError, match="is stepped by hand") as found:
+            optimizer.step()
+        told.append(str(found.value))
+        optimizer.zero_grad()
+        optimizer.step()
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe.forward_backward(X, Y)  # stays, and counts
+    pipe.train_step(X, Y)
+    state = pipe.full_state_dict()
+    pipe.close()
+    model = even()
+    (2 * F.mse_loss(model(X), Y)).backward()
+    sgd(list(model.parameters())).step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+    return told
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool, data_parallel: str) -> None:
+    for told in gloo.run(stepped_by_hand, ranks=2, args=(data_parallel,)):
+        assert len(told) == 1
+        assert "optimizer SGD is stepped by hand, and holds a part of '0.weight'" in told[0]
+        assert "Expected pipe.train_step(...)" in told[0]

@@ -110,7 +110,7 @@ class Calls:
         if kind in ("eval", "predict", "verify", "input-grad", "nan", "fail", "other", "forward"):
             return (kind, *self.size)
         if kind == "accumulate":
-            # An optimizer that holds parts of weights finds no gradients there: stepping it by hand does nothing yet.
+            # An optimizer that holds parts of weights refuses to be stepped by hand.
             then = "zero" if "data_parallel" in self.options else self.one(("zero", "step", "clip-step"))
             return (kind, self.draw.randint(1, 3), *self.size, then)
         if kind == "rate":
