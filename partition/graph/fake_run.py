@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .forms import Arguments
 from .modes import uncompiled
 from .stand_ins import stand_ins
-from .untouched import untouched
+from .untouched import Places, untouched
 
 
 class FakeRun(NamedTuple):
-    """What a model may be called with, fake, and the classes of its modules and of the user's objects in it."""
+    """Fakes that a model may be called with, the classes of what it reaches; at the end, where it left tensors."""
 
     given: Arguments
     kinds: set[type]
+    left: Places
 
 
 @contextmanager
@@ -33,6 +34,8 @@ def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, trai
     """
     with ExitStack() as stack:
         kept = stack.enter_context(untouched(model, device=device))
+        left: Places = []
+        stack.callback(lambda: left.extend(kept.new_tensors()))
         stack.enter_context(uncompiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
@@ -40,4 +43,4 @@ def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, trai
         stack.enter_context(torch.enable_grad() if training else torch.no_grad())
         given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
         stack.enter_context(stand_ins(model, device))
-        yield FakeRun(given, kept.kinds)
+        yield FakeRun(given, kept.kinds, left)

@@ -53,7 +53,7 @@ def handed_on(
         return []
     ends = set(accumulate(map(len, stages)))
     watch = _Watch()
-    with on_fakes(nn.ModuleList(units), example, device=device, training=True) as (given, _):
+    with on_fakes(nn.ModuleList(units), example, device=device, training=True) as (given, *_):
         arguments, _ = given.form.assemble(given.tensors)
         try:
             for number, unit in enumerate(units):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from .export import BatchSizes
 from .forms import Arguments, Form, FormError, Tensors
 from .recorded.guards import Guards
+from .untouched import Places
 
 EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
 
@@ -197,6 +198,7 @@ class Cut:
         is_live: whether the stages run the user's own modules.
         again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
         together: units of which the second takes what the first hands on past its arguments.
+        left: where the model has left tensors beside its output, which stages may not do.
         guards: of what the pieces have taken from the model as it stood: where it is another, they are made again.
         digest: of the calls that the pieces make: equal in processes whose pieces fit together.
     """
@@ -209,6 +211,7 @@ class Cut:
     is_live: bool
     again: Callable[[Arguments], Cut] | None = None
     together: Together = ()
+    left: Places = field(default_factory=list)
     guards: Guards | None = None
     digest: Callable[[], str] = lambda: ""
 

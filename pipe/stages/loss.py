@@ -87,9 +87,10 @@ class _Left(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         place = next(leaf.place for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Left))
         raise ValueError(
-            f"loss_fn reads {place}, which an earlier stage leaves behind: of another microbatch, or elsewhere. "
-            f"Expected it in the model's output, which travels: blocks that return (h, aux), a model that returns "
-            f"(h, sum of aux), and loss_fn=lambda output, target: loss(output[0], target) + output[1] (docs/inputs.md)"
+            f"loss_fn reads {place}, which an earlier stage leaves behind (of another microbatch, or elsewhere), or "
+            f"code between the modules, which is recorded once. Expected it in the model's output, which travels: "
+            f"blocks that return (h, aux), a model that returns (h, sum of aux), and loss_fn=lambda output, target: "
+            f"loss(output[0], target) + output[1] (docs/inputs.md)"
         )
 
 
@@ -98,31 +99,35 @@ class LeftBehind:
 
     def __init__(self, places: Places, root: nn.Module) -> None:
         names = {id(vars(module)): name for name, module in root.named_modules()}
-        self._places = [(held, key, _left(names.get(id(held)), key)) for held, key in places]
+        self._places = [(held, key, _left(held, names.get(id(held)), key)) for held, key in places]
 
     @contextmanager
     def refused(self) -> Iterator[None]:
         """Within: the loss runs."""
         kept = []
         for held, key, left in self._places:
-            if isinstance(held, list):
-                held.append(left)
-            else:
-                kept.append((held, key, held.get(key, left)))
+            if isinstance(held, dict):
+                kept.append((held, key, held.get(key, left), left))
                 held[key] = left
+            else:
+                held.append(left)
         try:
             yield
         finally:
-            for held, key, value in kept:
+            for held, key, value, left in reversed(kept):
                 held[key] = value
+                if value is left:
+                    del held[key]
             for held, _, left in self._places:
-                if isinstance(held, list):
-                    held[:] = [each for each in held if each is not left]
+                if not isinstance(held, dict):
+                    values = [each for each in held if each is not left]
+                    held.clear()
+                    held.extend(values)
 
 
-def _left(name: str | None, key: object) -> torch.Tensor:
+def _left(held: object, name: str | None, key: object) -> torch.Tensor:
     left = torch.empty(0).as_subclass(_Left)
-    left.place = "a list" if key is None else f"{key!r} of {'a dict' if name is None else module_at(name)}"
+    left.place = f"{key!r} of {'a dict' if name is None else module_at(name)}" if isinstance(held, dict) else "a list"
     return left
 
 

@@ -102,7 +102,7 @@ class Inferred:
         written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
         digest: see Cut.
-        left: where stages before the last leave tensors behind: attributes, lists.
+        left: where stages before the last, or code that stages do not run, leave tensors behind: attributes, lists.
     """
 
     stages: tuple[StageModule, ...]
@@ -321,6 +321,8 @@ class InferredStages:
             for index in range(num_stages):
                 left = kept.new_tensors() if index == num_stages - 1 else []
                 runs.append(run(index, flat, [one.outputs for one in runs]))
+            made = {(id(held), key) for held, key in kept.new_tensors()}
+            left += [(held, key) for held, key in self._cut.left if (id(held), key) not in made]
         loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form())
         specs = tuple(tuple(map(TensorSpec.of, one.outputs)) for one in runs)
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}

@@ -181,3 +181,68 @@ def test_what_the_last_stage_leaves_behind_may_be_read(options: dict[str, Any]) 
         F.mse_loss(plain(x), y).item() + plain[3].aux.item() for x, y in zip(X64.split(2), Y64.split(2), strict=True)
     ]
     assert losses[-1] == pytest.approx(sum(found) / 4, abs=1e-14)
+
+
+def append(aux: Tensor) -> None:
+    SINK.append(aux)
+
+
+class Opened(nn.Module):
+    """A block of two layers, so that a cut into more stages than there are blocks records its own code."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+        self.note = lambda aux: SINK.append(aux)  # noqa: PLW0108  # the function that users write
+        self.table: dict[str, Tensor] = {}
+        self.keep = keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.keep(self, h.square().mean())
+        return self.second(torch.tanh(h))
+
+
+KEPT: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Any]]] = {
+    "attribute": (lambda block, aux: setattr(block, "aux", aux), lambda model: sum(block.aux for block in model)),
+    "dict": (lambda block, aux: block.table.update(v=aux), lambda model: sum(b.table["v"] for b in model)),
+    "function": (lambda block, aux: block.note(aux), lambda model: sum(SINK)),
+    "helper": (lambda block, aux: append(aux), lambda model: sum(SINK)),
+}
+
+
+@pytest.mark.parametrize("place", KEPT)
+def test_what_recorded_code_leaves_behind_once_is_refused(place: str) -> None:
+    keep, read = KEPT[place]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + (read(model) if is_read else 0.0)
+
+    for is_read in (True, False):
+        torch.manual_seed(0)
+        model: Any = Looped(Opened(keep) for _ in range(2))
+        pipe = make(model=model, loss_fn=loss, example_inputs=None, mesh={"pipe": 4})
+        pipe.build(X64, Y64)
+        SINK.clear()  # as a loop does in front of each step
+        if is_read:
+            with pytest.raises(ValueError, match="code between the modules, which is recorded once"):
+                pipe.train_step(X64, Y64)
+            continue
+        torch.manual_seed(0)
+        plain = Looped(Opened(keep) for _ in range(2))
+        assert pipe.train_step(X64, Y64).loss == pytest.approx(F.mse_loss(plain(X64), Y64).item(), abs=1e-14)
+
+
+def test_a_list_that_recorded_code_empties_is_refused() -> None:
+    """Its blocks fill it in each microbatch; the model's own code, which runs no more, would empty it."""
+
+    class Emptying(Looped):
+        def forward(self, x: Tensor) -> Tensor:
+            SINK.clear()
+            return super().forward(x)
+
+    model = Emptying(Block("global") for _ in range(2))
+    options: dict[str, Any] = {"example_inputs": None, "mesh": {"pipe": 1}}
+    pipe = make(model=model, loss_fn=lambda output, y: F.mse_loss(output, y) + sum(SINK), **options)
+    with pytest.raises(ValueError, match="loss_fn reads a list"):
+        pipe.train_step(X64, Y64)

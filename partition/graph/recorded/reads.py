@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,12 +20,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from ..source_line import is_ours, is_users
+from ..untouched import Places
 from .attributes import Patches
 
 # They look one name up in `__dict__`, which is noted already.
 _LOOK_UPS = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
+
+_CHANGES = {"append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear"}
 
 
 class Reads:
@@ -40,6 +46,7 @@ class Reads:
         codes: that ran, with their globals.
         environ: keys.
         tensors: whose values were taken.
+        left: where tensors stand that did not; lists there hold again what they held.
     """
 
     def __init__(self, opened: dict[str, nn.Module], *, is_within_call: Callable[[], bool]) -> None:
@@ -51,6 +58,8 @@ class Reads:
         self.environ: set[str] = set()
         self.tensors: list[torch.Tensor] = []
         self.owners: list[object] = []
+        self.left: Places = []
+        self._changed: dict[int, tuple[list[Any] | deque[Any], list[Any]]] = {}  # with what they held
 
     @contextmanager
     def watching(self, kinds: set[type], patches: Patches) -> Iterator[None]:
@@ -68,6 +77,11 @@ class Reads:
             yield
         finally:
             sys.setprofile(before)
+            for held, values in self._changed.values():
+                if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(held)):
+                    held.clear()
+                    held.extend(values)
+                    self.left.append((held, "changed between the modules"))
 
     def has_read(self, key: int, name: str) -> bool:
         """Whether this was read of the object with this id."""
@@ -99,10 +113,14 @@ class Reads:
     def _is_seen(self) -> bool:
         return not self._is_within_call() and threading.get_ident() == self._thread
 
-    def _called(self, frame: FrameType, event: str, _: object) -> None:
+    def _called(self, frame: FrameType, event: str, called: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in self.codes and not self._is_within_call() and _has_reads(code.co_filename):
+        if self._is_within_call() or not _has_reads(code.co_filename):
+            return
+        if event == "call":
             self.codes[code] = frame.f_globals
+        elif event == "c_call" and called.__name__ in _CHANGES and isinstance(called.__self__, list | deque):
+            self._changed.setdefault(id(called.__self__), (called.__self__, [*called.__self__]))
 
 
 _is_ours = cache(is_ours)

@@ -232,6 +232,7 @@ class _How:
             is_live=True,
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             together=flow.record.handed_on,
+            left=flow.record.reads.left,
             guards=Guards(flow.record.reads, training=self.training),
             digest=cache(lambda: digest(Words(self.model).record(flow.record))),
         )

@@ -51,13 +51,14 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
     with on_fakes(model, example, device=device, training=training) as fakes:
         recorder = Recorder(model, roles, fakes.given.tensors)
         try:
-            with listening(recorder, {id(each): each for each in (*roles.opened.values(), *roles.units.values())}):
-                with recorder.watching(fakes.kinds):
-                    output: object = fakes.given.call(model)
-                return recorder.finish(output)
+            heard = {id(each): each for each in (*roles.opened.values(), *roles.units.values())}
+            with listening(recorder, heard), recorder.watching(fakes.kinds):
+                found = recorder.finish(fakes.given.call(model))
         except Exception as error:
             inside = recorder.inside
             reason = str(error) if isinstance(error, RefusedError) else first_line(error)
             line = recorder.line if isinstance(error, RefusedError) and not users_line(error) else users_line(error)
             is_in_graph = not isinstance(error, CarriedError)
             raise RecordingError(f"{reason}{line}", inside=inside, is_in_graph=is_in_graph) from error
+    found.reads.left += fakes.left
+    return found
