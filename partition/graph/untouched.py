@@ -37,7 +37,7 @@ _NUMBERS = bool | int | float | None
 _FIXED = (bool, int, float, type(None), str, bytes, type)
 _HOLDERS = (list, dict, set, deque, np.ndarray)
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
-Places = list[tuple[dict[Any, Any] | list[Any] | deque[Any], Any]]
+Places = list[tuple[dict[Any, Any] | list[Any], Any]]
 _OURS = __name__.partition(".")[0]
 
 

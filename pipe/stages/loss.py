@@ -87,10 +87,9 @@ class _Left(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         place = next(leaf.place for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Left))
         raise ValueError(
-            f"loss_fn reads {place}, which an earlier stage leaves behind (of another microbatch, or elsewhere), or "
-            f"code between the modules, which is recorded once. Expected it in the model's output, which travels: "
-            f"blocks that return (h, aux), a model that returns (h, sum of aux), and loss_fn=lambda output, target: "
-            f"loss(output[0], target) + output[1] (docs/inputs.md)"
+            f"loss_fn reads {place}, which an earlier stage leaves behind, or code between modules, which runs once. "
+            f"Expected it in the model's output, which travels: blocks that return (h, aux), a model that returns "
+            f"(h, sum of aux), and loss_fn=lambda output, target: loss(output[0], target) + output[1] (docs/inputs.md)"
         )
 
 
@@ -119,10 +118,8 @@ class LeftBehind:
                 if value is left:
                     del held[key]
             for held, _, left in self._places:
-                if not isinstance(held, dict):
-                    values = [each for each in held if each is not left]
-                    held.clear()
-                    held.extend(values)
+                if isinstance(held, list):
+                    held[:] = [each for each in held if each is not left]
 
 
 def _left(held: object, name: str | None, key: object) -> torch.Tensor:

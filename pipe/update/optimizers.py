@@ -133,13 +133,11 @@ class StageOptimizers:
         name = next((self.names[id(p)] for one, _, p in self._away if one is optimizer and p.grad is not None), None)
         if name is not None:
             raise ValueError(
-                f"optimizer {type(optimizer).__name__} is stepped by hand, and holds a part of {name!r}, whose "
-                f"gradient stands on the whole parameter: the step would do nothing. Expected pipe.train_step(...), "
-                f"which counts the gradients that are there, or data_parallel='replicate'"
+                f"optimizer {type(optimizer).__name__} is stepped by hand, and holds a part of {name!r} without its "
+                f"gradient: expected pipe.train_step(...), which adds those there, or data_parallel='replicate'"
             )
 
     def _zero(self, optimizer: torch.optim.Optimizer, zero: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Its zero_grad, which drops the gradients of `forward_backward`, too."""
         zero(*args, **options)
         for one, _, whole in self._away:
             whole.grad = None if one is optimizer else whole.grad

@@ -121,4 +121,4 @@ def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool, da
     for told in gloo.run(stepped_by_hand, ranks=2, args=(data_parallel,)):
         assert len(told) == 1
         assert "optimizer SGD is stepped by hand, and holds a part of '0.weight'" in told[0]
-        assert "Expected pipe.train_step(...)" in told[0]
+        assert "expected pipe.train_step(...)" in told[0]

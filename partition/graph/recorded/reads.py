@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,8 +28,6 @@ from .attributes import Patches
 
 # They look one name up in `__dict__`, which is noted already.
 _LOOK_UPS = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
-
-_CHANGES = {"append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear"}
 
 
 class Reads:
@@ -59,7 +56,7 @@ class Reads:
         self.tensors: list[torch.Tensor] = []
         self.owners: list[object] = []
         self.left: Places = []
-        self._changed: dict[int, tuple[list[Any] | deque[Any], list[Any]]] = {}  # with what they held
+        self._changed: dict[int, tuple[list[Any], list[Any]]] = {}  # lists, by id, and what they held
 
     @contextmanager
     def watching(self, kinds: set[type], patches: Patches) -> Iterator[None]:
@@ -119,7 +116,7 @@ class Reads:
             return
         if event == "call":
             self.codes[code] = frame.f_globals
-        elif event == "c_call" and called.__name__ in _CHANGES and isinstance(called.__self__, list | deque):
+        elif event == "c_call" and isinstance(called.__self__, list):
             self._changed.setdefault(id(called.__self__), (called.__self__, [*called.__self__]))
 
 
