@@ -71,7 +71,7 @@ class MeasuredProfiles:
                     f"profiles of microbatches of {self.sizes[0]}{_over(first)} and of {size}{_over(profile)}: "
                     f"{differs}: expected profiles of one model, device and type"
                 )
-        took = {sizes: sizes[1] * profile.typical().parts_seconds for sizes, profile in self._profiles.items()}
+        took = {sizes: sizes[1] * profile.parts_seconds for sizes, profile in self._profiles.items()}
         for way in self._ways:
             _refuse_seconds("microbatches of", {size: took[size, way] for size in self.sizes})
         for size in self.sizes:
@@ -95,18 +95,20 @@ class MeasuredProfiles:
 
 
 def _refuse_seconds(what: str, took: Mapping[int, float]) -> None:
-    """ValueError where nothing takes any time, and where more work takes less than half as long.
+    """ValueError where nothing takes any time, and where more work takes less than a tenth as long.
+
+    Noise alone, of tiny models on a busy machine, makes more work look quicker by half.
 
     Arguments:
         what: is counted.
         took: by count, ascending, seconds of F + B of all ranks.
     """
     for fewer, more in pairwise([next(iter(took)), *took]):
-        if not took[more] or 2 * took[more] < took[fewer]:
+        if not took[more] or 10 * took[more] < took[fewer]:
             raise ValueError(
                 f"profiles of {what} {fewer} and {more}, which take {took[fewer]:.3g} s and {took[more]:.3g} s of F + "
-                f"B over all ranks: expected more than 0, and no less than half for more; measure them on one device, "
-                f"with nothing beside"
+                f"B over all ranks: expected more than 0, and no less than a tenth for more; measure them on one "
+                f"device, with nothing beside"
             )
 
 

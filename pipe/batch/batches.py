@@ -135,7 +135,8 @@ def read_loss(value: object, share: float | None) -> LossValue:
             )
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ValueError(
-            f"loss_fn returned {_shown(loss)}: expected a scalar tensor; reduction='mean' or 'sum', or (sum, count)"
+            f"loss_fn returned {_shown(loss)}: expected a scalar tensor; return loss.mean(), or (sum, count); of "
+            f"torch's losses reduction='mean' or 'sum'"
         )
     assert count is None or isinstance(count, torch.Tensor)
     return loss, count

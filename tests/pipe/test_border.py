@@ -139,6 +139,7 @@ def _loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return output["first"].mean()
 
 
+@pytest.mark.filterwarnings("ignore:output 5 of the model has the batch on two axes")
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("size", [8, 7, 3, 1])
 def test_outputs_are_joined_where_the_batch_is(traced: bool, size: int) -> None:
@@ -153,9 +154,8 @@ def test_outputs_are_joined_where_the_batch_is(traced: bool, size: int) -> None:
     for name in ("first", "second", "flat"):
         torch.testing.assert_close(found[name], expected[name])
     torch.testing.assert_close(found["scalar"], torch.stack([part["scalar"] for part in parts]))
-    for name in ("table", "pairs"):
-        assert isinstance(found[name], list)
-        torch.testing.assert_close(found[name], [part[name] for part in parts])
+    for name in ("table", "pairs"):  # of one microbatch, what the model returns
+        torch.testing.assert_close(found[name], [part[name] for part in parts] if size > 1 else expected[name])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
