@@ -59,8 +59,10 @@ def handed_on(
             for number, unit in enumerate(units):
                 watch.unit = number
                 own = [watch.own(each) for each in arguments]
+                before = _numbers(unit)
                 value = call_for_shapes(unit, own, call=partial(watch.call, unit))
                 watch.takes(value)
+                watch.counts([key for key, count in _numbers(unit).items() if before.get(key) != count])
                 is_spread = spread and number + 1 in ends and isinstance(value, tuple | list)
                 arguments = tuple(value) if is_spread else (value,)
         except Exception:  # the run that looks for shapes will tell it, with its stage
@@ -87,6 +89,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unit = 0
         self.found: set[HandedOn] = set()
         self._maker: dict[int, int] = {}  # by id of the tensor
+        self._counting: dict[tuple[int, str], int] = {}  # by id of the module
         self._kept: list[torch.Tensor] = []  # an id stays one object's
 
     def own(self, argument: object) -> object:
@@ -103,6 +106,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the unit under way returns."""
         with self:
             return unit(*arguments)
+
+    def counts(self, changed: Sequence[tuple[int, str]]) -> None:
+        """The unit under way has changed these attributes of its modules; one of them may run in another unit, too."""
+        for key in changed:
+            first = self._counting.setdefault(key, self.unit)
+            if first != self.unit:
+                self.found.add(HandedOn(first, self.unit, f"the attribute {key[1]!r}"))
 
     def takes(self, value: object) -> None:
         """The unit under way works on the tensors in a value, or returns them."""
@@ -130,6 +140,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(value):
             self._maker.setdefault(id(tensor), self.unit)
             self._kept.append(tensor)
+
+
+def _numbers(unit: nn.Module) -> dict[tuple[int, str], object]:
+    """Plain attributes of its modules, such as counters."""
+    return {
+        (id(part), name): value
+        for part in unit.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -114,6 +114,10 @@ class Attributes:
                 self._written[key] = me
             elif me is not None and key[0] in self._inside:
                 self.setting_own.add(me)
+                if not _is_as_before(vars(owner).get(name, _MISSING), value):  # a module that runs again counts on
+                    writer = self._written.setdefault(key, me)
+                    if writer is not None and writer != me:
+                        self._join(writer, me, f"both count in attribute {name!r} of a {type(owner).__name__}")
             elif me is None and key[0] in self._opened:
                 if key not in self._written and self._has_read(*key):
                     self._carried.add(key)
