@@ -142,7 +142,6 @@ def _loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:output 5 of the model has the batch on two axes")
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("size", [8, 7, 3, 1])
-@pytest.mark.filterwarnings("ignore:output 5 of the model has the batch on two axes")
 def test_outputs_are_joined_where_the_batch_is(traced: bool, size: int) -> None:
     chain = nn.Sequential(*layers(3), Odd())
     model = Whole(chain) if traced else chain
