@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import types
 import weakref
@@ -270,3 +271,26 @@ def test_what_changes_each_time_is_told_once() -> None:
     with pytest.warns(RecordingWarning, match="model.step has changed before each of 5 batches"):
         changes.note("a", ["model.step", "model.other"])
     changes.note("a", ["model.step"])
+
+
+class FromAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [self.layers[0](x)]
+        return self.layers[1](kept.pop())
+
+
+def test_a_record_holds_no_parameters() -> None:
+    """A process lets those of other processes' stages go."""
+    model = FromAList()
+    watched = weakref.ref(model.layers[0].weight)
+    example = Arguments.of((torch.zeros(3, 2),))
+    found = record(model, roles_of(model), example, device=torch.device("cpu"), training=True)
+    guards = Guards(found.reads, training=True)
+    model.layers[0].weight = nn.Parameter(torch.zeros(2, 2))
+    gc.collect()
+    assert watched() is None
+    assert not guards.differing()

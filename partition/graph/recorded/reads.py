@@ -79,6 +79,9 @@ class Reads:
                     held.clear()
                     held.extend(values)
                     self.left.append((held, "changed between the modules"))
+            # Both reach fakes, which hold the parameters that they stand in for: of other processes' stages, too.
+            self._changed.clear()
+            self._is_within_call = lambda: True
 
     def has_read(self, key: int, name: str) -> bool:
         """Whether this was read of the object with this id."""
