@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,47 @@ def test_a_buffer_of_the_state_that_a_forward_brings_is_refused_by_name() -> Non
     pipe.forward_backward(*batch(0))
     with pytest.raises(ValueError, match=r"'1.last' is in the model's state and was not when the stages were built"):
         pipe.state_dict()
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_module_deleted_between_steps_is_refused_by_what_reads_the_state(schedule: str, tmp_path: Path) -> None:
+    """`save` wrote a checkpoint without it, and under 2BW `load_state_dict` ended in a KeyError."""
+    model, (x, y) = Listed().double(), batch(0)
+    pipe = PipelineModule(
+        model,
+        mesh={"pipe": 2},
+        schedule=schedule,
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        example_inputs=(x,),
+    )
+    pipe.train_step(x, y)
+    pipe.flush()
+    state = pipe.full_state_dict()
+    del model.blocks[2]
+    calls: list[Callable[[], Any]] = [
+        pipe.state_dict,
+        pipe.full_state_dict,
+        lambda: pipe.load_state_dict(state),
+        lambda: pipe.save(tmp_path / "run"),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"'blocks\.2\.weight' is no longer in .*, and stage 1 trains it: expected"
+        ):
+            call()
 
 
 def test_a_buffer_that_is_assigned_anew_under_2bw() -> None:

@@ -125,7 +125,10 @@ class Piped:
         random_state = torch.get_rng_state(), random.getstate()
         for at, call in enumerate(self.case.calls):
             self.outcome.at = at
+            # With the last update under way, docs/schedules.md asks a program for a flush before it looks at weights.
             if self.case.is_async and call[0] not in ("train", "train-unequal"):
+                self.note(self.pipe.flush())
+            if self.case.option("post_validation") and call[0] in ("change", "rate", "forward"):
                 self.note(self.pipe.flush())
             with autocast(self.case):
                 getattr(self, call[0].replace("-", "_"))(at, call)
