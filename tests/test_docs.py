@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import COMMANDS, main
 
 import stagewright
 import stagewright.schedules
-from stagewright.experiments.cli import COMMANDS, main
 
 ROOT = Path(stagewright.__file__).parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

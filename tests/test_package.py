@@ -2,18 +2,22 @@
 
 import ast
 import graphlib
+import importlib
 import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
+from support import inside
 
 import stagewright
 
 ROOT = Path(stagewright.__file__).parent
+TESTS = Path(__file__).parent
 
 # The arrows of CONTRIBUTING.md: folder -> folders that its files may import.
 ARROWS = {
@@ -194,3 +198,45 @@ def test_names_of_tests_hold_no_addresses(request: pytest.FixtureRequest) -> Non
     """Processes that share out the tests must find the same ones: `ids=str` of a function is another name in each."""
     names = [item.nodeid for item in request.session.items]
     assert not [name for name in names if re.search(r"0x[0-9a-f]{8,}", name)]
+
+
+def deep_imports(source: str) -> list[str]:
+    """Modules below the library's packages that a test imports, or what it imports of them."""
+    packages = {"stagewright", *(f"stagewright.{folder}" for folder in ARROWS)}
+    deep = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            deep += [alias.name for alias in node.names if alias.name.count(".") > 1]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}": alias.name for alias in node.names}
+            modules = {name for name, own in names.items() if node.module in packages and is_module(node.module, own)}
+            deep += names if node.module not in packages else modules
+    return sorted(name for name in deep if name.startswith("stagewright.") and name not in packages)
+
+
+def is_module(package: str, name: str) -> bool:
+    found = getattr(importlib.import_module(package), name, None)
+    return isinstance(found, types.ModuleType) if found is not None else file_of(f"{package}.{name}") is not None
+
+
+def test_tests_import_packages_alone_and_the_rest_from_one_place():
+    """What moves inside the library changes a line of `support/inside.py`, not twenty files."""
+    assert deep_imports("from stagewright.pipe import lock, PipelineModule\nimport stagewright.comm") == [
+        "stagewright.pipe.lock"
+    ]
+    assert deep_imports("def late():\n    from stagewright.schedules.ir import Op") == ["stagewright.schedules.ir.Op"]
+    found = {path.relative_to(TESTS): deep_imports(path.read_text()) for path in TESTS.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names and path != Path("support/inside.py")} == {}
+
+
+def test_the_one_place_names_what_stands_there_and_is_asked_for():
+    names = {*inside._MODULE_OF, *inside._ALIKE, *inside._MODULES}
+    assert all(getattr(inside, name) is not None for name in names)
+    asked = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "support.inside":
+                asked |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "inside":
+                asked.add(node.attr)
+    assert names == asked & names, sorted(names - asked)

@@ -9,10 +9,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.inside import Account, failures, find_cause
 from torch.distributed import HashStore
 
-from stagewright.comm import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, failures
-from stagewright.comm.failures import Account, find_cause
+from stagewright.comm import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout
 
 
 @pytest.fixture(autouse=True)

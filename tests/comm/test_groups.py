@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import ExchangeError, StoreExchange, _meet, free_ports
 from support.pool import Pool
 
 from stagewright.comm import (
@@ -30,9 +31,6 @@ from stagewright.comm import (
     join_world,
     read_mesh,
 )
-from stagewright.comm.groups import _meet
-from stagewright.comm.store_exchange import ExchangeError, StoreExchange
-from stagewright.experiments.host import free_ports
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1)

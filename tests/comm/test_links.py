@@ -10,24 +10,24 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool import Pool
-
-from stagewright.comm import World
-from stagewright.comm.links import (
+from support.inside import (
     SIZES,
     SUM_BYTES,
     LinkLevel,
     MeasuredLinks,
+    Topology,
     _as_levels,
     _between,
     _inside,
     _level,
+    cluster_of,
     fit_line,
     measure_links,
 )
-from stagewright.comm.ping_pong import PingPong
-from stagewright.partition.topology import Topology
-from stagewright.pipe.auto import cluster_of
+from support.inside import PingPongPingPong as PingPong
+from support.pool import Pool
+
+from stagewright.comm import World
 
 CPU = torch.device("cpu")
 

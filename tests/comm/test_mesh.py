@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import AXES
 from support.pool import Pool
 
 from stagewright.comm import (
@@ -20,7 +21,6 @@ from stagewright.comm import (
     World,
     link_lanes,
 )
-from stagewright.comm.mesh import AXES
 from stagewright.schedules import Message, MessageKind
 
 CPU = torch.device("cpu")

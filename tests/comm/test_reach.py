@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import Place, gloo_address, reach, refusals
 from support.pool import Pool
 
-from stagewright.comm import PeerLost, join_world, reach
-from stagewright.comm.reach import Place, gloo_address, refusals
+from stagewright.comm import PeerLost, join_world
 
 
 def place(host: str, address: str, *, way: str = "eth0", is_way: bool = True) -> Place:

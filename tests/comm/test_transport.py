@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import process_group
 from support.pool import Pool
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from stagewright.comm import (
     TensorSpec,
     World,
     link_lanes,
-    process_group,
 )
 from stagewright.schedules import Message, MessageKind
 

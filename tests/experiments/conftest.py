@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.commands import Done, launch_forked
-
-from stagewright.experiments import launcher
-from stagewright.experiments.bench import command as bench_command
-from stagewright.experiments.cli import main
+from support.inside import command as bench_command
+from support.inside import launcher, main
 
 
 @pytest.fixture

@@ -16,47 +16,52 @@ import pytest
 import torch
 from rich.console import Console
 from support.commands import Done
-from support.pool import Pool
-from torch import nn
-
-from stagewright.experiments.bench.checkpoints import run_checkpoints
-from stagewright.experiments.bench.command import run
-from stagewright.experiments.bench.figure import Figure, Judged, Target
-from stagewright.experiments.bench.figures import figures_of
-from stagewright.experiments.bench.halves import HalvedStage, measure_halves
-from stagewright.experiments.bench.in_process import break_down
-from stagewright.experiments.bench.models import SleepingStage, make_problem, sleep_until
-from stagewright.experiments.bench.overlap import predicted_behind, run_overlap, sums_last
-from stagewright.experiments.bench.races import RACES
-from stagewright.experiments.bench.records import (
+from support.inside import (
+    CASES,
+    RACES,
+    WORKLOADS,
+    BenchReport,
     Breakdown,
     CheckpointTimes,
+    GPTConfig,
+    HalvedStage,
     HalvesTimes,
+    Judged,
     Measurement,
+    ModelKind,
     OverlapTimes,
-    PingPong,
     RaceTimes,
     ReceiveBytes,
     Record,
+    Sharing,
     SimulatorSpeed,
+    SleepingStage,
     Spread,
+    Target,
+    Workload,
+    break_down,
+    figures_of,
+    make_problem,
+    measure_halves,
+    measure_simulator,
+    predicted_behind,
     read_records,
+    replicate,
+    run,
+    run_checkpoints,
+    run_overlap,
+    select_cases,
+    sleep_until,
+    sums_last,
+    workloads_of,
     write_records,
 )
-from stagewright.experiments.bench.report import BenchReport
-from stagewright.experiments.bench.simulator import measure_simulator
-from stagewright.experiments.bench.workloads import (
-    CASES,
-    WORKLOADS,
-    ModelKind,
-    Workload,
-    select_cases,
-    workloads_of,
-)
-from stagewright.experiments.training.gpt import GPTConfig
+from support.inside import BenchFigureFigure as Figure
+from support.inside import RecordsPingPong as PingPong
+from support.pool import Pool
+from torch import nn
+
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.messages import Sharing
 
 
 def measurement(workload: Workload, *, ours: list[float], torch: list[float]) -> Measurement:

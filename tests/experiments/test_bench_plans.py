@@ -10,36 +10,39 @@ from typing import Any
 
 import pytest
 import torch
-from support.pool import Pool
-
-from stagewright.experiments.bench import plan_workloads
-from stagewright.experiments.bench.command import run
-from stagewright.experiments.bench.cuts import run_contest
-from stagewright.experiments.bench.figure import Figure
-from stagewright.experiments.bench.figures import figures_of
-from stagewright.experiments.bench.plan_workloads import (
+from support.inside import (
+    CASES,
     CONTESTS,
     MEMORY_JOBS,
     PLANNED_RUNS,
+    BenchReport,
     CutBy,
     CutContest,
-    MemoryKind,
-    plan_file,
-)
-from stagewright.experiments.bench.planned import run_memory, run_planned
-from stagewright.experiments.bench.planning_speed import at_scale, large_chain, large_transformer, published
-from stagewright.experiments.bench.records import (
     CutTimes,
+    MemoryKind,
     PlannedMemory,
     PlannedTimes,
     PlanningSpeed,
     Record,
+    at_scale,
+    contest_problem,
+    figures_of,
+    large_chain,
+    large_transformer,
+    plan_file,
+    plan_workloads,
+    planned_problem,
+    published,
     read_records,
+    run,
+    run_contest,
+    run_memory,
+    run_planned,
     write_records,
 )
-from stagewright.experiments.bench.report import BenchReport
-from stagewright.experiments.bench.whole_models import contest_problem, planned_problem
-from stagewright.experiments.bench.workloads import CASES
+from support.inside import BenchFigureFigure as Figure
+from support.pool import Pool
+
 from stagewright.partition import Plan
 
 SPEED = PlanningSpeed(

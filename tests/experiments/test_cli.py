@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.inside import COMMANDS, BuildOptions, RunFile, main
 
-from stagewright.experiments.cli import COMMANDS, main
-from stagewright.experiments.commands.schedule_options import BuildOptions
 from stagewright.schedules import FAMILIES, Costs, Schedule, Spread, build, simulate, simulate_spread
-from stagewright.schedules.timing.run_file import RunFile
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:

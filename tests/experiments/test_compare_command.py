@@ -7,16 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.inside import RankRecord, RunFile, TraceHeader, compare_exhibits, header_line, main, step_line, trace_path
+from support.inside import trace_file_digest as digest
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.commands.comparison import compare_exhibits
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, RankTrace, StageBytes, Timeline, build, simulate
-from stagewright.schedules.timing.records import RankRecord
-from stagewright.schedules.timing.run_file import RunFile
-from stagewright.schedules.timing.trace_file import TraceHeader, digest, header_line, step_line, trace_path
-from stagewright.viz import Exhibit
-from stagewright.viz.exhibit import MeasuredStep, Row, Slice
+from stagewright.viz import Exhibit, MeasuredStep, Row, Slice
 
 
 def timeline(name: str = "1f1b", *, latency: float = 0.25, update: float = 0.0, measured: bool = False) -> Timeline:

@@ -7,18 +7,29 @@ from statistics import fmean
 
 import pytest
 import torch
+from support.inside import (
+    GPT,
+    Case,
+    GPTConfig,
+    How,
+    Setting,
+    batch,
+    draw,
+    label,
+    learning_rate_curve,
+    load_corpus,
+    loss,
+    loss_fn,
+    main,
+    make_optimizer,
+    outcomes,
+    reference,
+    seconds_of,
+    speed,
+)
+from support.inside import JobsFigureFigure as Figure
+from support.inside import convergence_findings as findings
 from support.pool import Pool
-
-from stagewright.experiments.cli import main
-from stagewright.experiments.convergence.outcomes import label, outcomes, reference, seconds_of
-from stagewright.experiments.convergence.setting import Setting
-from stagewright.experiments.convergence.training import batch, speed
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.training.corpus import load_corpus, loss_fn
-from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
-from stagewright.experiments.works.convergence import draw, findings, loss
 
 TINY = {"total_updates": 8, "evaluate_every": 4, "windows": 128, "layers": 2, "width": 16, "length": 16, "sequences": 4}
 

@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from stagewright.experiments.training.corpus import (
-    Corpus,
-    bits_per_byte,
-    is_held_out,
-    load_corpus,
-    loss_fn,
-    standard_library_files,
-)
+from support.inside import Corpus, bits_per_byte, is_held_out, load_corpus, loss_fn, standard_library_files
 
 
 @pytest.fixture(scope="module")

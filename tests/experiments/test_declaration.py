@@ -5,15 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.cli import main
-from stagewright.experiments.jobs import catalog
-from stagewright.experiments.jobs.case import Case, grid
-from stagewright.experiments.jobs.declaration import Declaration
-from stagewright.experiments.jobs.job import Changes, jobs_of
-from stagewright.experiments.jobs.selection import select
-from stagewright.partition.quantities import bandwidth, latency
-from stagewright.schedules.user_code import load
+from support.inside import Case, Declaration, catalog, grid, jobs_of, latency, load, main, select
+from support.inside import JobChanges as Changes
+from support.inside import quantities_bandwidth as bandwidth
 
 TEXT = """
 question = "Which one is faster?"

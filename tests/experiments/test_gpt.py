@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
+from support.inside import GPT, GPTConfig, gpt_stages, sample
 from torch import nn
-
-from stagewright.experiments.training.gpt import GPT, GPTConfig, gpt_stages, sample
 
 SMALL = GPTConfig(vocabulary=256, length=12, layers=3, width=16, heads=2)
 

@@ -4,11 +4,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import internet
-from stagewright.experiments.works.internet import GIGABIT, REGIONS
+from support.inside import GIGABIT, REGIONS, Case, How, internet
+from support.inside import JobsFigureFigure as Figure
 
 
 def test_the_world_is_as_wide_as_the_issue_says():

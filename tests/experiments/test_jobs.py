@@ -12,17 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends.records import Nodes, Outcome, Work
-from stagewright.experiments.cli import main
-from stagewright.experiments.jobs.code import code_version
-from stagewright.experiments.jobs.declaration import Declaration
-from stagewright.experiments.jobs.figure import Figure, How, read_figures
-from stagewright.experiments.jobs.job import Changes, jobs_of
-from stagewright.experiments.jobs.progress import Progress
-from stagewright.experiments.jobs.results import gather
-from stagewright.experiments.jobs.runner import alone, intend, run_jobs
-from stagewright.experiments.jobs.status import State, Status
+from support.inside import (
+    Declaration,
+    How,
+    Nodes,
+    State,
+    Status,
+    alone,
+    code_version,
+    gather,
+    intend,
+    jobs_of,
+    main,
+    read_figures,
+    run_jobs,
+)
+from support.inside import JobChanges as Changes
+from support.inside import JobsFigureFigure as Figure
+from support.inside import ProgressProgress as Progress
+from support.inside import RecordsOutcome as Outcome
+from support.inside import RecordsWork as Work
 
 WORK = '''
 import os, time

@@ -5,10 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import joint
+from support.inside import Case, How
+from support.inside import JobsFigureFigure as Figure
+from support.inside import works_joint as joint
 
 
 def test_figures_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:

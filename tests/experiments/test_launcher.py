@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.launcher import LaunchResult, launch
+from support.inside import LaunchResult, launch
 
 pytestmark = pytest.mark.gloo
 

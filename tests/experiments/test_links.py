@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from stagewright.experiments.works import links
+from support.inside import links
 
 RATE, LATENCY = 125e6, 0.001
 

@@ -8,17 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import How
-from stagewright.experiments.works.mist import findings, simulate_plans, simulated
-from stagewright.experiments.works.mist_links import bandwidth, message_seconds, sent, warm_up_sends
-from stagewright.experiments.works.mist_memory import LayerBytes, memory_of_plans, predicted
-from stagewright.experiments.works.mist_messages import message_behind
-from stagewright.experiments.works.mist_plans import MEASURED, OPERATIONS, MeasuredPlan, measured
-from stagewright.partition.formulas.device_model import DeviceModel
-from stagewright.partition.formulas.layers import transformer_profile
-from stagewright.partition.formulas.transformer import Transformer
+from support.inside import (
+    MEASURED,
+    OPERATIONS,
+    Case,
+    DeviceModel,
+    How,
+    LayerBytes,
+    MeasuredPlan,
+    Transformer,
+    measured,
+    memory_of_plans,
+    message_behind,
+    message_seconds,
+    predicted,
+    sent,
+    simulate_plans,
+    transformer_profile,
+    warm_up_sends,
+)
+from support.inside import mist_findings as findings
+from support.inside import mist_links_bandwidth as bandwidth
+from support.inside import mist_simulated as simulated
 
 PLANS = measured().plans
 Row = dict[str, str]

@@ -15,16 +15,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.commands import Done
+from support.inside import (
+    Batch,
+    OwnBatches,
+    OwnOptions,
+    UserCodeError,
+    default_loss,
+    learning_rate_curve,
+    load,
+    main,
+    make_loss,
+    pipeline,
+)
 from torch import nn
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.own_batches import OwnBatches
-from stagewright.experiments.own_options import OwnOptions
-from stagewright.experiments.own_task import Batch, default_loss, make_loss
-from stagewright.experiments.training import pipeline
-from stagewright.experiments.training.recipe import learning_rate_curve
 from stagewright.partition import Plan, PlanStage
-from stagewright.schedules.user_code import UserCodeError, load
 
 MINE = """
     import torch

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 from support.commands import Done
+from support.inside import Cause, RunFile, TraceHeader, _fits, check_run, header_line, main, step_line, trace_path
+from support.inside import simulated_simulated as simulated
+from support.inside import trace_file_digest as digest
 from support.recorded import records_of
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.commands.checked_run import _fits, check_run
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.plans.simulated import simulated
 from stagewright.schedules import Costs, build, flushed, simulate
-from stagewright.schedules.timing.inputs import Cause
-from stagewright.schedules.timing.run_file import RunFile
-from stagewright.schedules.timing.trace_file import TraceHeader, digest, header_line, step_line, trace_path
 
 CLUSTER = Cluster.parse("4:net=100MB/s@1ms")
 

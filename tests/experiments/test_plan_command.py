@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.inside import DeviceModel, main
 
-from stagewright.experiments.cli import main
 from stagewright.partition import Cluster, Node, Plan, Profile
-from stagewright.partition.formulas import DeviceModel
 
 PIPEDREAM = Path(__file__).parents[1] / "data" / "pipedream" / "vgg16.txt"
 SHAPE = "layers=4,hidden=256,heads=4,vocabulary=1000,length=128"

@@ -10,15 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.commands import Done
+from support.inside import folded, main, measured_links, size, summary
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.commands.profile import (
-    folded,
-    summary,
-)
-from stagewright.experiments.commands.profile_ranks import measured_links
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.schedules.wording import size
 
 SMALL = ("--layers", "2", "--width", "16", "--length", "8", "--seconds", "0.1")
 CHAIN = Profile(
@@ -160,8 +154,7 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
 
 
 def test_levels_become_a_cluster() -> None:
-    from stagewright.comm.links import LinkLevel, MeasuredLinks
-    from stagewright.pipe.auto import cluster_of
+    from support.inside import LinkLevel, MeasuredLinks, cluster_of
 
     def level(name: str, size: int, bandwidth: float) -> LinkLevel:
         return LinkLevel(

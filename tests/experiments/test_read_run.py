@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-from stagewright.experiments.commands.exhibits import read_exhibits
-from stagewright.experiments.training.traces import hosts_of_runs, read_run
-from stagewright.pipe import PipelineModule
-from stagewright.schedules import Costs, StageBytes, build, simulate
-from stagewright.schedules.timing.clocks import ClockReading
-from stagewright.schedules.timing.records import RankRecord
-from stagewright.schedules.timing.run_file import RunFile
-from stagewright.schedules.timing.trace_file import (
+from support.inside import (
+    ClockReading,
+    RankRecord,
+    RunFile,
     TraceHeader,
     clock_line,
-    digest,
     header_line,
+    hosts_of_runs,
+    read_exhibits,
+    read_run,
     step_line,
     trace_path,
 )
-from stagewright.viz import MeasuredStep
-from stagewright.viz.explorer.page import explorer_html
+from support.inside import trace_file_digest as digest
+from torch import nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import Costs, StageBytes, build, simulate
+from stagewright.viz import MeasuredStep, explorer_html
 
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=4)
 COSTS = Costs(forward=0.5, latency=0.25)

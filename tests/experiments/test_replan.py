@@ -5,10 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import replan
+from support.inside import Case, How, replan
+from support.inside import JobsFigureFigure as Figure
 
 
 def test_a_batch_gains_over_the_best_order_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.jobs import catalog
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.cells import cells
-from stagewright.experiments.jobs.declaration import Declaration, read_declaration
-from stagewright.experiments.jobs.figure import Figure, How, read_figures, write_figures
-from stagewright.experiments.jobs.layout import Plot, Table, Where
-from stagewright.experiments.jobs.plots import style_of
-from stagewright.experiments.jobs.report import section_of, with_section, write_report
-from stagewright.experiments.jobs.results import Origin, Results
-from stagewright.experiments.jobs.tables import markdown
+from support.inside import (
+    Case,
+    Declaration,
+    How,
+    Origin,
+    Plot,
+    Results,
+    Table,
+    Where,
+    catalog,
+    cells,
+    markdown,
+    read_declaration,
+    read_figures,
+    section_of,
+    style_of,
+    with_section,
+    write_figures,
+    write_report,
+)
+from support.inside import JobsFigureFigure as Figure
 
 RESULTS = Path(catalog.__file__).resolve().parents[1] / "results"
 

@@ -16,16 +16,23 @@ import pytest
 import torch
 import tyro
 from support.commands import answer, end_forked, start_forked
+from support.inside import (
+    FolderLock,
+    Manifest,
+    Metrics,
+    OwnBatches,
+    OwnOptions,
+    RunFolder,
+    RunLayout,
+    TrainOptions,
+    lock,
+    main,
+    make_schedule,
+    resolve,
+    with_recipe,
+)
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.own_batches import OwnBatches
-from stagewright.experiments.own_options import OwnOptions
-from stagewright.experiments.training.checkpoints import RunLayout
-from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve, with_recipe
-from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFolder
 from stagewright.partition import Plan
-from stagewright.pipe import lock
-from stagewright.pipe.lock import FolderLock
 
 TINY = ("--layers", "2", "--width", "16", "--heads", "2", "--length", "8", "--batch", "4", "--microbatches", "2")
 STEPS = 24

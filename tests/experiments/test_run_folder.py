@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.host import MemoryMeter
-from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFolder, Summary, find_run
+from support.inside import Manifest, MemoryMeter, Metrics, RunFolder, Summary, find_run
 
 METRICS = Metrics(
     step=0,

@@ -8,11 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from support.inside import SearchProgress as Progress
+from support.inside import _progress, main
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.commands.synthesis import _progress
 from stagewright.schedules import Schedule, check
-from stagewright.schedules.synthesis.search import Progress
 
 SMALL = ["schedule", "auto", "--ranks", "4", "--microbatches", "8", "--seconds", "2"]
 COSTS = ["--forward", "10", "--input-grad", "11", "--weight-grad", "7", "--memory", "4", "--objective", "span"]

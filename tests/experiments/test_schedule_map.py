@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import schedule_map
+from support.inside import Case, How, schedule_map
+from support.inside import JobsFigureFigure as Figure
 
 
 def case(latency: float, memory: float, ranks: int = 2) -> Case:

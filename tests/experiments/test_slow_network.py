@@ -4,10 +4,9 @@ import time
 
 import pytest
 import torch
+from support.inside import Case, How, slow_network
+from support.inside import JobsFigureFigure as Figure
 
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import slow_network
 from stagewright.partition import Cluster, Plan
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.inside import Case, How, sums
+from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
-
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import sums
 
 
 def figures_of_sums() -> list[Figure]:

@@ -7,15 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.inside import CostOptions, main, read_exhibit, read_exhibits, shape_notes
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.commands.exhibits import read_exhibit, read_exhibits
-from stagewright.experiments.commands.schedule_options import CostOptions
-from stagewright.experiments.commands.timeline import shape_notes
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Timeline, build, simulate
-from stagewright.viz import Exhibit, write_perfetto
-from stagewright.viz.exhibit import MeasuredStep
+from stagewright.viz import Exhibit, MeasuredStep, write_perfetto
 
 SIZES = CostOptions(ranks=2, microbatches=4, forward=(1.0,), latency=0.25)
 

@@ -12,21 +12,33 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import Done
+from support.inside import (
+    GPT,
+    LAST_UPDATE,
+    GPTConfig,
+    Metrics,
+    TrainOptions,
+    describe,
+    duration,
+    headline,
+    kept_bytes,
+    learning_rate_curve,
+    main,
+    make_gpt,
+    make_optimizer,
+    make_pipe,
+    make_progress,
+    make_schedule,
+    make_task,
+    predict,
+    printable,
+    read_run,
+    resolve,
+    stage_input_bytes,
+    with_recipe,
+)
 
-from stagewright.experiments.cli import main
-from stagewright.experiments.training.dry_run import kept_bytes, predict, stage_input_bytes
-from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve, with_recipe
-from stagewright.experiments.training.pipeline import make_pipe
-from stagewright.experiments.training.progress import describe, make_progress
-from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
-from stagewright.experiments.training.run_folder import Metrics
-from stagewright.experiments.training.task import make_gpt, make_task, printable
-from stagewright.experiments.training.traces import read_run
-from stagewright.pipe.update.delay_correction import LAST_UPDATE
 from stagewright.schedules import build
-from stagewright.schedules.wording import duration
-from stagewright.viz.headline import headline
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 SOME = Metrics(

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from support.commands import Done
+from support.inside import main, sampled
 
-from stagewright.experiments.cli import main
 from stagewright.partition import Plan, PlanStage
-from stagewright.partition.plans.simulated import sampled
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 
@@ -27,10 +26,7 @@ def text(tmp_path: Path) -> str:
 
 def nodes_of_the_model() -> tuple[str, ...]:
     import torch
-
-    from stagewright.experiments.training.gpt import GPT, GPTConfig
-    from stagewright.partition.graph.forms import Arguments
-    from stagewright.partition.graph.model_units import model_units
+    from support.inside import GPT, Arguments, GPTConfig, model_units
 
     model = GPT(GPTConfig(layers=2, width=32, heads=2, length=16))
     units = model_units(model, Arguments.of((torch.zeros((2, 16), dtype=torch.int64),)), enter_unit=None)

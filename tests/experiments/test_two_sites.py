@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.inside import (
+    BACKWARD,
+    FORWARD,
+    Case,
+    How,
+    LocalBackend,
+    Nodes,
+    deep_warm_up,
+    links_of,
+    read_figures,
+    run_of,
+    two_sites,
+)
+from support.inside import JobsFigureFigure as Figure
+from support.inside import RecordsWork as Work
 
-from stagewright.experiments.backends.local import LocalBackend
-from stagewright.experiments.backends.records import Nodes, Work
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How, read_figures
-from stagewright.experiments.works import two_sites
-from stagewright.experiments.works.two_sites import BACKWARD, FORWARD, deep_warm_up, links_of, run_of
 from stagewright.schedules import check
 
 T = FORWARD + BACKWARD

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How
-from stagewright.experiments.works import vtrain, vtrain_report
+from support.inside import Case, How, vtrain, vtrain_report
+from support.inside import JobsFigureFigure as Figure
 
 
 def test_the_report_names_rows_and_says_why(tmp_path: Path) -> None:

@@ -8,13 +8,24 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from support.inside import (
+    Case,
+    How,
+    LocalBackend,
+    Nodes,
+    bubbles,
+    interleaving,
+    peak_bytes,
+    predictions,
+    ptd_p,
+    ranges,
+    read_figures,
+)
+from support.inside import JobsFigureFigure as Figure
+from support.inside import RecordsWork as Work
+from support.inside import works_two_bw as two_bw
 from support.small import X, Y, make
 
-from stagewright.experiments.backends.local import LocalBackend
-from stagewright.experiments.backends.records import Nodes, Work
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.jobs.figure import Figure, How, read_figures
-from stagewright.experiments.works import bubbles, interleaving, peak_bytes, predictions, ptd_p, ranges, two_bw
 from stagewright.schedules import Costs, StageBytes, build
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
+from support.inside import replicate
+
 from stagewright.partition import Cluster, Node, Plan, Profile
 from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
-from stagewright.schedules.builders.replicas import replicate
 
 from .small import hops_around, ring
 

@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.inside import (
+    SCHEDULES,
+    Configuration,
+    Evaluated,
+    MemoryRules,
+    Model,
+    RangeCosts,
+    RefusedError,
+    Topology,
+    steady_in_flight,
+)
+from support.inside import PlannerEvaluateEvaluator as Evaluator
 
 from stagewright.partition import Cluster, Profile, partition, plan
-from stagewright.partition.in_flight import steady_in_flight
-from stagewright.partition.memory_rules import MemoryRules
-from stagewright.partition.planner.built import RefusedError
-from stagewright.partition.planner.evaluate import Evaluator
-from stagewright.partition.planner.evaluated import Evaluated
-from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.space import Configuration
-from stagewright.partition.solver.ranges import SCHEDULES, RangeCosts
-from stagewright.partition.topology import Topology
 
 from .small import CLUSTERS, profiles
 

@@ -12,12 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from support.inside import Allocator, Kept, coming_and_going, kept, measured, predicted, reserved
 
-from stagewright.experiments.works.mist_memory import predicted
-from stagewright.experiments.works.mist_plans import measured
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.allocator import Allocator, Kept, coming_and_going, kept, reserved
-from stagewright.partition.memory_use import MemoryUse
+from stagewright.partition import Cluster, MemoryUse, Node, Plan, Profile, plan
 
 MIB = 2**20
 

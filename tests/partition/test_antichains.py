@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from support.inside import Cuts, all_cuts, pipedream_cuts
 
 from stagewright.partition import Node, Profile, read_pipedream_profile
-from stagewright.partition.solver.antichains import all_cuts, pipedream_cuts
-from stagewright.partition.solver.cut_sums import Cuts
 
 from .small import crossing, down_sets, profiles
 

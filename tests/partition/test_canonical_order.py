@@ -8,16 +8,20 @@ from itertools import permutations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import (
+    Arguments,
+    RecordedUnits,
+    StageModule,
+    Tensors,
+    Words,
+    first_run,
+    in_canonical_order,
+    model_units,
+    take,
+)
+from support.inside import words_digest as digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from stagewright.partition.graph.first_run import first_run, take
-from stagewright.partition.graph.forms import Arguments, Tensors
-from stagewright.partition.graph.model_units import model_units
-from stagewright.partition.graph.recorded.canonical import in_canonical_order
-from stagewright.partition.graph.recorded.recorded_units import RecordedUnits
-from stagewright.partition.graph.recorded.words import Words, digest
-from stagewright.partition.graph.units import StageModule
 
 WIDTH = 4
 X = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -8,16 +8,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import (
+    Configuration,
+    MemoryRules,
+    Model,
+    Topology,
+    all_cuts,
+    all_stages,
+    equal_stages,
+    even_ends,
+    even_stages,
+    level_ranks,
+    neighbours,
+)
+from support.inside import PlannerEvaluateEvaluator as Evaluator
 
 from stagewright.partition import Cluster, Node, Profile, partition
-from stagewright.partition.memory_rules import MemoryRules
-from stagewright.partition.planner.cuts import even_ends
-from stagewright.partition.planner.evaluate import Evaluator
-from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.space import Configuration
-from stagewright.partition.solver.antichains import all_cuts
-from stagewright.partition.solver.chunks import all_stages, equal_stages, even_stages, level_ranks, neighbours
-from stagewright.partition.topology import Topology
 
 WORK = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 

@@ -8,8 +8,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from stagewright.partition.graph.cut import SLACK, cut_evenly
+from support.inside import SLACK, cut_evenly
 
 steady = settings(max_examples=150, deadline=None, derandomize=True)
 weights = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=8)

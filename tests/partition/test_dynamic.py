@@ -7,11 +7,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import SCHEDULES, RangeCosts, Solution, all_cuts, num_steps, solve
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.solver.antichains import all_cuts
-from stagewright.partition.solver.dynamic import Solution, num_steps, solve
-from stagewright.partition.solver.ranges import SCHEDULES, RangeCosts
 
 from .small import CLUSTERS, least_bottleneck, profiles, stage_seconds
 

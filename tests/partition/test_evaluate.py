@@ -8,18 +8,12 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from support.inside import Configuration, Evaluated, MemoryRules, MisfitError, Model, Simulated, Topology, defer_updates
+from support.inside import PlannerEvaluateEvaluator as Evaluator
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition, plan
-from stagewright.partition.memory_rules import MemoryRules
-from stagewright.partition.planner.evaluate import Evaluator, MisfitError
-from stagewright.partition.planner.evaluated import Evaluated
-from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.simulated import Simulated
-from stagewright.partition.planner.space import Configuration
-from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
-from stagewright.schedules.builders.late_updates import defer_updates
 
 CLUSTER = Cluster.parse("4:net=10B/s@1s")
 NODES = (

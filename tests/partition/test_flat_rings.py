@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
+from support.inside import Topology
 
 from stagewright.partition import Cluster, Level
-from stagewright.partition.topology import Topology
 
 MIB = 1 << 20
 STEP, BANDWIDTH = 4e-3, 1.25e8  # 1 Gbit/s, 2 ms one way

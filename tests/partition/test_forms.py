@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import (
+    Arguments,
+    Form,
+    FormError,
+    TracedModelWarning,
+    export_model,
+    first_run,
+    given_stages,
+    model_units,
+)
 from torch import Tensor, nn
-
-from stagewright.partition.graph.chain import given_stages
-from stagewright.partition.graph.export import export_model
-from stagewright.partition.graph.first_run import first_run
-from stagewright.partition.graph.forms import Arguments, Form, FormError
-from stagewright.partition.graph.model_units import TracedModelWarning, model_units
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
 Point = namedtuple("Point", "x y")

@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.inside import Arguments, Guards, RecordingWarning, record, roles_of
+from support.inside import GuardsChanges as Changes
 from torch import Tensor, nn
-
-from stagewright.partition.graph.forms import Arguments
-from stagewright.partition.graph.recorded.guards import Changes, Guards, RecordingWarning
-from stagewright.partition.graph.recorded.recording import record
-from stagewright.partition.graph.recorded.which import roles_of
 
 SETTINGS = types.ModuleType("settings")
 FACTOR, G, OTHER = {"now": 1.0}, 1.0, 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.inside import host_speeds, with_host_speeds
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.host_speeds import host_speeds, with_host_speeds
 
 CHAIN = Profile(nodes=tuple(Node(name=name, forward_seconds=1, backward_seconds=2) for name in "abcd"))
 PAIRS = ((0, 1), (2, 3), (4, 5))

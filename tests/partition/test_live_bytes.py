@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from support.inside import LiveBytes
 from torch import nn
-
-from stagewright.partition.profiler.live_bytes import LiveBytes
 
 MEGABYTE = 1 << 20
 

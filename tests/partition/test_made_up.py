@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import call_for_shapes, stand_ins
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-from stagewright.partition.graph.made_up import call_for_shapes
-from stagewright.partition.graph.stand_ins import stand_ins
 
 CPU = torch.device("cpu")
 

@@ -7,25 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.works import vtrain
-from stagewright.partition import Cluster, Plan, Profile, plan
-from stagewright.partition.formulas import (
+from support.inside import (
+    CONSTANTS,
+    LAYER_KERNELS,
     DeviceModel,
+    Head,
     MeasuredTraining,
-    Training,
+    Topology,
     TransformerSource,
+    estimated,
     fit_measured,
     fit_sums,
+    least_errors,
     read_sums,
+    schedule_of,
+    step_costs,
+    transformer_profile,
+    vtrain,
 )
-from stagewright.partition.formulas.agreement import least_errors
-from stagewright.partition.formulas.layers import LAYER_KERNELS, transformer_profile
-from stagewright.partition.formulas.measured import CONSTANTS
-from stagewright.partition.formulas.training import estimated, schedule_of, simulated, step_costs
-from stagewright.partition.formulas.transformer import Head
-from stagewright.partition.plans.simulated import simulated as simulated_plan
-from stagewright.partition.topology import Topology
+from support.inside import FormulasTrainingTraining as Training
+from support.inside import simulated_simulated as simulated_plan
+from support.inside import training_simulated as simulated
+
+from stagewright.partition import Cluster, Plan, Profile, plan
 from stagewright.schedules import simulate
 
 

@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
+from support.inside import DeviceModel, Run, TransformerSource, estimated, megatron, schedule_of, step_costs, table
+from support.inside import training_simulated as simulated
 
-from stagewright.experiments.works import megatron
-from stagewright.experiments.works.megatron import Run, table
 from stagewright.partition import Plan, plan
-from stagewright.partition.formulas.device_model import DeviceModel
-from stagewright.partition.formulas.source import TransformerSource
-from stagewright.partition.formulas.training import estimated, schedule_of, simulated, step_costs
 from stagewright.schedules import Costs, simulate
 
 EVEN, ODD = range(0, 10, 2), range(1, 10, 2)

@@ -7,10 +7,10 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import candidates as candidates_module
+from support.inside import node_orders, total_speed
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
-from stagewright.partition.planner import candidates as candidates_module
-from stagewright.partition.solver.orders import node_orders, total_speed
 
 from .small import least_bottleneck, profiles
 

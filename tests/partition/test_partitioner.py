@@ -8,10 +8,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from support.inside import candidates as candidates_module
 
-from stagewright.partition import Cluster, Node, Plan, Profile, partition, read_pipedream_profile
-from stagewright.partition.cluster import DeviceKind, Level
-from stagewright.partition.planner import candidates as candidates_module
+from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, read_pipedream_profile
 from stagewright.schedules import Costs, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"

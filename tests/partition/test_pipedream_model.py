@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import Cuts, PipeDreamModel, pipedream_cuts
 
 from stagewright.partition import Cluster, Profile, partition, read_pipedream_profile
-from stagewright.partition.solver.antichains import pipedream_cuts
-from stagewright.partition.solver.cut_sums import Cuts
-from stagewright.partition.solver.pipedream_model import PipeDreamModel
 
 from .small import profiles
 

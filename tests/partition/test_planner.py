@@ -6,10 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from support.inside import Configuration, count_in_flight
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
-from stagewright.partition.in_flight import count_in_flight
-from stagewright.partition.planner.space import Configuration
 from stagewright.schedules import Costs, Op, build, check, simulate
 
 

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import Configuration, LeastSeconds, Model, Topology
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
-from stagewright.partition.planner.bounds import LeastSeconds
-from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.space import Configuration
-from stagewright.partition.topology import Topology
 
 from .by_hand import configurations, fitting_recompute, simulate_plan, step
 from .small import TENTHS

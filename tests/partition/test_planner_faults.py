@@ -7,10 +7,9 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from support.inside import DeviceModel, Topology, Transformer, TransformerSource
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition, plan
-from stagewright.partition.formulas import DeviceModel, Transformer, TransformerSource
-from stagewright.partition.topology import Topology
 
 
 def chain(size: int, **figures: float) -> Profile:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from support.inside import DeviceModel, Transformer, TransformerSource
+
 from stagewright.partition import Cluster, Plan, plan
-from stagewright.partition.formulas import Transformer, TransformerSource
-from stagewright.partition.formulas.device_model import DeviceModel
 
 
 def transformer(cluster: Cluster, *, layers: int, hidden: int, batch: int, **options: Any) -> Plan:

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import GPT, TINY_WIDTH, GPTConfig, SleepingStage, profile_model
 from torch import Tensor, nn
 
-from stagewright.experiments.bench.models import TINY_WIDTH, SleepingStage
-from stagewright.experiments.training.gpt import GPT, GPTConfig
 from stagewright.partition import Node, Profile
-from stagewright.partition.profiler import profile_model
 
 FLOAT = 4
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.inside import RangeCosts, all_cuts
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.solver.antichains import all_cuts
-from stagewright.partition.solver.ranges import RangeCosts
 from stagewright.schedules import build, check
 
 

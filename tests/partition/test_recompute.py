@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import (
+    RECOMPUTE,
+    InFlight,
+    MemoryRules,
+    Model,
+    Option,
+    RankMemory,
+    RankPlace,
+    Recomputed,
+    StageSums,
+    TransferTime,
+    in_turn,
+)
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.in_flight import InFlight
-from stagewright.partition.memory_rules import MemoryRules
-from stagewright.partition.planner.model import Model
-from stagewright.partition.recompute_choice import Option, in_turn
-from stagewright.partition.stage_cost import RECOMPUTE, Recomputed, StageSums
-from stagewright.partition.stage_memory import RankMemory, RankPlace
-from stagewright.partition.topology import TransferTime
 
 from .small import TENTHS, profiles
 

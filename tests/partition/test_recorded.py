@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support import eager_models as models
+from support.inside import Arguments, RecordedUnits, RecordingError
 from torch import Tensor, nn
-
-from stagewright.partition.graph.forms import Arguments
-from stagewright.partition.graph.recorded.recorded_units import RecordedUnits
-from stagewright.partition.graph.recorded.recording import RecordingError
 
 X = torch.zeros(2, models.WIDTH)
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.inside import PlanRecord, _costs, one_pipeline, reorder
+from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.plans.record import PlanRecord, PlanStage
-from stagewright.partition.plans.reorder import _costs, reorder
-from stagewright.partition.plans.simulated import simulated
-from stagewright.partition.plans.to_schedule import one_pipeline
-from stagewright.schedules import ScheduleError, check, simulate
-from stagewright.schedules.ir import Op
+from stagewright.partition import Cluster, Node, Plan, PlanStage, Profile, plan
+from stagewright.schedules import Op, ScheduleError, check, simulate
 
 CLUSTER = Cluster.parse("1x4:nvlink=10GB/s@10us,net=1GB/s@10us")
 

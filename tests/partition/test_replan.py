@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.inside import Replanner, Size, fitted, peak_held, planned_for, stage_laws
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.plans.replan import Replanner
-from stagewright.partition.plans.sizes import Size, fitted, planned_for, stage_laws
-from stagewright.schedules import Schedule
-from stagewright.schedules.alive import peak_held
-from stagewright.schedules.synthesis.problem import MemoryLimitError
+from stagewright.schedules import MemoryLimitError, Schedule
 
 MEASURED = [Size(1, 100), Size(1, 200), Size(1, 400)]
 M = 6

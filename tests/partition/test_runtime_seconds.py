@@ -9,23 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.inside import (
+    Configuration,
+    LeastSeconds,
+    MemoryRules,
+    Model,
+    RangeCosts,
+    Topology,
+    all_cuts,
+    candidate_ends,
+    message_overheads,
+    reorder,
+    solve_large,
+)
+from support.inside import PlannerEvaluateEvaluator as Evaluator
+from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
-from stagewright.partition.memory_rules import MemoryRules
-from stagewright.partition.planner.bounds import LeastSeconds
-from stagewright.partition.planner.cuts import candidate_ends
-from stagewright.partition.planner.evaluate import Evaluator
-from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.space import Configuration
-from stagewright.partition.plans.reorder import reorder
-from stagewright.partition.plans.simulated import simulated
-from stagewright.partition.solver.antichains import all_cuts
-from stagewright.partition.solver.ranges import RangeCosts
-from stagewright.partition.solver.thresholds import solve_large
-from stagewright.partition.stage_cost import message_overheads
-from stagewright.partition.topology import Topology
-from stagewright.schedules import Costs, build, simulate
-from stagewright.schedules.synthesis.synthesize import Synthesis, synthesize
+from stagewright.schedules import Costs, Synthesis, build, simulate, synthesize
 
 NODES = tuple(
     Node(name=f"n{i}", forward_seconds=1.0, backward_seconds=2.0, activation_bytes=5, parameter_bytes=20)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from support.inside import SimulatedPlan, exhibit_of_plan, sampled, whatif_data
+from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, partition, plan
-from stagewright.partition.plans.shown import exhibit_of_plan
-from stagewright.partition.plans.simulated import SimulatedPlan, sampled, simulated
 from stagewright.schedules import Timeline, simulate
-from stagewright.viz.explorer.whatif_data import whatif_data
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
 NODES = tuple(

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import Block, GPTConfig, SplitBackward, WeightGradients
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-
-from stagewright.experiments.training.gpt import Block, GPTConfig
-from stagewright.partition.graph.split_backward import SplitBackward, WeightGradients
 
 
 class Branches(nn.Module):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.inside import LowerSTAGE_KINDS as STAGE_KINDS
+from support.inside import Transfer
 
 from stagewright.partition import Cluster, MemoryUse, Node, PlanStage, Profile, partition
-from stagewright.schedules import build
-from stagewright.schedules.lowering.lower import STAGE_KINDS, Message, Transfer, lower
+from stagewright.schedules import Message, build, lower
 
 FREE = 1e15
 

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import (
+    Configuration,
+    MemoryRules,
+    Model,
+    Topology,
+    count_in_flight,
+    long_batch,
+    short_batches,
+    simulated_batch,
+)
+from support.inside import PlannerEvaluateEvaluator as Evaluator
 from support.sizes import fitting
 
 from stagewright.partition import Cluster, Node, Profile, partition, plan
-from stagewright.partition.in_flight import count_in_flight
-from stagewright.partition.memory_rules import MemoryRules
-from stagewright.partition.planner.evaluate import Evaluator
-from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.simulated import simulated_batch
-from stagewright.partition.planner.space import Configuration
-from stagewright.partition.planner.steady import long_batch, short_batches
-from stagewright.partition.topology import Topology
-from stagewright.schedules import Costs, build, simulate
-from stagewright.schedules.registry import FAMILIES
-from stagewright.schedules.timing.timeline import Timeline
+from stagewright.schedules import FAMILIES, Costs, Timeline, build, simulate
 
 # Sums of these are exact: ties between messages on a link stay ties.
 EIGHTHS = st.integers(0, 24).map(lambda n: n / 8)

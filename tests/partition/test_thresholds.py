@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import SCHEDULES, solve, solve_large
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.solver.dynamic import solve
-from stagewright.partition.solver.ranges import SCHEDULES
-from stagewright.partition.solver.thresholds import solve_large
 
 from .small import CLUSTERS, profiles
 from .test_dynamic import OPTIONS, check_solution, costs_of

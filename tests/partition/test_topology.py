@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import NO_TRANSFER, Topology
 
 from stagewright.partition import Cluster, DeviceKind, Level
-from stagewright.partition.topology import NO_TRANSFER, Topology
 
 from .small import ring
 

@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.works import vtrain
-from stagewright.partition.formulas import DeviceModel, read_trainings
-from stagewright.partition.formulas.training import estimated
+from support.inside import DeviceModel, estimated, read_trainings, vtrain
 
 HEADER = (
     "Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"

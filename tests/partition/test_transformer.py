@@ -9,13 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import PRESETS, DeviceModel, LiveBytes, Split, Transformer, TransformerSource, transformer_profile
 
 from stagewright.partition import Cluster, Profile, plan
-from stagewright.partition.formulas.device_model import PRESETS, DeviceModel
-from stagewright.partition.formulas.layers import transformer_profile
-from stagewright.partition.formulas.source import TransformerSource
-from stagewright.partition.formulas.transformer import Split, Transformer
-from stagewright.partition.profiler.live_bytes import LiveBytes
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)

@@ -10,13 +10,11 @@ from statistics import median
 from typing import Any
 
 import pytest
+from support.inside import Ratios, around_actions, corrected_seconds, expected, ratios, sampled, with_measured
+from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.cluster import Level
-from stagewright.partition.plans.simulated import expected, sampled, simulated
-from stagewright.partition.plans.tried import Ratios, corrected_seconds, ratios, with_measured
+from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, simulate
-from stagewright.schedules.timing.inputs import around_actions
 
 NODES = [
     Node(

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from support.inside import DeviceModel, Transformer, TransformerSource
+
 from stagewright.partition import Cluster, Plan, plan
-from stagewright.partition.formulas.device_model import DeviceModel
-from stagewright.partition.formulas.source import TransformerSource
-from stagewright.partition.formulas.transformer import Transformer
 
 # With a head of its own: over slow links the sum of a tied one would keep all on one device.
 GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512, head="untied")

@@ -9,14 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import models
+from support.inside import GPT, Arguments, GPTConfig, ModelUnits, StageModule, TracedUnits, first_run, take, unit_paths
 from torch import Tensor, nn
-
-from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.partition.graph.boundaries import unit_paths
-from stagewright.partition.graph.first_run import first_run, take
-from stagewright.partition.graph.forms import Arguments
-from stagewright.partition.graph.trace import TracedUnits
-from stagewright.partition.graph.units import ModelUnits, StageModule
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 

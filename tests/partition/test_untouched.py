@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.inside import untouched
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-from stagewright.partition.graph.untouched import untouched
 
 CPU = torch.device("cpu")
 SHAPES: list[object] = []  # of hooks below

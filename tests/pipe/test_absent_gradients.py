@@ -16,7 +16,7 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.schedules.messages import Message
+from stagewright.schedules import Message
 
 WIDTH, MICROBATCHES = 4, 4
 Loss = Callable[[Any, Tensor], Tensor]

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import AutoLayout, median_profile
+from support.inside import simulated_simulated as simulated
 from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.comm import PeerLost
 from stagewright.partition import Node, Plan, Profile
-from stagewright.partition.plans.simulated import simulated
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.auto import AutoLayout, median_profile
 
 WIDTH = 6
 X, Y = (torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import Arguments, BatchReader, FlatGradients, Given, Identity, Reads
 from support.small import WIDTH, X, Y, make, stream
 from torch import Tensor, nn
 
-from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.batch.checksum import Identity
-from stagewright.pipe.batch.given import Given
-from stagewright.pipe.batch.reader import BatchReader, Reads
-from stagewright.pipe.update.gradients import FlatGradients
 from stagewright.schedules import build
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import clip_factor
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
-from stagewright.pipe.update.gradients import clip_factor
 from stagewright.schedules import build
 
 # --- a norm that is no number ---

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import GuardsChanges as Changes
+from support.inside import TracedModelWarning
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
-
-from stagewright.partition.graph.model_units import TracedModelWarning
-from stagewright.partition.graph.recorded.guards import Changes
 
 RATES = {"now": 1.0}
 SCALE = 1.0

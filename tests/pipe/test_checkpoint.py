@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import ReplicaLoader
+from support.inside import files as checkpoint_files
 from support.pool import Pool
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.batch.loader import ReplicaLoader
-from stagewright.pipe.checkpoint import files as checkpoint_files
 
 
 def make(schedule: str, ranks: int, chunks: int | None = None) -> PipelineModule:

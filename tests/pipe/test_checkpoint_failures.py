@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import Alone
 from support.pool import Pool
 from support.small import X, Y, layers, make
 
-from stagewright.comm.store_exchange import Alone
 from stagewright.pipe import PipelineModule
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.inside import lock
 from support.pool import Pool
 from support.small import X, Y, layers, make
 
-from stagewright.pipe import PipelineModule, lock
+from stagewright.pipe import PipelineModule
 
 
 def trained(steps: int) -> PipelineModule:

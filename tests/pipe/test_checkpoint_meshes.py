@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import Checkpoint, Piece
 from support.pool import Pool
 from torch import Tensor, nn
 
 import stagewright
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.checkpoint.manifest import Piece
-from stagewright.pipe.checkpoint.reader import Checkpoint
 
 WIDTH, WORDS, LENGTH, BATCH, M = 8, 12, 4, 16, 4
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import LAST_UPDATE
 from support.pool import Pool
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -15,7 +16,6 @@ from torch.optim import lr_scheduler as lr
 
 import stagewright
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.update.delay_correction import LAST_UPDATE
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from stagewright.comm.store_exchange import Alone
-from stagewright.pipe.checkpoint.files import OwnCheckpoints
-from stagewright.pipe.checkpoint.manifest import Piece, model_key
-from stagewright.pipe.checkpoint.persist import persist
-from stagewright.pipe.checkpoint.reader import Checkpoint
-from stagewright.pipe.checkpoint.snapshot import HeldPiece, Snapshot
-from stagewright.pipe.checkpoint.values import tensor_bytes
-from stagewright.pipe.parallel.share import Share
+from support.inside import (
+    Alone,
+    Checkpoint,
+    HeldPiece,
+    OwnCheckpoints,
+    Piece,
+    Share,
+    Snapshot,
+    model_key,
+    persist,
+    tensor_bytes,
+)
 
 FULL = torch.arange(12 * 6, dtype=torch.float64).reshape(12, 6)
 WHOLE = Share.whole((12, 6))

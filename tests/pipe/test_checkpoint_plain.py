@@ -11,10 +11,10 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import pytest
 import safetensors.torch
 import torch
+from support.inside import main
 from torch import nn
 
 import stagewright
-from stagewright.experiments.cli import main
 from stagewright.pipe import PipelineModule
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.inside import DTYPES, decode, encode
 from support.pool import Pool
 from support.small import X, Y, layers, make
 from torch import nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.checkpoint.values import DTYPES, decode, encode
 
 
 def trained(steps: int, **options: Any) -> PipelineModule:

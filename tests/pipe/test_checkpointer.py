@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import FIRST, CheckpointRecord, Cost, HostCopy, Interval, lock
+from support.inside import checkpoint_persist as persist
 from support.pool import Pool
 from support.small import X, Y, layers
 from support.small import make as make_small
@@ -22,11 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stagewright.comm import PipelineTimeout
-from stagewright.pipe import PipelineModule, lock
-from stagewright.pipe.checkpoint import persist
-from stagewright.pipe.checkpoint.checkpointer import CheckpointRecord
-from stagewright.pipe.checkpoint.host_copy import HostCopy
-from stagewright.pipe.checkpoint.interval import FIRST, Cost, Interval
+from stagewright.pipe import PipelineModule
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from stagewright.pipe.batch.checksum import UNKNOWN, checksum
+from support.inside import UNKNOWN, checksum
 
 BATCHES = {
     "tokens": torch.arange(32 * 512).reshape(32, 512) % 97,

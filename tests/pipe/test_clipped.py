@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
+from support.inside import clipping, make_optimizers, named
 from torch import nn
-
-from stagewright.partition.profiler.optimizers import make_optimizers, named
-from stagewright.pipe.clipped import clipping
 
 
 def test_the_first_step_clips_by_the_norm_of_all_parameters() -> None:

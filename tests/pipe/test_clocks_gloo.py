@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.inside import HostClock, connecting, early_messages
 from support.pool import Pool
 from support.small import X, Y, make
 
-from stagewright.partition.profiler.clock import HostClock
-from stagewright.pipe import connecting
 from stagewright.schedules import Timeline
-from stagewright.schedules.timing.clocks import early_messages
 
 AHEAD = (0.0, 1234.5, -60.0)  # [s], a host each
 

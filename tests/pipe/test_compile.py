@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import TracedModelWarning
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from stagewright.partition.graph.model_units import TracedModelWarning
 from stagewright.pipe import PipelineModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import on_ranks, replicate
 from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import ScheduleError, build, check
-from stagewright.schedules.builders.replicas import on_ranks, replicate
 
 WIDTH = 6
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "looped-bfs")

@@ -16,17 +16,14 @@ import torch
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
 from support.cases import same
+from support.inside import LAST_UPDATE, Sharing, StageOptimizers, make_stream
 from support.pool import Pool
 from support.reference import copied
 from torch import Tensor, nn
 
 from stagewright import ErrorFeedback
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.update.delay_correction import LAST_UPDATE
-from stagewright.pipe.update.optimizers import StageOptimizers
 from stagewright.schedules import build
-from stagewright.schedules.lowering.stream import make_stream
-from stagewright.schedules.messages import Sharing
 
 RULE = AsyncCase(task="mlp", num_ranks=3, sizes=UNEVEN[:5], feedback=1.0, flushes=(2,), decay=True)
 

@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
+from support.inside import Arguments, RecordedUnits, TracedModelWarning
 from support.pool import Pool
 from torch import Tensor, nn
 
-from stagewright.partition.graph.forms import Arguments
-from stagewright.partition.graph.model_units import TracedModelWarning
-from stagewright.partition.graph.recorded.recorded_units import RecordedUnits
 from stagewright.pipe import PipelineModule
 
 WIDTH = models.WIDTH

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from support.inside import RankProgram, Transfer
 from support.small import X, Y, make
 
 from stagewright.comm import PipelineError
-from stagewright.schedules.messages import Transfer
-from stagewright.schedules.program import RankProgram
 
 
 def test_a_standstill_in_one_process_names_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:

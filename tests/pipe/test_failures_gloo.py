@@ -25,11 +25,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.failing import LONG, Told, pipeline, raise_key_error, step, told
+from support.inside import launch
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
-
-from stagewright.experiments.launcher import launch
 
 pytestmark = pytest.mark.gloo
 

@@ -13,16 +13,14 @@ from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
 from support.cases import same
 from support.grids import nightly
+from support.inside import RunFile, find_traces, read_run, read_traces
 from support.pool import Pool
 from support.reference import copied
 from support.small import X, Y, layers, sgd, stream
 from torch import Tensor, nn
 
-from stagewright.experiments.training.traces import read_run
 from stagewright.pipe import NonFiniteLossError, PipelineModule
 from stagewright.schedules import Costs, Op, build, check, simulate, simulate_spread
-from stagewright.schedules.timing.run_file import RunFile
-from stagewright.schedules.timing.trace_reader import find_traces, read_traces
 
 CASE = AsyncCase(
     task="mlp", num_ranks=3, sizes=UNEVEN, flush_first=3, feedback=2.0, flushes=(1, 4), decay=True, optimizer="momentum"

@@ -19,10 +19,9 @@ from support.fuzz.campaign import Report, campaign, checked
 from support.fuzz.cases import Case, Model
 from support.fuzz.generate import generate
 from support.fuzz.models import blocks_of
+from support.inside import TrainingWorker, reader
 
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.batch import reader
-from stagewright.pipe.run.worker import TrainingWorker
 
 SAMPLE = range(16)
 CHUNKS = 8

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import CallReader
 from support.keyword_models import (
     MASK,
     POSITIONS,
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.batch.given import CallReader
 
 
 def models(make_model: Callable[[], nn.Module] = Tagger) -> tuple[Any, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import interleaved
 from support.small import WIDTH, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import FAMILIES, Schedule, build
-from stagewright.schedules.builders.interleaved import interleaved
 
 X, Y = (torch.randn(14, WIDTH, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(2))
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import Draw, Remainder, ReplicaBatches, ReplicaLoader
 from support.small import make
 from torch.utils.data import TensorDataset
-
-from stagewright.pipe.batch.loader import ReplicaLoader
-from stagewright.pipe.batch.sampler import Draw, Remainder, ReplicaBatches
 
 
 @given(

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from support.pool import Pool
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
-from stagewright.pipe.batch.batches import NonFiniteLossError
-from stagewright.pipe.measure.steps import StepRecord
+from stagewright.pipe import NonFiniteLossError, PipelineModule, StepRecord
 
 WIDTH, SAMPLES, M, DEPTH = 6, 8, 4, 4
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.inside import RankMachine, RankProgram, Sharing, Transfer, Wait
 
-from stagewright.pipe.run.machine import RankMachine, Wait
 from stagewright.schedules import Action, Edge, Lowered, Message, MessageKind, Op, build, lower
-from stagewright.schedules.messages import Sharing, Transfer
-from stagewright.schedules.program import RankProgram
 
 F0, B0 = Action(0, Op.F, 0), Action(0, Op.B, 0)
 ACT = Message(MessageKind.ACT, 0, 1, 0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.inside import Timed, costs_from_medians
 
-from stagewright.pipe.measure.medians import costs_from_medians
-from stagewright.pipe.measure.recorder import Timed
 from stagewright.schedules import Costs, Op, build, simulate
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import IGNORED, LABELS, WIDTH, WORDS, Language, gpt2, in_float64, loss_in
 from support.small import X, Y, make
 from torch import Tensor, nn
 
-from stagewright.partition.graph.units import MODEL_INPUT
-from stagewright.partition.profiler import profile_model
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import build
 

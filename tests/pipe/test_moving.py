@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import Layout, agree
+from support.inside import Activations, LiveBytes
+from support.inside import MovingHost as Host
 from support.matrix import make_case
 from support.pipeline import run
 from support.pool import Pool
@@ -22,8 +24,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import stagewright as sw
-from stagewright.partition.profiler.live_bytes import LiveBytes
-from stagewright.pipe.stages.moving import Activations, Host
 from stagewright.schedules import Costs, Op, Schedule, build, simulate, synthesize, with_offload
 
 

@@ -12,6 +12,7 @@ import torch
 from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree, replay
 from support.grids import one_in
+from support.inside import SameOptions, StageOptimizers
 from support.pool import Pool
 from support.small import X, Y, layers, make, sgd, stream
 from torch import nn
@@ -19,8 +20,6 @@ from torch import nn
 import stagewright
 from stagewright.comm import PeerLost
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.update.optimizers import StageOptimizers
-from stagewright.pipe.update.same_options import SameOptions
 
 RULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order, in_turns
 from support.plain import MICROBATCHES, STEPS, agree, batch, linear, made, piped, plain, sgd
 from support.pool import Pool
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.nn.functional import mse_loss
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Action, Costs, Schedule, ScheduleError, check, lower_bound, simulate
-from stagewright.schedules.constraints import B, Constraints, F, I, SoFar, U, W, in_flight, in_order, in_turns
 
 M = MICROBATCHES
 

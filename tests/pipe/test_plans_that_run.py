@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import layout_of_plan
+from support.inside import simulated_simulated as simulated
 from torch import nn
 
-from stagewright.comm.mesh import World
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.cluster import DeviceKind, Level
-from stagewright.partition.plans.simulated import simulated
+from stagewright.comm import World
+from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.layout import layout_of_plan
 from stagewright.schedules import FAMILIES, check, check_lowered, lower
 
 PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]

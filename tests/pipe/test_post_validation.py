@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import Engine, Sharing, cut_behind_warm_up
 from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.run.engine import Engine
-from stagewright.schedules import FAMILIES, build
-from stagewright.schedules.ir import Op
-from stagewright.schedules.lowering.warm_up import cut_behind_warm_up
-from stagewright.schedules.messages import Sharing
+from stagewright.schedules import FAMILIES, Op, build
 
 WIDTH, SAMPLES, M, STEPS = 8, 12, 4, 14
 LIMIT = 2.0

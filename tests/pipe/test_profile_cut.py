@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import GPT, GPTConfig, profile_cut
 from torch import Tensor
 
-from stagewright.experiments.training.gpt import GPT, GPTConfig
 from stagewright.partition import Cluster, Node, Profile, plan
-from stagewright.pipe.parallel.measured import profile_cut
 
 B, T, D, V = 2, 8, 16, 32
 

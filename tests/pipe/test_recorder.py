@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from support.inside import HostClock, Ran, Recorder
 
-from stagewright.partition.profiler.clock import HostClock
-from stagewright.pipe.measure.recorder import Recorder
 from stagewright.schedules import Action, Collective, Message, MessageKind, Op
-from stagewright.schedules.timing.estimate_spread import Ran
 
 ACT = Message(MessageKind.ACT, 0, 1, 0)
 

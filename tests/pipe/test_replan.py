@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.inside import AutoLayout, BatchOrders, Given, find_traces, peak_held, read_traces
 from support.pool import CaseError, Pool
 from support.unequal import BATCHES, alone, assert_alone, make_batch, make_pipe
 from torch import Tensor
@@ -18,12 +19,7 @@ from torch import Tensor
 from stagewright import PipelineModule
 from stagewright.partition import Node, Profile
 from stagewright.pipe import StepRecord
-from stagewright.pipe.auto import AutoLayout
-from stagewright.pipe.batch.given import Given
 from stagewright.schedules import check
-from stagewright.schedules.alive import peak_held
-from stagewright.schedules.synthesis.batches import BatchOrders
-from stagewright.schedules.timing.trace_reader import find_traces, read_traces
 
 Programs = tuple[tuple[str, ...], ...]
 

@@ -85,7 +85,7 @@ def test_gradients_of_several_calls_add_up() -> None:
 
 
 def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
-    from stagewright.pipe.update import gradients
+    from support.inside import gradients
 
     before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, num_bytes
     try:

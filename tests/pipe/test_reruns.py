@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.grids import one_in
+from support.inside import TrainingWorker
 from support.layers import Block, D, T
 from support.models import TiedGPT, make_batch, token_loss
 from support.pool import Pool
@@ -22,8 +23,6 @@ from support.small import stream
 from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
-
-from stagewright.pipe.run.worker import TrainingWorker
 
 again = pytest.mark.parametrize("recompute", ["layer", "selective"])
 

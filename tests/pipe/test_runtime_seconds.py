@@ -7,12 +7,11 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import PipeTrainingTraining as Training
+from support.inside import Recorder, RuntimeSeconds, measure_runtime_seconds, runtime_seconds
 from torch import nn
 
-from stagewright.pipe import PipelineModule, runtime_seconds
-from stagewright.pipe.measure.recorder import Recorder
-from stagewright.pipe.runtime_seconds import RuntimeSeconds, measure_runtime_seconds
-from stagewright.pipe.training import Training
+from stagewright.pipe import PipelineModule
 from stagewright.schedules import Op, Timeline, simulate
 
 CPU = torch.device("cpu")

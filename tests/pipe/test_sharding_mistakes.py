@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import separable
 from support.pool import Pool
 from support.sharded import X, Y, even, halved, sgd
 
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.update.separable import separable
 
 
 def refused(options: dict[str, Any]) -> str:

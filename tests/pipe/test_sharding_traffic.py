@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from support.inside import Topology
 from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives
 from stagewright.partition import Cluster
-from stagewright.partition.topology import Topology
 from stagewright.pipe import PipelineModule
 
 RANKS, WIDTH = 3, 6

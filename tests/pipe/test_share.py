@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from stagewright.pipe.parallel.share import Share
+from support.inside import Share
 
 
 def cut(tensor: torch.Tensor, dim: int, index: int, count: int, blocks: int) -> torch.Tensor:

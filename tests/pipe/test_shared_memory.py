@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cuts import WIDTH, Counting, Layers, X, agree_with_one_process, linear
+from support.inside import Arguments, TracedUnits
 from torch import Tensor, nn
-
-from stagewright.partition.graph.forms import Arguments
-from stagewright.partition.graph.trace import TracedUnits
 
 # --- memory that is changed in place ---
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import ALONE_BYTES, BUCKET_BYTES, buckets_of
 from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule
-from stagewright.pipe.update.gradients import buckets_of
 from stagewright.schedules import simulate
-from stagewright.schedules.messages import ALONE_BYTES, BUCKET_BYTES
 
 WIDTH = 5
 SIZES = ((6, 6), (7, 4), (3, 9))  # samples by step and replica

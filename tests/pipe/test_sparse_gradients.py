@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import profile_model
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
 import stagewright
-from stagewright.partition.profiler import profile_model
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import build
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import profile_model
 from support.pool import Pool
 from torch import nn
 
 import stagewright as sw
 from stagewright.partition import Cluster, plan
-from stagewright.partition.profiler import profile_model
 from stagewright.schedules import MemoryPart, StageBytes, memory_curves
 
 WIDTH, SAMPLES, M = 64, 64, 4

@@ -9,21 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import RULES, Arguments, Compiled, Reruns, Seeder, Stage, WeightVersions, first_run, given_stages
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import nn
 
-from stagewright.partition.graph.chain import given_stages
-from stagewright.partition.graph.first_run import first_run
-from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
-from stagewright.pipe.stages.compiled import Compiled
-from stagewright.pipe.stages.randomness import Seeder
-from stagewright.pipe.stages.reruns import Reruns
-from stagewright.pipe.stages.stage import Stage
-from stagewright.pipe.stages.weights import WeightVersions
 from stagewright.schedules import ScheduleError, build
-from stagewright.schedules.weight_rules import RULES
 
 
 def equal(one: PipelineModule, other: PipelineModule) -> bool:

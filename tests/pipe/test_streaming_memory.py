@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import TrainingWorker
 from support.small import WIDTH, stream
 from support.storages import Storages
 from torch import nn
-
-from stagewright.pipe.run.worker import TrainingWorker
 
 
 class Bulge(nn.Module):

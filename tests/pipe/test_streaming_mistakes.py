@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from support.async_pipeline import run
 from support.async_reference import AsyncCase, agree
+from support.inside import StreamRank, WeightVersions
 from torch import nn
-
-from stagewright.pipe.stages.weights import WeightVersions
-from stagewright.pipe.update.stream_rank import StreamRank
 
 pytestmark = pytest.mark.nightly  # a test of tests
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.inside import TensorAxis
 from support.pool import Pool
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from stagewright.comm import Mesh, MeshPlace, ProcessGroupTransport, World
 from stagewright.partition import Plan, PlanStage
-from stagewright.pipe.parallel.sends import TensorAxis
 
 USUAL, ODD = ("pipe", "data", "tensor"), ("tensor", "pipe", "data")
 

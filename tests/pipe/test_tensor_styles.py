@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import (
+    GPT,
+    Column,
+    GPTConfig,
+    Heads,
+    TensorGroup,
+    TensorParallelLike,
+    cut_by_styles,
+    read_tensor_parallel,
+)
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.pipe.parallel.attention import Heads
-from stagewright.pipe.parallel.cutting import cut_by_styles
-from stagewright.pipe.parallel.styles import Column
-from stagewright.pipe.parallel.tensor_group import TensorGroup
-from stagewright.pipe.parallel.tensor_option import TensorParallelLike, read_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

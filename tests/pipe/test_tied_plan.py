@@ -10,13 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import GPT, GPTConfig, profile_model
 from support.pool import Pool
 from torch import Tensor
 
 from stagewright.comm import Collectives
-from stagewright.experiments.training.gpt import GPT, GPTConfig
 from stagewright.partition import Cluster, Plan, Profile, plan
-from stagewright.partition.profiler import profile_model
 from stagewright.pipe import PipelineModule
 
 BANDWIDTH, BATCH = 1e3, 4

@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.inside import (
+    HostClock,
+    RunFile,
+    TracedStep,
+    TraceEvery,
+    connecting,
+    early_messages,
+    find_traces,
+    is_traced,
+    read_traces,
+)
+from support.inside import tracer as tracer_file
 from support.pool import Pool
 from support.small import X, Y, make, stream
 
-from stagewright.partition.profiler.clock import HostClock
-from stagewright.pipe import connecting
-from stagewright.pipe.measure import tracer as tracer_file
-from stagewright.pipe.measure.tracer import TraceEvery, is_traced
 from stagewright.schedules import Op, Timeline, simulate, simulate_spread
-from stagewright.schedules.timing.clocks import early_messages
-from stagewright.schedules.timing.run_file import RunFile
-from stagewright.schedules.timing.trace_reader import TracedStep, find_traces, read_traces
 
 AHEAD = (0.0, 1234.5, 1234.5)  # [s] of the two hosts' clocks, by rank
 

@@ -14,18 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import Arguments, Given, Settings, Trials, auto, named, to_try, trial
+from support.inside import simulated_simulated as simulated
 from support.trials import BATCH, WIDTH, Draws, fails, make_batch, make_loss, make_model, make_pipe, profiled, seen
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives, MeshPlace, join_world
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.graph.forms import Arguments
-from stagewright.partition.plans.simulated import simulated
-from stagewright.partition.profiler.optimizers import named
-from stagewright.pipe import PipelineModule, auto, trial
-from stagewright.pipe.batch.given import Given
-from stagewright.pipe.settings import Settings
-from stagewright.pipe.trial import Trials, to_try
+from stagewright.pipe import PipelineModule
 from stagewright.schedules import Costs
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.grids import nightly, one_in
+from support.inside import Verifier
 from support.models import TASKS, make_batch, make_model, task_of
 from support.pool import Pool
 from support.verified import TRACED, Net, chain
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from stagewright.comm import PeerLost
 from stagewright.pipe import PipelineModule, VerificationError
-from stagewright.pipe.verify.verification import Verifier
 from stagewright.schedules import build
 
 SCHEDULES = ("1f1b", "interleaved", "2bw", "pipedream")

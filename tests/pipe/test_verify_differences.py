@@ -8,16 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import (
+    B,
+    Constraints,
+    F,
+    TracedModelWarning,
+    differs,
+    first_difference,
+    graph_of,
+    in_order,
+    tolerance_of,
+)
+from support.inside import CompareOutcome as Outcome
 from support.pool import Pool
 from support.verified import TRACED, Net, Reverse, chain
 from torch import Tensor, nn
 from torch.nn import functional
 
 from stagewright.comm import PipelineError
-from stagewright.partition.graph.model_units import TracedModelWarning
 from stagewright.pipe import PipelineModule, VerificationError
-from stagewright.pipe.verify.compare import Outcome, differs, first_difference, graph_of, tolerance_of
-from stagewright.schedules.constraints import B, Constraints, F, in_order
 
 
 def with_backward_hook() -> Net:

@@ -9,20 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.inside import GPT, Column, GPTConfig, Regions, Share, TensorGroup, cut_by_styles, read_tensor_parallel
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.pipe import PipelineModule
-from stagewright.pipe.parallel.cutting import cut_by_styles
-from stagewright.pipe.parallel.share import Share
-from stagewright.pipe.parallel.styles import Column
-from stagewright.pipe.parallel.tensor_group import TensorGroup
-from stagewright.pipe.parallel.tensor_option import read_tensor_parallel
-from stagewright.pipe.verify import VerificationError
-from stagewright.pipe.verify.regions import Regions
+from stagewright.pipe import PipelineModule, VerificationError
 
 
 class ForgetfulColumn(ParallelStyle):

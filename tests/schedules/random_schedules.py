@@ -13,9 +13,9 @@ import networkx as nx
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
+from support.inside import chain
 
 from stagewright.schedules import Action, Costs, Edge, Op, RankTrace, Schedule, Timeline
-from stagewright.schedules.ir import chain
 
 # The same examples in every run; take derandomize away and max_examples up to search for more.
 steady = settings(max_examples=60, deadline=None, derandomize=True)

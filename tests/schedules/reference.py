@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import networkx as nx
+from support.inside import RankProgram, Transfer
 
 from stagewright.schedules import Action, Costs, MessageKind, Op, Schedule
-from stagewright.schedules.messages import Transfer
-from stagewright.schedules.program import RankProgram
 
 GRADIENT = (Op.B, Op.I)
 Node = tuple[int, Action]  # (rank, action): the same update stands on every replica of a stage

@@ -9,13 +9,32 @@ from itertools import product
 import numpy as np
 import pytest
 from hypothesis import given
+from support.inside import (
+    InFlight,
+    RankProgram,
+    Step,
+    Transfer,
+    activations,
+    count_in_flight,
+    in_flight_of_turns,
+    message_changes,
+    peak_activations,
+)
 
-from stagewright.partition.in_flight import InFlight, count_in_flight, in_flight_of_turns
-from stagewright.schedules import Action, Costs, Edge, Message, MessageKind, Op, Schedule, build, check, lower, simulate
-from stagewright.schedules.alive import activations, message_changes, peak_activations
-from stagewright.schedules.messages import Transfer
-from stagewright.schedules.program import RankProgram, Step
-from stagewright.schedules.registry import FAMILIES
+from stagewright.schedules import (
+    FAMILIES,
+    Action,
+    Costs,
+    Edge,
+    Message,
+    MessageKind,
+    Op,
+    Schedule,
+    build,
+    check,
+    lower,
+    simulate,
+)
 
 from .random_schedules import by_hand, schedules, steady
 from .reference import peak_receives

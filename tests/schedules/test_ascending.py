@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
+from support.inside import MOVE_OPS
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Action, Op, Schedule, build, lower
-from stagewright.schedules.ir import MOVE_OPS
 
 from .builders import ASYNC, FLUSH
 

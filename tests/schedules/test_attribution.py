@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import find_gaps
 
 from stagewright.schedules import (
     Action,
@@ -21,7 +22,6 @@ from stagewright.schedules import (
     build,
     simulate,
 )
-from stagewright.schedules.timing.attribution import find_gaps
 
 from .builders import ASYNC
 from .random_schedules import by_hand, quarters, schedules_with_costs, steady, window_of

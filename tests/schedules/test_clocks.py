@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from stagewright.schedules import Costs, build, simulate
-from stagewright.schedules.timing.clocks import (
+from support.inside import (
     MAX_DRIFT,
     ClockReading,
     Ping,
+    assemble_timeline,
     clock_note,
     early_messages,
     offset_at,
     read_clock,
 )
-from stagewright.schedules.timing.records import assemble_timeline
+
+from stagewright.schedules import Costs, build, simulate
 
 from .random_schedules import steady
 from .test_records import records_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from support.inside import EqualStages, microbatch_groups
 
 from stagewright.schedules import FAMILIES, Costs, Family, build, check, lower_bound, simulate
-from stagewright.schedules.builders.interleaved import microbatch_groups
-from stagewright.schedules.families import EqualStages
 
 RANKS = (1, 2, 3, 4, 7)
 MICROBATCHES = (1, 2, 3, 4, 5, 8, 13)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
+from support.inside import Sharing, Step, place_collectives, replicate
 
 from stagewright.schedules import (
     Action,
@@ -25,10 +26,6 @@ from stagewright.schedules import (
     lower_bound,
     simulate,
 )
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.collectives import place_collectives
-from stagewright.schedules.messages import Sharing
-from stagewright.schedules.program import Step
 
 from .random_schedules import by_hand, schedules, steady
 

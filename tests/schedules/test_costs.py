@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from support.inside import run_as_one
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Action, Costs, Op, build, lower
-from stagewright.schedules.as_one import run_as_one
 
 
 def test_backward_is_twice_the_forward_unless_given() -> None:

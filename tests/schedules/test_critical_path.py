@@ -9,6 +9,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import WAITS
 from support.sizes import fitting
 
 from stagewright.schedules import (
@@ -16,8 +17,10 @@ from stagewright.schedules import (
     Action,
     Collective,
     Costs,
+    CriticalPath,
     Links,
     Message,
+    PathKind,
     RankTrace,
     Schedule,
     Span,
@@ -25,9 +28,9 @@ from stagewright.schedules import (
     Timeline,
     Way,
     build,
+    critical_path,
     simulate,
 )
-from stagewright.schedules.timing.critical_path import WAITS, CriticalPath, PathKind, critical_path
 
 from .random_schedules import by_hand, quarters, schedules_with_costs, steady, window_of
 from .reference import Node, _latency, graph, seconds

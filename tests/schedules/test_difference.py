@@ -12,6 +12,7 @@ from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
+    Change,
     Costs,
     Op,
     RankTrace,
@@ -24,7 +25,6 @@ from stagewright.schedules import (
     find_stragglers,
     simulate,
 )
-from stagewright.schedules.timing.difference import Change
 
 from .random_schedules import schedules_with_costs, steady
 

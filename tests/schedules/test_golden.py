@@ -11,14 +11,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from support.inside import derive_versions, ir, paci, pair_up, pipedream, two_bw, unit_time_cells
 from support.sizes import fitting
 
-from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, ir, lower_bound, simulate
-from stagewright.schedules.builders.one_f_one_b import pair_up
-from stagewright.schedules.builders.paci import paci
-from stagewright.schedules.builders.pipedream import pipedream, two_bw
-from stagewright.schedules.text import unit_time_cells
-from stagewright.schedules.versions import derive_versions
+from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, lower_bound, simulate
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 

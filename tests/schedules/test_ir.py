@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import COMPUTE_OPS, chain
 
 from stagewright.schedules import Action, Edge, Op, Schedule, ScheduleError, build
-from stagewright.schedules.ir import COMPUTE_OPS, chain
 
 from .random_schedules import schedules, steady
 

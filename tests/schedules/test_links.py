@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
+from support.inside import derive_versions
 
 from stagewright.schedules import (
     Action,
@@ -28,7 +29,6 @@ from stagewright.schedules import (
     lower_bound,
     simulate,
 )
-from stagewright.schedules.versions import derive_versions
 
 from .random_schedules import by_hand, costs_for, quarters, schedules, steady, with_updates
 from .reference_links import Run

@@ -11,6 +11,8 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import RankProgram, Sharing, Step, Transfer
+from support.inside import lower_doc as picture_of_lowering
 from support.sizes import fitting
 
 from stagewright.schedules import (
@@ -27,9 +29,6 @@ from stagewright.schedules import (
     check_lowered,
 )
 from stagewright.schedules import lower as lower_any
-from stagewright.schedules.lowering.lower import __doc__ as picture_of_lowering
-from stagewright.schedules.messages import Sharing, Transfer
-from stagewright.schedules.program import RankProgram, Step
 
 from .random_schedules import by_hand, schedules, steady
 from .reference import data_edges, name_of_message, peak_receives

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from support.inside import Cause, Input, measured_inputs
+
 from stagewright.schedules import Collective, Costs, Op, Span, build, simulate
-from stagewright.schedules.timing.inputs import Cause, Input
-from stagewright.schedules.timing.measured_inputs import measured_inputs
 
 
 def test_a_gap_in_which_a_sum_begins_is_around_no_action() -> None:

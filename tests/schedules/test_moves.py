@@ -19,16 +19,16 @@ from stagewright.schedules import (
     StageBytes,
     Timeline,
     Way,
+    attribute_idle,
     build,
     check,
+    check_lowered,
     critical_path,
     lower,
     lower_bound,
     memory_curves,
     simulate,
 )
-from stagewright.schedules.check import check_lowered
-from stagewright.schedules.timing.attribution import attribute_idle
 
 from .builders import FLUSH
 

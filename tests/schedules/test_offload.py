@@ -5,13 +5,22 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from support.inside import NOTHING_SHARED, bpipe, cut_behind_warm_up, most_held
 
-from stagewright.schedules import Action, Costs, Links, Op, ScheduleError, Way, build, check, lower, simulate
-from stagewright.schedules.builders.bpipe import bpipe, most_held
-from stagewright.schedules.builders.offload import with_offload
-from stagewright.schedules.check import check_lowered
-from stagewright.schedules.lowering.warm_up import cut_behind_warm_up
-from stagewright.schedules.messages import NOTHING_SHARED
+from stagewright.schedules import (
+    Action,
+    Costs,
+    Links,
+    Op,
+    ScheduleError,
+    Way,
+    build,
+    check,
+    check_lowered,
+    lower,
+    simulate,
+    with_offload,
+)
 
 from .builders import FLUSH
 

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import Constraints, F, UserCodeError, find_own, in_flight, sizes_of
 
 from stagewright.schedules import Schedule, ScheduleError, build, check
-from stagewright.schedules.constraints import Constraints, F, in_flight
-from stagewright.schedules.own import find_own, sizes_of
-from stagewright.schedules.user_code import UserCodeError
 
 SIZES = {"num_ranks": 3, "num_microbatches": 4}
 

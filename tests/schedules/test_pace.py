@@ -10,10 +10,10 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from support.inside import Pace, paces_of, steady_pace
 from support.noisy_machine import Machine
 
 from stagewright.schedules import Costs, Op, Spread, build, estimate_spread, simulate_spread
-from stagewright.schedules.timing.pace import Pace, paces_of, steady_pace
 
 ONE = build("gpipe", num_ranks=1, num_microbatches=1)  # F of 1 s, B of 2 s
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from support.inside import GroupStep, Sharing, count_in_flight
 
-from stagewright.partition.in_flight import count_in_flight
-from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, family
-from stagewright.schedules.lowering.lower import lower
-from stagewright.schedules.messages import Sharing
-from stagewright.schedules.program import GroupStep
+from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, family, lower
 
 from .random_schedules import by_hand
 

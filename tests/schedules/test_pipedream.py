@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import defer_updates
 
 from stagewright.schedules import (
     Action,
@@ -19,7 +20,6 @@ from stagewright.schedules import (
     check,
     simulate,
 )
-from stagewright.schedules.builders.late_updates import defer_updates
 
 from .builders import ASYNC
 from .random_schedules import quarters, steady

@@ -6,14 +6,23 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
+from support.inside import Cause, measured_inputs, predicted_inputs, replaced, replicate
 from support.recorded import recorded
 from support.sizes import fitting
 
-from stagewright.schedules import FAMILIES, Costs, Links, Op, Schedule, Sum, Way, build, simulate
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.timing.inputs import Cause, predicted_inputs, replaced
-from stagewright.schedules.timing.measured_inputs import measured_inputs
-from stagewright.schedules.timing.prediction import PredictionCheck, check_prediction
+from stagewright.schedules import (
+    FAMILIES,
+    Costs,
+    Links,
+    Op,
+    PredictionCheck,
+    Schedule,
+    Sum,
+    Way,
+    build,
+    check_prediction,
+    simulate,
+)
 
 
 def uneven(schedule: Schedule) -> Costs:

@@ -9,13 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import RankProgram, Sharing, Transfer, cut_behind_warm_up, make_stream, where_sends_wait
 
-from stagewright.schedules import FAMILIES, Action, Op, Schedule, ScheduleError, build, check_lowered, lower
-from stagewright.schedules.lowering.stream import make_stream
-from stagewright.schedules.lowering.warm_up import cut_behind_warm_up
-from stagewright.schedules.messages import Message, Sharing, Transfer
-from stagewright.schedules.program import RankProgram
-from stagewright.schedules.progress import where_sends_wait
+from stagewright.schedules import FAMILIES, Action, Message, Op, Schedule, ScheduleError, build, check_lowered, lower
 
 from .builders import ASYNC, FLUSH
 from .random_schedules import by_hand, schedules, steady

@@ -6,28 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from support.inside import NOTHING_SHARED, Needs, RankRecord, assemble_stream, assemble_timeline, find_gaps, make_course
 
 from stagewright.schedules import (
     Action,
     Collective,
     Costs,
     Idle,
+    Message,
+    MessageKind,
     Op,
     Span,
     StageBytes,
     Timeline,
     attribute_idle,
     build,
+    compare,
+    critical_path,
     memory_curves,
     simulate,
 )
-from stagewright.schedules.lowering.course import make_course
-from stagewright.schedules.messages import NOTHING_SHARED, Message, MessageKind
-from stagewright.schedules.needs import Needs
-from stagewright.schedules.timing.attribution import find_gaps
-from stagewright.schedules.timing.critical_path import critical_path
-from stagewright.schedules.timing.difference import compare
-from stagewright.schedules.timing.records import RankRecord, assemble_stream, assemble_timeline
 
 
 def records_of(timeline: Timeline, *, ahead: Sequence[float] = ()) -> list[RankRecord]:

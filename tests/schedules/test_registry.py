@@ -6,11 +6,10 @@ import inspect
 from itertools import product
 
 import pytest
+from support.inside import PLACEMENTS, RULES
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Family, Op, build, canonical_name, check, family
-from stagewright.schedules.builders.placements import PLACEMENTS
-from stagewright.schedules.weight_rules import RULES
 
 from .builders import ASYNC, FLUSH
 

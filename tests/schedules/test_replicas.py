@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.inside import Sharing, Transfer, defer_updates, derive_versions
 
-from stagewright.schedules import Action, Costs, Message, Op, Schedule, build, check, check_lowered, lower, simulate
-from stagewright.schedules.builders.flushed import flushed
-from stagewright.schedules.builders.late_updates import defer_updates
-from stagewright.schedules.messages import Sharing, Transfer
-from stagewright.schedules.program import Lowered
-from stagewright.schedules.versions import derive_versions
+from stagewright.schedules import (
+    Action,
+    Costs,
+    Lowered,
+    Message,
+    Op,
+    Schedule,
+    build,
+    check,
+    check_lowered,
+    flushed,
+    lower,
+    simulate,
+)
 
 from .builders import ASYNC
 

@@ -8,15 +8,10 @@ from random import Random
 
 import networkx as nx
 import pytest
+from support.inside import MOVE_OPS, Processor, Taken, Wiring, own_durations, place_collectives, replicate
 from support.replay_cases import cases
 
 from stagewright.schedules import Action, Collective, Costs, Links, Op, Sum, Way, build, lower_bound, simulate
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.collectives import place_collectives
-from stagewright.schedules.ir import MOVE_OPS
-from stagewright.schedules.timing.measured_inputs import own_durations
-from stagewright.schedules.timing.sharing import Processor, Taken
-from stagewright.schedules.timing.wiring import Wiring
 
 from . import reference
 

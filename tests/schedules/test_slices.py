@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.inside import Needs, replicate
 
 from stagewright.schedules import (
     Action,
@@ -18,8 +19,6 @@ from stagewright.schedules import (
     lower,
     simulate,
 )
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.needs import Needs
 
 
 def of_text(*programs: str, num_slices: int, num_microbatches: int = 1) -> Schedule:

@@ -9,6 +9,7 @@ from random import Random
 from statistics import covariance, fmean, pvariance
 
 import pytest
+from support.inside import LEAST_STEPS, Needs, Ran, RankRecord, assemble_timeline
 from support.noisy_machine import Machine
 from support.replay_cases import cases
 
@@ -20,16 +21,13 @@ from stagewright.schedules import (
     Op,
     Span,
     Spread,
+    StepSamples,
     Timeline,
     build,
     estimate_spread,
     simulate,
     simulate_spread,
 )
-from stagewright.schedules.needs import Needs
-from stagewright.schedules.timing.estimate_spread import LEAST_STEPS, Ran
-from stagewright.schedules.timing.records import RankRecord, assemble_timeline
-from stagewright.schedules.timing.sampling import StepSamples
 
 FIXED = Spread(actions={})
 LEAST_OF_600, MOST_OF_600 = 518, 561

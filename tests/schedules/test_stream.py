@@ -6,14 +6,33 @@ import re
 from dataclasses import replace
 
 import pytest
+from support.inside import (
+    GroupStep,
+    RankProgram,
+    Sharing,
+    Step,
+    Stream,
+    Transfer,
+    defer_updates,
+    derive_versions,
+    make_stream,
+)
+from support.inside import MessagesSTAGE_KINDS as STAGE_KINDS
+from support.inside import ProgramWork as Work
+from support.inside import stream as stream_module
 
-from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, check_lowered
-from stagewright.schedules.builders.late_updates import defer_updates
-from stagewright.schedules.lowering import stream as stream_module
-from stagewright.schedules.lowering.stream import Stream, make_stream
-from stagewright.schedules.messages import STAGE_KINDS, Message, MessageKind, Sharing, Transfer
-from stagewright.schedules.program import GroupStep, Lowered, RankProgram, Step, Work
-from stagewright.schedules.versions import derive_versions
+from stagewright.schedules import (
+    Action,
+    Lowered,
+    Message,
+    MessageKind,
+    Op,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    check_lowered,
+)
 
 from .random_schedules import by_hand
 from .test_replicas import delivered

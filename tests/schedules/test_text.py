@@ -10,10 +10,10 @@ from textwrap import dedent
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.inside import read_schedule
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Edge, Op, Schedule, ScheduleError, build, check
-from stagewright.schedules.text import read_schedule
 
 from .builders import ASYNC, FLUSH
 from .random_schedules import by_hand, schedules, steady

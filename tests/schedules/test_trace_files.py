@@ -8,16 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.inside import (
+    NOTHING_SHARED,
+    ClockReading,
+    RankRecord,
+    TraceHeader,
+    Traces,
+    clock_line,
+    find_gaps,
+    find_traces,
+    header_line,
+    make_stream,
+    read_traces,
+    starts_of,
+    step_line,
+    trace_file,
+)
+from support.inside import trace_file_digest as digest
 
 from stagewright.schedules import Costs, Op, Schedule, Span, Timeline, attribute_idle, build, simulate
-from stagewright.schedules.lowering.stream import make_stream
-from stagewright.schedules.messages import NOTHING_SHARED
-from stagewright.schedules.timing import trace_file
-from stagewright.schedules.timing.attribution import find_gaps
-from stagewright.schedules.timing.clocks import ClockReading
-from stagewright.schedules.timing.records import RankRecord
-from stagewright.schedules.timing.trace_file import TraceHeader, clock_line, digest, header_line, step_line
-from stagewright.schedules.timing.trace_reader import Traces, find_traces, read_traces, starts_of
 
 from .test_records import records_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from support.inside import Needs, Sharing, replicate
 
 from stagewright.schedules import (
     Action,
@@ -18,9 +19,6 @@ from stagewright.schedules import (
     lower,
     simulate,
 )
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.messages import Sharing
-from stagewright.schedules.needs import Needs
 
 TWO_WAY = ("chimera", "dualpipe")
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import RULES, derive_versions
 
 from stagewright.schedules import Schedule, ScheduleError, build, check
-from stagewright.schedules.versions import derive_versions
-from stagewright.schedules.weight_rules import RULES
 
 from .random_schedules import by_hand, schedules, steady, with_updates
 

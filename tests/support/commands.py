@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from unittest import mock
 
-from stagewright.experiments.launcher import LaunchResult
+from support.inside import LaunchResult
 
 from .pool import forking, start_rank
 from .pool_worker import torchrun_environment

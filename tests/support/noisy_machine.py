@@ -7,7 +7,7 @@ from math import exp
 from random import Random
 
 from stagewright.schedules import Action, Costs, Op, Schedule, simulate
-from stagewright.schedules.timing.estimate_spread import Ran
+from support.inside import Ran
 
 Step = dict[int, list[Ran]]
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from stagewright.experiments.host import PORTS, free_ports
+from support.inside import PORTS, free_ports
 
 from .pool_worker import Order, Reply, serve
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from stagewright.schedules import Action, Costs, Op, Schedule, simulate
-from stagewright.schedules.ir import BACKWARD_OPS
+from support.inside import BACKWARD_OPS
 
 
 def with_random_moves(random: Random, schedule: Schedule, *, share: float = 0.6) -> Schedule:

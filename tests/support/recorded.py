@@ -6,9 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from stagewright.schedules import Action, Op, Timeline
-from stagewright.schedules.as_one import run_as_one
-from stagewright.schedules.needs import Needs
-from stagewright.schedules.timing.records import RankRecord, assemble_timeline
+from support.inside import Needs, RankRecord, assemble_timeline, run_as_one
 
 
 def records_of(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> list[RankRecord]:

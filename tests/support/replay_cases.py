@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from stagewright.schedules import FAMILIES, Action, Costs, Edge, Links, Op, Schedule, Sum, Way, build
-from stagewright.schedules.builders.late_updates import defer_updates
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.ir import chain
+from support.inside import chain, defer_updates, replicate
 
 from .random_moves import with_random_moves
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright import PipelineModule
-from stagewright.experiments.training.gpt import GPT, GPTConfig
+from support.inside import GPT, GPTConfig
 
 T, VOCABULARY = 12, 11
 

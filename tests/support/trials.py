@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from stagewright.partition import Cluster, Node, Profile
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.auto import AutoLayout
-from stagewright.pipe.batch.given import Given
+from support.inside import AutoLayout, Given
 
 WIDTH, BATCH = 6, 8
 seen: list[str] = []  # by a hook of the model

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from support.inside import CAUSE_HUES, OP_HUES
 
 from stagewright.schedules import Costs, Links, Op, RankTrace, StageBytes, Timeline, Way, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep, Row, Slice, explorer_html
-from stagewright.viz.palette import CAUSE_HUES, OP_HUES
 
 COSTS = Costs(forward=1.0, backward=2.0)
 

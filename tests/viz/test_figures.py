@@ -8,21 +8,21 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.figure import Figure
+from support.inside import batch_of, idle_shares, idle_stretches, shows_batches, time_unit
 
 from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, attribute_idle, build, critical_path, simulate
 from stagewright.viz import (
     Exhibit,
     FigureStyle,
+    MeasuredStep,
+    Row,
+    Slice,
     comparison_figure,
     render_comparison,
     render_timeline,
     timeline_figure,
     write_figure,
 )
-from stagewright.viz.exhibit import MeasuredStep, Row, Slice
-from stagewright.viz.gantt import batch_of, shows_batches
-from stagewright.viz.idle import idle_shares, idle_stretches
-from stagewright.viz.panels import time_unit
 
 
 def size_of(path):

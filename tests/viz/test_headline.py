@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.inside import (
+    HeadFigure,
+    Sheet,
+    TimelinePanel,
+    busy_seconds,
+    closed_form_seconds,
+    headline,
+    median_costs,
+    panels_of,
+    render_terminal,
+)
+from support.inside import expected_least_seconds as least_seconds
 
 from stagewright.schedules import FAMILIES, Costs, Links, StepSamples, Timeline, Way, build, lower_bound, simulate
-from stagewright.schedules.timing.expected import busy_seconds, closed_form_seconds, least_seconds, median_costs
-from stagewright.viz.exhibit import Exhibit, MeasuredStep, Row, Slice
-from stagewright.viz.headline import HeadFigure, headline
-from stagewright.viz.panels import TimelinePanel, panels_of
-from stagewright.viz.sheet import FigureStyle, Sheet
-from stagewright.viz.terminal import render_terminal
+from stagewright.viz import Exhibit, FigureStyle, MeasuredStep, Row, Slice
 
 COSTS = Costs(forward=1.0, backward=2.0)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import Delivery, assign_lanes, find_arrows, find_gaps
 
 from stagewright.schedules import (
     Action,
@@ -19,10 +20,6 @@ from stagewright.schedules import (
     build,
     simulate,
 )
-from stagewright.schedules.needs import Delivery
-from stagewright.schedules.timing.attribution import find_gaps
-from stagewright.viz.arrows import find_arrows
-from stagewright.viz.lanes import assign_lanes
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=30).map(
     lambda pairs: sorted((start, start + length) for start, length in pairs)

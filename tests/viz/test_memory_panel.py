@@ -7,13 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
+from support.inside import MEMORY_HUES, MemoryPanel, ceiling_of, panels_of
 
 from stagewright.schedules import Costs, MemoryPart, StageBytes, Timeline, build, simulate
-from stagewright.viz import Exhibit, FigureStyle, comparison_figure
-from stagewright.viz.exhibit import MeasuredStep
-from stagewright.viz.memory_panel import MemoryPanel, ceiling_of
-from stagewright.viz.palette import MEMORY_HUES
-from stagewright.viz.panels import panels_of
+from stagewright.viz import Exhibit, FigureStyle, MeasuredStep, comparison_figure
 
 STAGES = (
     StageBytes(weights=100.0, gradients=100.0, activations=50.0),

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.partition import Plan
-from stagewright.partition.plans.record import PlanStage
+from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs, Schedule, Timeline, build, simulate
 
 HOSTILE = "</script><script>document.title = 'broken'</script>\"'&<b>\" onload=\"parent.document.title='broken'"

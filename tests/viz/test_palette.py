@@ -1,9 +1,9 @@
 """Colours: everything that is drawn has one of its own, and shades go from the full hue to a pale one."""
 
 import pytest
+from support.inside import palette
 
 from stagewright.schedules import Idle, MessageKind, Op
-from stagewright.viz import palette
 
 
 def test_everything_has_a_colour_of_its_own():

@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from support.inside import replicate
 
 from stagewright.schedules import Costs, Message, MessageKind, RankTrace, Span, Timeline, build, simulate
-from stagewright.schedules.builders.replicas import replicate
 from stagewright.viz import write_perfetto
 
 

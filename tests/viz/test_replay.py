@@ -6,12 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from support.inside import Programs, replay_data, timeline_panel
 from support.replay_cases import Case, cases
 
 from stagewright.schedules import Op, Timeline, simulate
 from stagewright.viz import Exhibit
-from stagewright.viz.explorer.panel_data import Programs, timeline_panel
-from stagewright.viz.explorer.replay_data import replay_data
 
 TICK = 1e-6  # [s]
 REPLAY = """

@@ -6,12 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
+from support.inside import OP_HUES, render_terminal
 
-from stagewright.schedules import Costs, Schedule, Span, Timeline, attribute_idle, build, simulate
-from stagewright.schedules.timing.timeline import RankTrace
+from stagewright.schedules import Costs, RankTrace, Schedule, Span, Timeline, attribute_idle, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep, Row, Slice
-from stagewright.viz.palette import OP_HUES
-from stagewright.viz.terminal import render_terminal
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import derive_versions, replicate
 
 from stagewright.schedules import Costs, RankTrace, Timeline, build, simulate
-from stagewright.schedules.builders.replicas import replicate
-from stagewright.schedules.versions import derive_versions
 from stagewright.viz import exhibit_of_traces, read_perfetto, write_kineto, write_perfetto
 
 Trace = dict[str, Any]

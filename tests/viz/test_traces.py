@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import depths, read_text, read_trace, replicate
 
 from stagewright.schedules import Costs, Op, Timeline, attribute_idle, build, check, critical_path, simulate
-from stagewright.schedules.builders.replicas import replicate
 from stagewright.viz import exhibit_of_traces
-from stagewright.viz.panels import depths
-from stagewright.viz.traces.events import read_text, read_trace
 
 KINETO = Path(__file__).parents[1] / "data" / "kineto"  # made by tests/support/torch_traces.py
 

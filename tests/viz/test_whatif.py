@@ -6,13 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.inside import builder_of, defer_updates, on_ranks, replicate, whatif_data
 
 from stagewright.schedules import FAMILIES, Costs, Edge, Links, Schedule, Sum, Way, build, simulate
-from stagewright.schedules.builders.late_updates import defer_updates
-from stagewright.schedules.builders.replicas import on_ranks, replicate
 from stagewright.viz import Exhibit
-from stagewright.viz.explorer.other_sizes import builder_of
-from stagewright.viz.explorer.whatif_data import whatif_data
 
 LINKS = Links(network=Way(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
 

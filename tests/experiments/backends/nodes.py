@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stagewright.experiments.backends.records import Work
+from support.inside import RecordsWork as Work
 
 WITHIN = 200.0  # [s] guards against hangs alone: what is waited for comes sooner or later
 STAND_IN = Path(__file__).parent / "stand_in"  # torchrun without torch

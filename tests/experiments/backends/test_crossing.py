@@ -5,8 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from stagewright.experiments.backends.namespaces.crossing import Crossing, Link
+from support.inside import Crossing, Link
 
 PLAIN = Link()
 

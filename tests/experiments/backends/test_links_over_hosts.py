@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.inside import Network, Nodes, Shape, network, what_is_missing, why_no_wire
 
-from stagewright.experiments.backends.namespaces.needs import what_is_missing, why_no_wire
-from stagewright.experiments.backends.namespaces.network import Network, network
-from stagewright.experiments.backends.records import Nodes, Shape
 from stagewright.partition import Cluster
 
 WHY_NOT = what_is_missing() or why_no_wire()

@@ -12,12 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends import supervise
-from stagewright.experiments.backends.local import LocalBackend
-from stagewright.experiments.backends.node import STARTER
-from stagewright.experiments.backends.records import Nodes, Shape
-from stagewright.experiments.backends.supervise import NodeStart, run_nodes
+from support.inside import STARTER, LocalBackend, Nodes, NodeStart, Shape, run_nodes, supervise
 
 from .nodes import FAIL, HOSTILE, SLEEP, TELL, WITHIN, gone, parent, processes, work, written
 

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends.namespaces.host import Host
-from stagewright.experiments.backends.namespaces.needs import what_is_missing, why_no_wire
-from stagewright.experiments.backends.namespaces.network import network
-from stagewright.experiments.backends.records import Nodes, Shape
+from support.inside import HostHost as Host
+from support.inside import Nodes, Shape, network, what_is_missing, why_no_wire
 
 from .nodes import WITHIN
 

@@ -12,15 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends import supervise
-from stagewright.experiments.backends.namespaces import cpu_share, needs
-from stagewright.experiments.backends.namespaces.needs import what_is_missing, why_no_wire
-from stagewright.experiments.backends.netns import NetnsBackend
-from stagewright.experiments.backends.node import descendants
-from stagewright.experiments.backends.records import Nodes, Shape
-from stagewright.experiments.jobs.figure import How, read_figures
-from stagewright.experiments.works import links
+from support.inside import (
+    How,
+    NetnsBackend,
+    Nodes,
+    Shape,
+    cpu_share,
+    descendants,
+    links,
+    needs,
+    read_figures,
+    supervise,
+    what_is_missing,
+    why_no_wire,
+)
 
 from .nodes import FAIL, SLEEP, WITHIN, work
 

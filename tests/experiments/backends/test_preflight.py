@@ -9,11 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-
-from stagewright.experiments.backends import preflight
-from stagewright.experiments.backends.facts import NodeFacts, code_digest, differences
-from stagewright.experiments.backends.preflight import Meeting, Met, PreflightError, meet
-from stagewright.experiments.host import free_ports
+from support.inside import (
+    Meeting,
+    Met,
+    NodeFacts,
+    PreflightError,
+    code_digest,
+    differences,
+    free_ports,
+    meet,
+    preflight,
+)
 
 from .nodes import WITHIN
 

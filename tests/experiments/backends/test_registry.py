@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends.registry import BACKENDS, Access, backend
-from stagewright.experiments.commands.experiment import RunOptions
+from support.inside import BACKENDS, Access, RunOptions, backend
 
 
 def test_every_back_end_is_made_by_its_name_and_says_it(tmp_path: Path) -> None:

@@ -11,12 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends import slurm
-from stagewright.experiments.backends.records import Nodes, Shape
-from stagewright.experiments.backends.slurm import SlurmBackend
-from stagewright.experiments.backends.slurm_on_one_host import missing, one_host_cluster
-from stagewright.experiments.backends.slurm_task import address_of, port_of
+from support.inside import Nodes, Shape, SlurmBackend, address_of, missing, one_host_cluster, port_of, slurm
 
 from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, processes, work, written
 

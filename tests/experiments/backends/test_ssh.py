@@ -14,13 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends import ssh
-from stagewright.experiments.backends.hosts import RemoteHost, read_hosts
-from stagewright.experiments.backends.node import descendants
-from stagewright.experiments.backends.records import Nodes, Shape
-from stagewright.experiments.backends.ssh import SshBackend
-from stagewright.experiments.host import free_ports
+from support.inside import Nodes, RemoteHost, Shape, SshBackend, descendants, free_ports, read_hosts, ssh
 
 from .nodes import HOSTILE, TELL, WITHIN, closed_port, gone, processes, work
 

@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-
-from stagewright.experiments.backends.records import Nodes, Work
-from stagewright.experiments.backends.torchrun import torchrun_words
+from support.inside import Nodes, torchrun_words
+from support.inside import RecordsWork as Work
 
 from .nodes import HOSTILE
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stagewright.schedules import Schedule
-from stagewright.schedules.builders.interleaved import microbatch_groups
-from stagewright.schedules.constraints import B, Constraints, F, I, Rule, U, W, in_order, in_turns
-from stagewright.schedules.constraints.notation import InOrder
-from stagewright.schedules.ir import Op
+from support.inside import B, Constraints, F, I, InOrder, Rule, U, W, in_order, in_turns, microbatch_groups
+
+from stagewright.schedules import Op, Schedule
 
 
 def one_and_one(orders: Callable[[Op], InOrder], warmup: Callable[[int], int]) -> list[Rule]:

@@ -8,21 +8,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import B, Constraints, ContradictionError, F, I, Relation, W, in_flight, in_order, in_turns, only_if
 
 from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, check, simulate
-from stagewright.schedules.constraints import (
-    B,
-    Constraints,
-    ContradictionError,
-    F,
-    I,
-    Relation,
-    W,
-    in_flight,
-    in_order,
-    in_turns,
-    only_if,
-)
 
 P, M = 2, 2
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
+from support.inside import SPLIT_OPS, Problem
 
 from stagewright.schedules import Action, Op
-from stagewright.schedules.synthesis.problem import SPLIT_OPS, Problem
 
 
 class Found(NamedTuple):

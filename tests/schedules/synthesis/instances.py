@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
+from support.inside import Objective, Problem, pose
+
 from stagewright.schedules import Costs
-from stagewright.schedules.synthesis.problem import Objective, Problem, pose
 
 COUNT = 300
 

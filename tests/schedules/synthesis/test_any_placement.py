@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import pieces_of
 
 from stagewright.schedules import Costs, Links, MemoryLimitError, Way, build, check, simulate, synthesize
-from stagewright.schedules.synthesis.pieces import pieces_of
 
 EACH = 40  # orders that a placement has
 

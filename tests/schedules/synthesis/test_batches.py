@@ -7,10 +7,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from support.inside import BatchOrder, BatchOrders, Problem, pose
 
-from stagewright.schedules import Costs, Schedule, build, check, simulate, synthesize
-from stagewright.schedules.synthesis.batches import BatchOrder, BatchOrders
-from stagewright.schedules.synthesis.problem import MemoryLimitError, Problem, pose
+from stagewright.schedules import Costs, MemoryLimitError, Schedule, build, check, simulate, synthesize
 
 P, M = 3, 8
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import BACKWARD_OPS, LAST_USES
 
 from stagewright.schedules import (
     Action,
@@ -16,6 +17,7 @@ from stagewright.schedules import (
     MemoryLimitError,
     Op,
     Schedule,
+    Synthesis,
     Timeline,
     Way,
     build,
@@ -24,8 +26,6 @@ from stagewright.schedules import (
     synthesize,
     with_offload,
 )
-from stagewright.schedules.ir import BACKWARD_OPS, LAST_USES
-from stagewright.schedules.synthesis.synthesize import Synthesis
 
 from .test_synthesize import named
 

@@ -6,10 +6,10 @@ import math
 from itertools import pairwise
 
 import pytest
+from support.inside import Objective, pose
+from support.inside import bounds_least_seconds as least_seconds
 
-from stagewright.schedules import Costs, build, simulate
-from stagewright.schedules.synthesis.bounds import least_seconds
-from stagewright.schedules.synthesis.problem import MemoryLimitError, Objective, pose
+from stagewright.schedules import Costs, MemoryLimitError, build, simulate
 
 from .instances import COUNT, random_problem
 from .make_optima import read

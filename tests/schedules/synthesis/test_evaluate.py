@@ -9,11 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
+from support.inside import Objective, Problem, chain, place, pose
+from support.inside import SynthesisEvaluateEvaluator as Evaluator
 
-from stagewright.schedules import Action, Costs, LinkLevel, Links, Op, Schedule, ScheduleError, build, check, simulate
-from stagewright.schedules.ir import chain
-from stagewright.schedules.synthesis.evaluate import Evaluator
-from stagewright.schedules.synthesis.problem import MemoryLimitError, Objective, Problem, place, pose
+from stagewright.schedules import (
+    Action,
+    Costs,
+    LinkLevel,
+    Links,
+    MemoryLimitError,
+    Op,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    simulate,
+)
 
 from ..random_schedules import disordered, ordered, steady
 

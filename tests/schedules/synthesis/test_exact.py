@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from support.inside import Orders, Problem, fits, pose, solve_exactly
+from support.inside import SynthesisEvaluateEvaluator as Evaluator
 
 from stagewright.schedules import Costs, Op, check, simulate
-from stagewright.schedules.synthesis.evaluate import Evaluator, Orders
-from stagewright.schedules.synthesis.exact import solve_exactly
-from stagewright.schedules.synthesis.problem import Problem, fits, pose
 
 from . import cp_sat
 from .instances import random_problem

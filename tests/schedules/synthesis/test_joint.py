@@ -7,11 +7,20 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.inside import _neighbours
+from support.inside import synthesis_joint as joint
 
-from stagewright.schedules import Costs, MemoryLimitError, Op, check, simulate, synthesize
-from stagewright.schedules.synthesis import joint
-from stagewright.schedules.synthesis.joint import Layer, _neighbours, synthesize_jointly
-from stagewright.schedules.synthesis.synthesize import Synthesis
+from stagewright.schedules import (
+    Costs,
+    Layer,
+    MemoryLimitError,
+    Op,
+    Synthesis,
+    check,
+    simulate,
+    synthesize,
+    synthesize_jointly,
+)
 
 ORDERS = 40
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.inside import MoveKind, peaks_in_time, pose, with_moves
 
 from stagewright.schedules import Costs, build, check, simulate
-from stagewright.schedules.synthesis.problem import pose
-from stagewright.schedules.synthesis.spill import MoveKind, peaks_in_time, with_moves
 
 
 def moved(

@@ -7,16 +7,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from support.inside import Lister, Objective, OrderSearch, Search, changed, first_policies, fits_memory, pose
+from support.inside import SynthesisEvaluateEvaluator as Evaluator
+from support.inside import bounds_least_seconds as least_seconds
 
-from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, simulate, synthesize
-from stagewright.schedules.synthesis.bounds import least_seconds
-from stagewright.schedules.synthesis.evaluate import Evaluator
-from stagewright.schedules.synthesis.listing import Lister
-from stagewright.schedules.synthesis.policies import changed, first_policies
-from stagewright.schedules.synthesis.problem import MemoryLimitError, Objective, pose
-from stagewright.schedules.synthesis.search import Search
-from stagewright.schedules.synthesis.slides import OrderSearch
-from stagewright.schedules.synthesis.starts import fits_memory
+from stagewright.schedules import FAMILIES, Costs, MemoryLimitError, Op, Schedule, build, check, simulate, synthesize
 
 from .instances import random_problem
 from .make_optima import read
