@@ -42,3 +42,16 @@ def gloo(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool = Pool(max_ranks=8, filters=request.config.getini("filterwarnings"))
     yield pool
     pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write tests/data/golden and tests/data/pins anew instead of comparing; review them as a diff",
+    )
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
