@@ -67,7 +67,7 @@ class Calls:
         model = self.model
         kinds = [kind for kind in BAD if kind not in ("type", "target", "fewer", "argument", "empty")]
         if not first or (
-            model.style in CHAINS and {"linear", "mlp"} & {*model.blocks}
+            model.style in CHAINS and model.style != "halves" and {"linear", "mlp"} & {*model.blocks}
         ):  # a product of weights refuses it
             kinds.append("type")
         if (
