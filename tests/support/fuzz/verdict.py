@@ -107,6 +107,8 @@ def judge(case: Case, outcomes: Sequence[Outcome]) -> Verdict:
         where = stage_of(case)
     except ValueError:
         where = {}
+    if errors:  # what the calls after the one that was refused would have seen, in place of what those before it saw
+        case = replace(case, calls=case.calls[: max(outcome.at for outcome in errors) + 1])
     try:
         expected = plain_outcome(case, where)
     except Exception as error:
