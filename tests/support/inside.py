@@ -29,7 +29,6 @@ _NAMES = {
     "experiments.backends.records": "Nodes Shape",
     "experiments.backends.registry": "Access BACKENDS backend",
     "experiments.backends.slurm": "SlurmBackend",
-    "experiments.backends.slurm_on_one_host": "missing one_host_cluster",
     "experiments.backends.slurm_task": "address_of port_of",
     "experiments.backends.ssh": "SshBackend",
     "experiments.backends.supervise": "NodeStart run_nodes",

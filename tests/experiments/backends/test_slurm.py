@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.inside import Nodes, Shape, SlurmBackend, address_of, missing, one_host_cluster, port_of, slurm
+import support
+from support.inside import Nodes, Shape, SlurmBackend, address_of, port_of, slurm
+from support.slurm_on_one_host import missing, one_host_cluster
 
 from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, processes, work, written
 
@@ -190,9 +192,21 @@ def fresh(folder: Path, name: str) -> Path:
 @pytest.mark.nightly
 @pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
 def test_the_throw_away_cluster_as_a_command() -> None:
-    module = "stagewright.experiments.backends.slurm_on_one_host"
-    words = [sys.executable, "-P", "-m", module, "--nodes", "3", "--", "srun", "-N3", "-l", "printenv", "SLURM_NODEID"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=90)
+    words = [
+        "-P",
+        "-m",
+        "support.slurm_on_one_host",
+        "--nodes",
+        "3",
+        "--",
+        "srun",
+        "-N3",
+        "-l",
+        "printenv",
+        "SLURM_NODEID",
+    ]
+    there = {**os.environ, "PYTHONPATH": str(Path(support.__file__).parents[1])}
+    done = subprocess.run([sys.executable, *words], env=there, capture_output=True, text=True, check=False, timeout=90)
     assert sorted(done.stdout.split("\n")) == ["", "0: 0", "1: 1", "2: 2"], done.stderr
 
 

@@ -1,6 +1,6 @@
 """A throw-away Slurm cluster on this host: real munged, slurmctld and slurmd of loopback, removed at the end.
 
-    python -m stagewright.experiments.backends.slurm_on_one_host --nodes 2 -- COMMAND...
+    PYTHONPATH=tests python -m support.slurm_on_one_host --nodes 2 -- COMMAND...
 
 runs the command with SLURM_CONF set, so that sbatch, srun and `--backend slurm` find this cluster and no other. It
 needs root (slurmd starts other users' jobs) and Debian's slurmctld, slurmd, slurm-client and munge; no cgroups, no
@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..host import free_ports
+from support.inside import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _HOST = "127.0.0.1"
