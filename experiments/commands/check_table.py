@@ -56,7 +56,7 @@ def table(found: CheckedRun) -> None:
     out.print(_inputs(check.inputs, check.predicted))
     out.print(_ranks(check.ranks))
     if found.tensor_bytes:
-        out.print(_memory(found.tensor_bytes, found.resident_bytes))
+        out.print(_memory(found.tensor_bytes))
     for line in (*_told(found), *(f"note: {note}" for note in found.notes)):
         out.print(line, markup=False, soft_wrap=True)
 
@@ -217,17 +217,12 @@ def _ranks(ranks: Sequence[Sequence[Change]]) -> Table:
     return rows
 
 
-def _memory(pairs: Sequence[tuple[float, float]], resident: Sequence[tuple[float, float, float]]) -> Table:
+def _memory(pairs: Sequence[tuple[float, float]]) -> Table:
     names = ("predicted", "measured", "predicted / measured")
-    more = ("with the allocator, predicted", "measured") if resident else ()
-    rows = new_table("\ntensors at the peak, by process", ("process",), (*names, *more))
+    rows = new_table("\ntensors at the peak, by process", ("process",), names)
     for number, (expected, there) in enumerate(pairs[:_MOST_ROWS]):
         ratio = f"{expected / there - 1:+.1%}" if there > 0 else ""
-        cells = [size(expected), size(there), ratio]
-        if number < len(resident):
-            low, high, held = resident[number]
-            cells += [f"{size(low)} .. {size(high)}", size(held)]
-        rows.add_row(str(number), *cells)
+        rows.add_row(str(number), size(expected), size(there), ratio)
     return rows
 
 

@@ -33,8 +33,6 @@ class CheckedRun:
         name: of the run.
         plan, check: what was promised, and what came of it.
         tensor_bytes: by process, (predicted, measured) bytes of tensors at the peak; empty where nobody measured them.
-        resident_bytes: by process, (least, most, measured) bytes with what the allocator keeps beside tensors, above
-            what stood at the start, as the run left them; empty where its plan did not say.
         sampled: steps drawn from how the run's own durations varied; None where too few were measured.
         ranks_by_host: how many processes each host had that took part, by the trace files; those whose files are not
             there count as one more host.
@@ -46,7 +44,6 @@ class CheckedRun:
     plan: Plan
     check: PredictionCheck
     tensor_bytes: tuple[tuple[float, float], ...]
-    resident_bytes: tuple[tuple[float, float, float], ...]
     sampled: StepSamples | None
     ranks_by_host: tuple[int, ...]
     config: Mapping[str, Any]
@@ -87,7 +84,6 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         plan=plan,
         check=check,
         tensor_bytes=_tensor_bytes(plan, summary),
-        resident_bytes=_resident_bytes(summary),
         sampled=exhibit.sampled,
         ranks_by_host=tuple(map(len, processes_by_host(find_traces(folders)).values())),
         config=_config(folders),
@@ -197,13 +193,6 @@ def _tensor_bytes(plan: Plan, summary: Mapping[str, Any]) -> tuple[tuple[float, 
     if len(held) == 1:
         return ((sum(by_rank.values()), float(held[0])),)
     return tuple((by_rank.get(rank, 0.0), float(there)) for rank, there in enumerate(held))
-
-
-def _resident_bytes(summary: Mapping[str, Any]) -> tuple[tuple[float, float, float], ...]:
-    planned, held = summary.get("planned_resident_bytes"), summary.get("peak_memory_bytes")
-    if not isinstance(planned, list) or not isinstance(held, list) or len(planned) != len(held):
-        return ()
-    return tuple((float(low), float(high), float(there)) for (low, high), there in zip(planned, held, strict=True))
 
 
 def _config(folders: Sequence[Path]) -> Mapping[str, Any]:

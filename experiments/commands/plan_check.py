@@ -82,7 +82,6 @@ def as_json(found: CheckedRun) -> dict[str, object]:
         "ranks": [[each._asdict() for each in rank] for rank in check.ranks],
         "step_range": None if found.sampled is None else list(found.sampled.range()),
         "tensor_bytes": [list(pair) for pair in found.tensor_bytes],
-        "resident_bytes": [list(each) for each in found.resident_bytes],
         "measure_again": [asdict(each) for each in advice(found)],
         "notes": list(found.notes),
     }

@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...partition.allocator import kept
-from ...partition.memory_use import MemoryUse
 from ...partition.plans.plan import Plan
 from ...partition.plans.simulated import expected
 from ...pipe import StepRecord, StepResult
@@ -319,7 +317,6 @@ class _Training:
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step.seconds,
             planned_memory_bytes=None if plan is None else _by_process(plan.memory_bytes, len(resident)),
-            planned_resident_bytes=None if plan is None else _resident(plan, len(resident)),
             checkpoints=0 if saved is None else saved.number,
             failed_checkpoints=0 if saved is None else saved.failed,
             checkpoint_every=None if saved is None else saved.every,
@@ -350,17 +347,6 @@ def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float
     return tuple(by_rank.get(rank, 0.0) for rank in range(num_processes))
 
 
-def _resident(plan: Plan, num_processes: int) -> tuple[tuple[float, float], ...] | None:
-    """From least to most bytes of each process, with what is kept beside tensors."""
-    if plan.allocator is None:
-        return None
-    if num_processes == 1:
-        use = sum(plan.memory.values(), start=MemoryUse())
-        return (kept(use, allocator=plan.allocator, speaks=False).beside(use.total),)
-    by_rank = {rank: beside.beside(plan.memory_bytes[rank]) for rank, beside in plan.kept.items()}
-    return tuple(by_rank.get(rank, (0.0, 0.0)) for rank in range(num_processes))
-
-
 def report(summary: Summary) -> str:
     """The summary for people."""
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
@@ -384,9 +370,6 @@ def report(summary: Summary) -> str:
             f"plan         step {duration(step)} / {duration(summary.step_seconds)} "
             f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
         )
-    if summary.planned_resident_bytes is not None:
-        ranges = ", ".join(f"{size(low)} to {size(high)}" for low, high in summary.planned_resident_bytes)
-        lines.append(f"             peak memory {ranges}: predicted with what is kept beside tensors, by process")
     return "\n".join(lines)
 
 

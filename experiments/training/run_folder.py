@@ -122,8 +122,6 @@ class Summary:
             stream without a plan.
         planned_step_seconds: the middle of the steps that the plan expects, where it knows how actions vary [s].
         planned_memory_bytes: the same as the plan predicts it; None without a plan, as is planned_step_seconds.
-        planned_resident_bytes: per process, from least to most bytes of tensors and of what is kept beside them, as the
-            plan predicts it; None without a plan that knows its devices.
         resumed_at: first step of each time that the run went on.
         checkpoints, failed_checkpoints: saved before the end, since the run last went on; checkpoint_every: steps from
             one to the next at the end; checkpoint_overhead: share of undisturbed training that they took, on rank 0.
@@ -154,7 +152,6 @@ class Summary:
     predicted_step_range: tuple[float, float] | None = None
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None
-    planned_resident_bytes: tuple[tuple[float, float], ...] | None = None
     resumed_at: tuple[int, ...] = ()
     checkpoints: int = 0
     failed_checkpoints: int = 0

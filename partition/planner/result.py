@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...schedules.registry import family
-from ..allocator import Allocator
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
 from ..plans.searched import Searched
@@ -86,7 +85,6 @@ def as_plan(
         bound=min(e.bottleneck, bound),
         simulated_step_time=None if best.simulated is None else best.simulated.seconds,
         simulated_bubble=None if best.simulated is None else best.simulated.bubble,
-        allocator=Allocator.of(e.model.profile.device),
         runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
         notes=tuple(notes),
         searched=searched,

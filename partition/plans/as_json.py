@@ -7,10 +7,9 @@ from dataclasses import asdict, fields
 from typing import TypeVar
 
 from ...schedules.timing.memory import StageBytes
-from ..allocator import Allocator
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
-from ..strict import Fields, fail, parse_object
+from ..strict import Fields, parse_object
 from .record import PlanRecord, PlanStage, RunnerUp
 from .searched import Searched
 from .traffic import StageTraffic
@@ -30,6 +29,7 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
     """Read `to_json`'s form as a record of this kind. ValueError names `source`, the field and what was expected."""
     record = parse_object(text, source=source)
     record.version(_JSON_VERSION)
+    record.take("allocator", "", default=None)  # older plans name one
     try:
         plan = kind(
             stages=tuple(_stage(each) for each in record.objects("stages")),
@@ -48,7 +48,6 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
             simulated_step_time=record.optional_number("simulated_step_time"),
             simulated_bubble=record.optional_number("simulated_bubble"),
             tried_seconds=record.optional_number("tried_seconds"),
-            allocator=_allocator(record),
             runners_up=tuple(_runner_up(each) for each in record.objects("runners_up")),
             notes=tuple(str(note) for note in record.items("notes")),
             searched=None if (searched := record.optional_object("searched")) is None else _searched(searched),
@@ -57,13 +56,6 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
     record.done()
     return plan
-
-
-def _allocator(record: Fields) -> Allocator | None:
-    found = record.optional_text("allocator")
-    if found is not None and found not in list(Allocator):
-        fail(record.at("allocator"), found, f"one of {', '.join(Allocator)}, or null")
-    return None if found is None else Allocator(found)
 
 
 def _stage(record: Fields) -> PlanStage:

@@ -42,7 +42,6 @@ def explain(plan: PlanRecord) -> str:
     lines += _folded([_stage(number, stage, more) for number, stage in enumerate(plan.stages)], "stages")
     lines += _folded(_replicas(plan), "stages")
     lines += _memory(plan)
-    lines += _kept(plan)
     lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
     if plan.searched is not None and plan.simulated_step_time is not None:
         lines += plan.searched.lines(plan.simulated_step_time)
@@ -136,30 +135,6 @@ def _memory(plan: PlanRecord) -> list[str]:
         figures = [*(getattr(memory, name) for name in names), memory.total]
         table.append(f"             {_span(ranks):<9}" + "".join(f"{each / 1e6:14.3f}" for each in figures))
     return lines + _folded(table, "kinds of ranks")
-
-
-def _kept(plan: PlanRecord) -> list[str]:
-    """Rows of what devices hold beside tensors; equal ranks once. Then the ranks that it may be too much for."""
-    tensors, limits = plan.memory_bytes, plan.memory_limits
-    rows: dict[str, list[int]] = {}
-    for rank, beside in plan.kept.items():
-        low, high = beside.beside(tensors[rank])
-        limit = f", of {size(limits[rank])}" if rank in limits else ""
-        row = f"{size(beside.low)} to {size(beside.high)}, with them {size(low)} to {size(high)}{limit}"
-        rows.setdefault(row, []).append(rank)
-    if not rows:
-        return []
-    lines = [f"beside tensors {plan.allocator} and libraries keep, by ranks"]
-    lines += _folded([f"             {_span(ranks):<9} {row}" for row, ranks in rows.items()], "kinds of ranks")
-    if plan.tight_ranks:
-        lines.append(
-            f"fits at the low end alone: {_named(plan.tight_ranks)}; for the high end ask for a plan in less memory"
-        )
-    return lines
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_span(ranks)}" if _whole(ranks) else _span(ranks)
 
 
 def _whole(ranks: Sequence[int]) -> bool:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from ...schedules.registry import family
 from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.memory import StageBytes
-from ..allocator import Allocator, Kept, kept
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE, message_overheads
 from .searched import Searched
@@ -177,7 +176,6 @@ class PlanRecord:
             where it was not simulated.
         simulated_bubble: of that simulation, a fraction.
         tried_seconds: that a batch of this plan took in a trial, a median over its steps [s]; None untried.
-        allocator: of the devices' memory, of which `kept` says more; None where nobody knows the devices.
         runners_up: what else was considered, the better ones first.
         notes: what was left out or could not be done.
         searched: how far, and what is known of the rest; None where configurations were not searched.
@@ -203,7 +201,6 @@ class PlanRecord:
     simulated_step_time: float | None = None
     simulated_bubble: float | None = None
     tried_seconds: float | None = None
-    allocator: Allocator | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()
     searched: Searched | None = None
@@ -307,24 +304,6 @@ class PlanRecord:
     def memory_bytes(self) -> dict[int, float]:
         """Predicted bytes by rank in use; empty under PipeDream's model."""
         return {rank: memory.total for rank, memory in self.memory.items()}
-
-    @property
-    def kept(self) -> dict[int, Kept]:
-        """By rank in use, what its device holds beside tensors (`allocator`); empty where nobody knows the device."""
-        if self.allocator is None:
-            return {}
-        memory = self.memory
-        return {
-            rank: kept(use, allocator=self.allocator, speaks=len(memory) > 1) for rank, use in sorted(memory.items())
-        }
-
-    @property
-    def tight_ranks(self) -> tuple[int, ...]:
-        """Ranks whose tensors fit with the least that is kept beside them, but not with the most."""
-        limits, tensors = self.memory_limits, self.memory_bytes
-        return tuple(
-            rank for rank, beside in self.kept.items() if rank in limits and tensors[rank] + beside.high > limits[rank]
-        )
 
     @property
     def stage_bytes(self) -> tuple[StageBytes, ...]:

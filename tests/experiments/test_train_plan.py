@@ -89,8 +89,6 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
     drawn = sampled(plan)
     assert drawn is not None
     assert summary["planned_step_seconds"] == drawn.median != plan.simulated_step_time
-    assert [high - low for low, high in summary["planned_resident_bytes"]] == [each.high for each in plan.kept.values()]
-    assert "predicted with what is kept beside tensors, by process" in done.stdout
     # The same plan runs again from its file.
     again = command("train", *TINY, "--plan", "runs/one/plan.json", "--text", text, "--name", "two", "--json")
     assert json.loads(again.stdout)["num_microbatches"] == plan.num_microbatches

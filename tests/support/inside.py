@@ -106,7 +106,7 @@ _NAMES = {
     "experiments.works.mist_messages": "message_behind",
     "experiments.works.mist_plans": "MEASURED MeasuredPlan OPERATIONS measured",
     "experiments.works.two_sites": "BACKWARD FORWARD deep_warm_up links_of run_of",
-    "partition.allocator": "Allocator Kept coming_and_going kept reserved",
+    "partition.allocator": "certain",
     "partition.formulas.agreement": "least_errors",
     "partition.formulas.device_model": "DeviceModel PRESETS",
     "partition.formulas.layers": "LAYER_KERNELS transformer_profile",
