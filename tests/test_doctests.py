@@ -1,4 +1,4 @@
-"""Runs the examples in the docstrings of the installed package, one test a module."""
+"""Runs the examples in the docstrings of the installed package, one test a module that has any."""
 
 import doctest
 import importlib
@@ -12,11 +12,12 @@ ROOT = Path(stagewright.__file__).parent
 
 
 def modules() -> list[str]:
-    """Names of all modules of the package's folders; a `__main__` is a command, not for import."""
+    """Names of the modules with examples; a `__main__` is a command, not for import."""
     folders = [init.parent for init in ROOT.glob("*/__init__.py")]
     files = [path.relative_to(ROOT) for folder in folders for path in folder.rglob("*.py")]
+    files = [path for path in files if ">>>" in (ROOT / path).read_text(encoding="utf-8")]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
-    return ["stagewright", *sorted(f"stagewright.{name}" for name in names if not name.endswith("__main__"))]
+    return sorted(f"stagewright.{name}" for name in names if not name.endswith("__main__"))
 
 
 @pytest.mark.parametrize("name", modules())

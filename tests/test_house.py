@@ -1,0 +1,124 @@
+"""The size of the house: what may only become less. A change that needs more takes out as much elsewhere.
+
+pytest tests/test_house.py -s      prints the counts
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+
+import stagewright
+
+ROOT = Path(stagewright.__file__).parent
+LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
+
+# At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
+MOST = {
+    "library lines": 68_915,
+    "library code lines": 47_074,
+    "experiments lines": 20_916,
+    "library files": 446,
+    "library classes": 687,
+    "annotated fields": 1_726,
+    "functions above 60 lines": 11,
+    "functions above 8 parameters": 33,
+    "modules with one importer": 99,
+    "circles of folders": 3,
+    "class names twice": 38,
+}
+
+
+class Source:
+    """One file of the package."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.relative_to(ROOT).as_posix()
+        self.text = path.read_text(encoding="utf-8")
+        self.nodes = list(ast.walk(ast.parse(self.text)))
+        self.is_package = path.name == "__init__.py"
+        self.is_library = self.name.split("/")[0] in (*LIBRARY, "__init__.py", "__main__.py")
+        self.module = self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    @property
+    def folder(self) -> str:
+        return self.name.rpartition("/")[0]
+
+    def num_code_lines(self) -> int:
+        docs = {number for node in self.nodes for number in lines_of_docstring(node)}
+        lines = [line.strip() for number, line in enumerate(self.text.splitlines(), 1) if number not in docs]
+        code = [line for line in lines if line and not line.startswith("#")]
+        return len(code) + sum(line.count("; ") for line in code)
+
+    def imported(self) -> Iterator[str]:
+        """Dotted names of modules, or of what stands in them, below the package's root."""
+        package = self.module.split(".") if self.is_package else self.module.split(".")[:-1]
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
+                yield ".".join(base)
+                yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def lines_of_docstring(node: ast.AST) -> range:
+    body = getattr(node, "body", None)
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not body:
+        return range(0)
+    first = body[0]
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    return range(first.lineno, (first.end_lineno or first.lineno) + 1) if is_text else range(0)
+
+
+def functions(sources: list[Source]) -> Iterator[tuple[int, int]]:
+    """(lines without docstring, parameters without self) of each."""
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                length = (node.end_lineno or node.lineno) - node.lineno + 1 - len(lines_of_docstring(node))
+                yield length, sum(one.arg not in ("self", "cls") for one in given)
+
+
+def counts() -> dict[str, int]:
+    paths = [path for folder in (*LIBRARY, "experiments") for path in (ROOT / folder).rglob("*.py")]
+    sources = [Source(path) for path in sorted([*ROOT.glob("*.py"), *paths])]
+    library = [source for source in sources if source.is_library]
+    classes = [node for source in library for node in source.nodes if isinstance(node, ast.ClassDef)]
+    sizes = list(functions(library))
+    by_module = {source.module: source for source in sources}
+    importers: dict[str, set[Source]] = defaultdict(set)
+    folders: nx.DiGraph[str] = nx.DiGraph()
+    for source in sources:
+        for target in {name for name in source.imported() if name in by_module and name != source.module}:
+            importers[target].add(source)
+            one, other = source.folder, by_module[target].folder
+            if one and other and not f"{one}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{one}/"):
+                folders.add_edge(one, other)
+    return {
+        "library lines": sum(source.text.count("\n") for source in library),
+        "library code lines": sum(source.num_code_lines() for source in library),
+        "experiments lines": sum(source.text.count("\n") for source in sources if source.folder.startswith("exp")),
+        "library files": len(library),
+        "library classes": len(classes),
+        "annotated fields": sum(isinstance(line, ast.AnnAssign) for one in classes for line in one.body),
+        "functions above 60 lines": sum(length > 60 for length, _ in sizes),
+        "functions above 8 parameters": sum(width > 8 for _, width in sizes),
+        "modules with one importer": sum(
+            not source.is_package and len(users := importers[source.module]) == 1 and not next(iter(users)).is_package
+            for source in library
+        ),
+        "circles of folders": sum(len(group) > 1 for group in nx.strongly_connected_components(folders)),
+        "class names twice": sum(times > 1 for times in Counter(node.name for node in classes).values()),
+    }
+
+
+def test_the_house_does_not_grow() -> None:
+    found = counts()
+    print("\n".join(f"{name:30} {count:7,} of {MOST[name]:7,}" for name, count in found.items()))
+    assert {name: count for name, count in found.items() if count > MOST[name]} == {}
