@@ -2,8 +2,7 @@
 
 plans, the least predicted first
   the first --copy of the model, real steps on the first batch--> its step, and the seconds of its parts
-  by how much these are off, what is predicted of the others is corrected
-  the next one is tried as long as that is less than the best step measured
+  each of them in turn, those near the first one
 the best measured -> the plan, with what was measured in place of what was predicted
 
 A trial is a pipeline like any other, over a copy of the model and of the loss, with links, processes' groups and
@@ -32,7 +31,7 @@ from ..comm import Collectives, Guard, PipelineError, World, make_guard
 from ..partition.graph.untouched import Kept
 from ..partition.plans.as_text import CHOSEN, describe
 from ..partition.plans.plan import Plan
-from ..partition.plans.tried import corrected_seconds, ratios, with_measured
+from ..partition.plans.tried import with_measured
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
 from ..schedules import Costs, Timeline
 from ..schedules.registry import family
@@ -44,7 +43,6 @@ from .settings import Settings
 
 TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
 WITHIN = 0.1  # of the best predicted step: others that may be tried
-_CLOSE = 0.03  # by which a corrected prediction may be wrong
 _WARM_UP = 2  # steps that do not count; one where there is little time
 _MOST = 12  # steps that do, at least one
 _log = logging.getLogger("stagewright")
@@ -104,7 +102,7 @@ class Trials:
         self._collectives = collectives
 
     def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
-        """The plan that took least, corrected, and the same as it was predicted. Collective over the processes.
+        """The plan that took least, as it was measured and as it was predicted. Collective over the processes.
 
         Where nothing can be tried, the first plan with a note of the reason, twice.
 
@@ -121,8 +119,6 @@ class Trials:
             label = _label(plan)
             share = 1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1)
             reason = self._refusal_of(plan, seconds=TRIAL_SECONDS * share)
-            if reason is None and tried:
-                reason = self._is_slower(plan, tried)
             if reason is None:
                 if self._world.rank == 0:
                     step = duration(plan.simulated_step_time or 0.0)
@@ -175,15 +171,6 @@ class Trials:
                     f"{size(limits[rank])}"
                 )
         return None
-
-    def _is_slower(self, plan: Plan, tried: Sequence[_Tried]) -> str | None:
-        """Why a plan cannot win, by what the first trial corrects; None where it may."""
-        first, least = tried[0], min(each.seconds for each in tried)
-        by = ratios(first.plan, first.measured, step=first.seconds)
-        (seconds, *_) = self._collectives.gather(corrected_seconds(plan, by), what="comparing plans")  # all take one's
-        if seconds < least * (1 + _CLOSE):
-            return None
-        return f"corrected by the first trial {duration(seconds)} a batch, where {duration(least)} were measured"
 
     # One trial
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import add
 from statistics import fmean, median, quantiles
 from typing import TypeVar
@@ -31,29 +31,6 @@ P = TypeVar("P", bound=PlanRecord)
 
 _LEAST_SPREAD = 8  # durations of a stage that tell how they vary
 _SHOWN = 0.01  # of the step, from which on a cause is named
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
-    """Measured over predicted seconds, by kind of input; `step` is what is left to the whole step.
-
-    Arguments:
-        message_seconds: of ranks that are busy with messages; 1 after a plan without any, as all that was not measured.
-        norm_seconds: of the global norm, as measured: it is the same for any plan of these ranks [s]; None without one.
-        by_rank: how many times F and B of a rank take those of the replicas beside it; 1 for those that are not named.
-    """
-
-    compute: float = 1.0
-    runtime: float = 1.0
-    message_seconds: float = 1.0
-    messages: float = 1.0
-    sums: float = 1.0
-    sum_busy: float = 1.0
-    update: float = 1.0
-    around: float = 1.0
-    step: float = 1.0
-    norm_seconds: float | None = None
-    by_rank: Mapping[int, float] = field(default_factory=dict)
 
 
 def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
@@ -114,105 +91,6 @@ def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
         ),
         after.batch_seconds / predicted.batch_seconds,
     )
-
-
-def ratios(predicted: PlanRecord, measured: PlanRecord, *, step: float) -> Ratios:
-    """How far a plan's inputs were off, by kind.
-
-    Arguments:
-        measured: the same plan, `with_measured`.
-        step: that was measured [s].
-    """
-
-    def of(kind: str) -> float:
-        was, now = (sum(_seconds(plan, kind)) for plan in (predicted, measured))
-        return now / was if was > 0 and now > 0 else 1.0
-
-    simulated_step = measured.simulated_step_time or 0.0
-    return Ratios(
-        compute=of("compute"),
-        runtime=of("runtime"),
-        message_seconds=of("message_seconds"),
-        messages=of("messages"),
-        sums=of("sums"),
-        sum_busy=of("sum_busy"),
-        update=of("update"),
-        around=of("around"),
-        step=step / simulated_step if simulated_step > 0 else 1.0,
-        norm_seconds=measured.norm_seconds,
-        by_rank=_by_rank(measured),
-    )
-
-
-def corrected_seconds(plan: PlanRecord, by: Ratios) -> float:
-    """Seconds a batch of a plan that was not tried, if its inputs are as far off as those of one that was."""
-    stages = [_corrected(stage, by) for stage in plan.stages]
-    corrected = replace(
-        plan,
-        stages=tuple(stages),
-        around_seconds=plan.around_seconds * by.around,
-        norm_seconds=by.norm_seconds,
-        tied=tuple((stages, seconds * by.sums) for stages, seconds in plan.tied),
-    )
-    return simulated(corrected).timeline.batch_seconds * by.step
-
-
-def _corrected(stage: PlanStage, by: Ratios) -> PlanStage:
-    way = stage.traffic
-    ranks = [by.by_rank.get(group[0], 1.0) for group in stage.groups]
-    mean = fmean(ranks)
-    alike = () if len(set(ranks)) == 1 else tuple(each / mean for each in ranks)
-    compute = by.compute * mean
-    return replace(
-        stage,
-        forward_seconds=stage.forward_seconds * compute,
-        backward_seconds=stage.backward_seconds * compute,
-        input_grad_seconds=None if (i := stage.input_grad_seconds) is None else i * compute,
-        forward_ratios=alike,
-        backward_ratios=alike,
-        action_seconds=stage.action_seconds * by.runtime,
-        traffic=None
-        if way is None
-        else replace(
-            way,
-            latency=way.latency * by.messages,
-            seconds_per_byte=way.seconds_per_byte * by.messages,
-            message_seconds=way.message_seconds * by.message_seconds,
-            sum_seconds=way.sum_seconds * by.sums,
-            sum_busy=min(1.0, way.sum_busy * by.sum_busy),
-            optimizer_seconds=way.optimizer_seconds * by.update,
-        ),
-    )
-
-
-def _by_rank(plan: PlanRecord) -> dict[int, float]:
-    """By rank F and B of all its stages over those of the mean replica; stages without replicas say nothing of it."""
-    own: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for stage in plan.stages:
-        whole = stage.forward_seconds + stage.backward_seconds
-        for group, ratio in zip(stage.groups, stage.replica_ratios, strict=False):
-            for rank in group:
-                own[rank].append((whole * ratio, whole))
-    return {rank: sum(a for a, _ in both) / sum(b for _, b in both) for rank, both in own.items()}
-
-
-def _seconds(plan: PlanRecord, kind: str) -> list[float]:
-    match kind:
-        case "compute":
-            return [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
-        case "runtime":
-            return list(plan.overheads)
-        case "message_seconds":
-            return list(plan.message_overheads)
-        case "messages":
-            return [way.latency + way.message_bytes * way.seconds_per_byte for way in plan.traffic[:-1]]
-        case "sums":
-            return [*(way.sum_seconds for way in plan.traffic), *(seconds for _, seconds in plan.tied)]
-        case "sum_busy":
-            return [way.sum_busy for way in plan.traffic]
-        case "around":
-            return [plan.around_seconds]
-    return [way.optimizer_seconds for way in plan.traffic]
 
 
 class _SeenOfStages:

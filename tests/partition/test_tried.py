@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.inside import Ratios, around_actions, corrected_seconds, expected, ratios, sampled, with_measured
+from support.inside import around_actions, expected, sampled, with_measured
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
@@ -112,8 +112,6 @@ def test_measured_sums_of_tied_weights_take_the_place_of_predicted_ones(measured
         took = with_measured(before, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
         assert took.tied == ((stages, pytest.approx(measured * seconds)),)
         assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
-    by = ratios(found, took, step=step.batch_seconds)
-    assert by.sums == pytest.approx(measured)
 
 
 def test_sums_of_tied_weights_of_one_place_belong_to_the_first_of_its_stages() -> None:
@@ -145,10 +143,6 @@ def test_a_measured_norm_takes_the_place_of_the_predicted_one() -> None:
     took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages), norm=5e-3))
     assert took.norm_seconds == pytest.approx(5e-3)
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
-    assert ratios(found, took, step=step.batch_seconds).norm_seconds == took.norm_seconds
-    other = plan(PROFILE, CLUSTER, global_batch=8, max_grad_norm=1.0, **{**options, **SHAPES["data"]})
-    more = corrected_seconds(other, Ratios(norm_seconds=5e-3)) - simulated(other).timeline.batch_seconds
-    assert more == pytest.approx(5e-3 - 6e-4)
 
 
 def test_what_was_not_measured_is_corrected_by_the_step() -> None:
@@ -202,50 +196,6 @@ def test_causes_of_a_hundredth_of_the_step_are_named() -> None:
     assert "messages" not in took.notes[-1]  # thrice as slow, but 1 ms of 292
 
 
-def test_what_is_left_of_a_step_and_around_it_is_as_far_off_in_other_plans() -> None:
-    found = replace(planned("pipeline"), around_seconds=1e-3)
-    took = with_measured(found, [replace(simulated(found).timeline, around=3e-3)], known(found))
-    by = ratios(found, took, step=2 * (took.simulated_step_time or 0.0))
-    assert (by.around, by.step) == pytest.approx((3.0, 2.0))
-    assert ratios(found, replace(took, around_seconds=0.0), step=1.0).around == 1.0  # nothing was seen of it
-    other = replace(planned("replicas"), around_seconds=2e-3)
-    alone = simulated(other).timeline.batch_seconds
-    assert corrected_seconds(other, Ratios(around=3.0, step=2.0)) == pytest.approx(2 * (alone + 4e-3))
-
-
-def test_each_input_of_another_plan_is_as_far_off_as_it_was() -> None:
-    """One after the other by a factor, in a plan with all of them; each changes its step."""
-    options = {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": ("interleaved-zb",), "chunk_sizes": (2,)}
-    found = plan(PROFILE, CLUSTER, global_batch=8, microbatch_sizes=(1,), optimizer_sharding=("none",), **options)
-    stages = [
-        replace(s, input_grad_seconds=0.4 * s.backward_seconds, traffic=replace(way, sum_busy=0.4, sum_seconds=0.05))
-        for s in found.stages
-        if (way := s.traffic) is not None
-    ]
-    found = replace(found, stages=tuple(stages))
-    before = simulated(found).timeline.batch_seconds
-    actions = ("forward_seconds", "backward_seconds", "input_grad_seconds")
-    cases: list[tuple[dict[str, float], tuple[str, ...], float]] = [
-        ({"compute": 2.0}, actions, 2.0),
-        ({"runtime": 2.0}, ("action_seconds",), 2.0),
-        ({"message_seconds": 7.0}, ("message_seconds",), 7.0),
-        ({"messages": 70.0}, ("latency", "seconds_per_byte"), 70.0),
-        ({"sums": 2.0}, ("sum_seconds",), 2.0),
-        ({"sum_busy": 2.0}, ("sum_busy",), 2.0),
-        ({"sum_busy": 4.0}, ("sum_busy",), 2.5),  # not more than all of the sum
-        ({"update": 2.0}, ("optimizer_seconds",), 2.0),
-    ]
-    for by, names, ratio in cases:
-        other = scaled(found, names, ratio)
-        after = simulated(other).timeline.batch_seconds
-        assert after != pytest.approx(before, rel=1e-3), by
-        assert corrected_seconds(found, Ratios(**by)) == pytest.approx(after), by  # type: ignore[arg-type]
-        ((kind, _),) = by.items()
-        assert getattr(ratios(found, other, step=1.0), kind) == pytest.approx(ratio)
-    bytes_alone = ratios(found, scaled(found, ("seconds_per_byte",), 3.0), step=1.0)
-    assert bytes_alone.messages == pytest.approx((1e-4 + 3e-4) / 2e-4)
-
-
 def scaled(found: Plan, names: tuple[str, ...], ratio: float) -> Plan:
     """The plan with these figures of its stages, or of their traffic, so many times."""
     stages = []
@@ -255,16 +205,6 @@ def scaled(found: Plan, names: tuple[str, ...], ratio: float) -> Plan:
         sent = {name: getattr(way, name) * ratio for name in names if hasattr(way, name)}
         stages.append(replace(stage, traffic=replace(way, **sent), **own))
     return replace(found, stages=tuple(stages))
-
-
-def test_a_rank_is_slow_by_the_seconds_of_its_stages() -> None:
-    found = planned("replicas")
-    stages = [replace(s, ranks=(0, 1), forward_ratios=(1.5, 0.5), backward_ratios=(1.5, 0.5)) for s in found.stages]
-    even = replace(stages[1], forward_seconds=0.1, backward_seconds=0.2, forward_ratios=(1, 1), backward_ratios=(1, 1))
-    first = stages[0].forward_seconds + stages[0].backward_seconds
-    both = replace(found, stages=(stages[0], even), num_chunks=2)
-    by = ratios(both, both, step=1.0).by_rank
-    assert by == pytest.approx({0: (1.5 * first + 0.3) / (first + 0.3), 1: (0.5 * first + 0.3) / (first + 0.3)})
 
 
 def test_measured_halves_of_a_backward() -> None:
@@ -287,42 +227,6 @@ def test_measured_halves_of_a_backward() -> None:
         assert own.input_grad_seconds == pytest.approx(0.3 * own.backward_seconds)
         computed = (own.forward_seconds + own.backward_seconds) / (was.forward_seconds + was.backward_seconds)
         assert own.step_seconds == pytest.approx(was.step_seconds * computed)
-
-
-def test_another_plan_is_corrected_by_what_was_off() -> None:
-    """Sums that take five times as long are no reason against a plan without any."""
-    data, pipeline = planned("data"), planned("pipeline")
-    took = with_measured(data, [simulated(as_it_is(data, compute=1.0, sums=5.0)).timeline], known(data))
-    by = ratios(data, took, step=took.simulated_step_time or 0.0)
-    assert by.sums == pytest.approx(5.0, rel=1e-6)
-    assert by.step == pytest.approx(1.0)
-    assert corrected_seconds(data, by) == pytest.approx(took.simulated_step_time, rel=0.02)
-    stages = [
-        replace(
-            stage,
-            backward_seconds=stage.backward_seconds * by.compute,
-            forward_seconds=stage.forward_seconds * by.compute,
-        )
-        for stage in pipeline.stages
-    ]
-    assert corrected_seconds(pipeline, replace(by, update=1.0, runtime=1.0, messages=1.0)) == pytest.approx(
-        simulated(replace(pipeline, stages=tuple(stages))).timeline.batch_seconds
-    )
-
-
-def test_messages_are_corrected_by_messages_alone() -> None:
-    """Seconds around actions, found off by a plan that sends nothing, says nothing of seconds with a message."""
-    data, pipeline = planned("data"), planned("pipeline")
-    took = with_measured(data, [simulated(data).timeline], Costs(overhead=[50.0 * each for each in data.overheads]))
-    by = ratios(data, took, step=took.simulated_step_time or 0.0)
-    assert by.runtime == pytest.approx(50.0)
-    assert by.message_seconds == 1.0
-    stages = [replace(stage, action_seconds=50.0 * stage.action_seconds) for stage in pipeline.stages]
-    expected = simulated(replace(pipeline, stages=tuple(stages))).timeline.batch_seconds
-    alone = Ratios(runtime=by.runtime, message_seconds=by.message_seconds)
-    assert corrected_seconds(pipeline, alone) == pytest.approx(expected)
-    sent = with_measured(pipeline, [simulated(pipeline).timeline], known(pipeline))
-    assert ratios(pipeline, sent, step=1.0).message_seconds == pytest.approx(1.0)
 
 
 def two_replicas(*, microbatches: int = 6) -> Plan:
@@ -367,43 +271,6 @@ def test_replicas_keep_their_own_seconds() -> None:
     assert took.bubble == pytest.approx(1 - 3 * (sum(fast) + sum(slow)) / (2 * whole))
     assert took.tried_seconds == pytest.approx(whole)
     assert Plan.from_json(took.to_json()) == took
-
-
-def test_a_slow_rank_is_slow_in_other_layouts() -> None:
-    """Where its replicas stand beside others, or where it has a stage for itself."""
-    found, other = planned("data"), planned("replicas")
-    ranks = (0.8, 1.0, 1.1, 1.1)
-    stage = replace(found.stages[0], action_seconds=0.0)
-    found = replace(found, stages=(stage,))
-    truth = replace(found, stages=(replace(stage, forward_ratios=ranks, backward_ratios=ranks),))
-    took = with_measured(found, [simulated(truth).timeline] * 3, Costs())
-    assert took.simulated_step_time == pytest.approx(simulated(truth).timeline.batch_seconds)
-    by = ratios(found, took, step=took.simulated_step_time or 0.0)
-    assert by.by_rank == pytest.approx(dict(enumerate(ranks)))
-    assert by.compute == pytest.approx(1.0)
-    first, second = other.stages
-    assert (first.ranks, second.ranks) == ((0, 1), (2, 3))
-    slower = replace(
-        other,
-        stages=(
-            replace(
-                first,
-                forward_seconds=0.9 * first.forward_seconds,
-                backward_seconds=0.9 * first.backward_seconds,
-                forward_ratios=(0.8 / 0.9, 1.0 / 0.9),
-                backward_ratios=(0.8 / 0.9, 1.0 / 0.9),
-            ),
-            replace(
-                second,
-                forward_seconds=1.1 * second.forward_seconds,
-                backward_seconds=1.1 * second.backward_seconds,
-            ),
-        ),
-    )
-    expected = simulated(slower).timeline.batch_seconds
-    assert corrected_seconds(other, Ratios(by_rank=by.by_rank)) == pytest.approx(expected)
-    again = corrected_seconds(found, Ratios(by_rank=by.by_rank))
-    assert again == pytest.approx(simulated(truth).timeline.batch_seconds)
 
 
 @pytest.mark.parametrize("ratios", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, float("inf")), (1.0, "2")])

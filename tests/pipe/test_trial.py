@@ -155,13 +155,12 @@ def test_the_best_measured_wins() -> None:
     assert to_try(near[0], near[1:], trials=3) == near
     assert to_try(near[0], near[1:], trials=2) == near[:2]
     assert to_try(whole[0], whole[1:], trials=3) == whole[:1]  # others take too long
-    # The first is twice as slow as predicted, and so, presumably, are the others: within 3% they may be faster.
+    # All that come near are carried out, however slow the first one turned out to be.
     best, ran = choose(near, {2: 2.0, 4: 1.5, 8: 3.0})
-    assert (best.num_microbatches, ran) == (4, [2, 4])
-    assert any(note.startswith("tried, too: ") for note in best.notes)
-    assert any(note.startswith("not tried: ") and "corrected by the first trial" in note for note in best.notes)
+    assert (best.num_microbatches, ran) == (4, [2, 4, 8])
+    assert sum(note.startswith("tried, too: ") for note in best.notes) == 2
     best, ran = choose(near, {2: 2.0, 4: 3.0, 8: 1.0})
-    assert (best.num_microbatches, ran) == (2, [2, 4])
+    assert (best.num_microbatches, ran) == (8, [2, 4, 8])
     # One that takes too much memory loses; where all do, the first stays as it was predicted.
     best, ran = choose(near, {2: 0.0, 4: 1.0, 8: 1.0})
     assert (best.num_microbatches, ran[:2]) == (4, [2, 4])

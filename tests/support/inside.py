@@ -152,7 +152,7 @@ _NAMES = {
     "partition.plans.simulated": "SimulatedPlan expected sampled",
     "partition.plans.sizes": "Size fitted planned_for stage_laws",
     "partition.plans.to_schedule": "one_pipeline",
-    "partition.plans.tried": "Ratios corrected_seconds ratios with_measured",
+    "partition.plans.tried": "with_measured",
     "partition.profiler.clock": "HostClock",
     "partition.profiler.live_bytes": "LiveBytes",
     "partition.profiler.measure": "profile_model",
