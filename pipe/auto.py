@@ -13,16 +13,17 @@ import logging
 import os
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..comm import Collectives, Guard, MeshPlace, World
+from ..comm import Collectives, Guard, MeshPlace, World, join_world, make_guard
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
+from ..partition.graph.forms import Arguments
 from ..partition.graph.untouched import untouched
 from ..partition.host_speeds import host_speeds, with_host_speeds
 from ..partition.planner import plan
@@ -347,3 +348,38 @@ def _memory_bytes(device: torch.device, *, sharing: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)
+
+
+def plan_here(
+    model: nn.Module,
+    batch: tuple[tuple[Any, ...], Any],
+    *,
+    num_microbatches: int | None,
+    timeout: float,
+    trials: int = 0,
+    restrictions: Mapping[str, Any],
+    **settings: Any,
+) -> tuple[Plan, Plan]:
+    """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it, without a pipeline.
+
+    Arguments:
+        batch: inputs and target.
+        restrictions: of the planner's search.
+        settings: loss_fn and others, as PipelineModule takes them.
+
+    Collective over the processes; the same plans on each.
+    """
+    device = torch.device("cpu")
+    world = join_world(device=device, timeout=timeout)
+    layout = AutoLayout(
+        model,
+        world,
+        Settings(device=device, timeout=timeout, **settings),
+        guard=make_guard(world),
+        num_ranks=world.size,
+        num_microbatches=num_microbatches,
+        trials=trials,
+    )
+    taken = layout.plan(Given(arguments=Arguments.of(batch[0]), target=batch[1]), **restrictions)
+    assert layout.predicted is not None
+    return taken, layout.predicted

@@ -7,15 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ...comm import join_world, make_guard
-from ...partition.graph.forms import Arguments
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
-from ...pipe.batch.given import Given
-from ...pipe.settings import Settings
 from ...schedules import Op, simulate
 from ..host import MemoryMeter
 from ..training.gpt import GPTConfig
@@ -34,25 +29,18 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
 
     Collective over the processes; the same plan on each.
     """
-    from ...pipe.auto import AutoLayout  # the profiler and the planner, which other jobs need not load
+    from ...pipe.auto import plan_here  # the profiler and the planner, which other jobs need not load
 
-    device = torch.device("cpu")
-    world = join_world(device=device, timeout=TIMEOUT)
-    settings = Settings(
+    plan, _ = plan_here(
+        problem.make_model(),
+        ((problem.inputs,), problem.target),
+        num_microbatches=num_microbatches,
+        timeout=TIMEOUT,
+        restrictions=restrictions,
         loss_fn=problem.loss_fn,
         optimizer=problem.optimizer,
-        device=device,
-        timeout=TIMEOUT,
     )
-    layout = AutoLayout(
-        problem.make_model(),
-        world,
-        settings,
-        guard=make_guard(world),
-        num_ranks=world.size,
-        num_microbatches=num_microbatches,
-    )
-    return layout.plan(Given(arguments=Arguments.of((problem.inputs,)), target=problem.target), **restrictions)
+    return plan
 
 
 def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTimes:

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
@@ -46,6 +46,9 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
     `replicas`: "any", or how many data replicas the planner may choose.
     """
+    from ...pipe.auto import plan_here
+    from ...pipe.layout import TRIALS
+    from ..bench.sides import TIMEOUT
     from ..training.options import TrainOptions
     from ..training.pipeline import make_pipe
     from ..training.task import make_task
@@ -57,15 +60,16 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     (inputs, target), loss_fn = first.parted(task.loss_for(first)), task.loss_for(first)
     assert isinstance(inputs, tuple)
     restrictions = {} if case.get("replicas") == "any" else {"data_sizes": (case.count("replicas"),)}
-    plan, untried = _planned(
+    plan, untried = plan_here(
         task.make_model(),
-        inputs,
-        target,
+        (inputs, target),
+        num_microbatches=None,
+        timeout=TIMEOUT,
+        trials=TRIALS,
+        restrictions=restrictions,
         loss_fn=loss_fn,
         optimizer=task.optimizer,
         max_grad_norm=options.clip,
-        num_microbatches=None,
-        **restrictions,
     )
     pipe = make_pipe(options, plan, task, task.make_model(), first)
 
@@ -79,21 +83,25 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     """Layers that sleep for unequal times, three a rank."""
     from ...pipe import PipelineModule
+    from ...pipe.auto import plan_here
+    from ...pipe.layout import TRIALS
     from ..bench.plan_workloads import PLANNED_RUNS
+    from ..bench.sides import TIMEOUT
     from ..bench.whole_models import planned_problem
 
     del repetitions
     run = PLANNED_RUNS[f"planned-sleep-{case.count('ranks')}"]
     problem = planned_problem(run)
-    plan, untried = _planned(
+    plan, untried = plan_here(
         problem.make_model(),
-        (problem.inputs,),
-        problem.target,
+        ((problem.inputs,), problem.target),
+        num_microbatches=run.num_microbatches,
+        timeout=TIMEOUT,
+        trials=TRIALS,
+        restrictions={"data_sizes": run.data_sizes},
         loss_fn=problem.loss_fn,
         optimizer=None,
         max_grad_norm=None,
-        num_microbatches=run.num_microbatches,
-        data_sizes=run.data_sizes,
     )
     pipe = PipelineModule(problem.make_model(), plan=plan, loss_fn=problem.loss_fn)
 
@@ -104,52 +112,6 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
         return result
 
     yield from _ran(case, plan, pipe, step, untried=untried, steps=_SLEEPING_STEPS, how=How.EMULATED)
-
-
-def _planned(
-    model: Any,
-    inputs: tuple[Any, ...],
-    target: Any,
-    *,
-    loss_fn: Any,
-    optimizer: Any,
-    max_grad_norm: float | None,
-    num_microbatches: int | None,
-    **restrictions: Any,
-) -> tuple[Plan, Plan]:
-    """The plan of schedule="auto", within `restrictions` of the planner's search, and the same as the profile alone
-    predicted it. Collective over the processes."""
-    import torch
-
-    from ...comm import join_world, make_guard
-    from ...partition.graph.forms import Arguments
-    from ...pipe.auto import AutoLayout
-    from ...pipe.batch.given import Given
-    from ...pipe.layout import TRIALS
-    from ...pipe.settings import Settings
-    from ..bench.sides import TIMEOUT
-
-    device = torch.device("cpu")
-    world = join_world(device=device, timeout=TIMEOUT)
-    settings = Settings(
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
-        device=device,
-        timeout=TIMEOUT,
-    )
-    layout = AutoLayout(
-        model,
-        world,
-        settings,
-        guard=make_guard(world),
-        num_ranks=world.size,
-        num_microbatches=num_microbatches,
-        trials=TRIALS,
-    )
-    plan = layout.plan(Given(arguments=Arguments.of(inputs), target=target), **restrictions)
-    assert layout.predicted is not None
-    return plan, layout.predicted
 
 
 def _ran(
