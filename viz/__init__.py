@@ -1,19 +1,16 @@
 """Timelines as pages, figures and Perfetto traces. Pure: no torch; matplotlib loads when something is drawn."""
 
-from .exhibit import Exhibit, MeasuredStep, Row, Slice
+from .exhibit import Exhibit, MeasuredStep
 from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
 from .perfetto import read_perfetto, write_perfetto
 from .sheet import FigureStyle
-from .traces.exhibit import exhibit_of_traces
-from .traces.kineto import write_kineto
+from .traces.pipeline import exhibit_of_traces
 
 __all__ = [
     "Exhibit",
     "FigureStyle",
     "MeasuredStep",
-    "Row",
-    "Slice",
     "comparison_figure",
     "exhibit_of_traces",
     "explorer_html",
@@ -23,6 +20,5 @@ __all__ = [
     "timeline_figure",
     "write_explorer",
     "write_figure",
-    "write_kineto",
     "write_perfetto",
 ]

@@ -1,6 +1,6 @@
 """Exhibits: one run, plan or schedule, read once and drawn by every view alike.
 
-    run folder, plan, schedule, CSV, Perfetto or Kineto trace ---> Exhibit ---> page, PNG and SVG, terminal, comparison
+    run folder, plan, schedule, CSV, trace ---> Exhibit ---> page, PNG and SVG, terminal, comparison
 
 A view asks for what it draws and leaves out what is None; `notes` say to people what is missing, and why.
 """
@@ -27,23 +27,6 @@ class MeasuredStep(NamedTuple):
         return f"measured, step {self.number}" + (f", clocks ±{duration(max(errors))}" if errors else "")
 
 
-class Slice(NamedTuple):
-    """Anything with a name that took from `start` to `end` [s], in a lane of its row; slices of a lane nest."""
-
-    name: str
-    start: float
-    end: float
-    lane: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One row of a trace that others wrote: a process, a device or a thread."""
-
-    name: str
-    slices: tuple[Slice, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
     """One thing to look at.
@@ -54,7 +37,6 @@ class Exhibit:
         measured: traced steps, in ascending order.
         costs, links: under which `predicted` was simulated; None: they are not known, and nothing can be varied.
         sampled: steps simulated with durations as they vary; None where nobody knows how they do.
-        foreign: rows of a trace whose slices are no actions of a schedule; there is no timeline then.
         memory: [S] bytes of each stage, of which `curves` makes memory over time; empty where they are not known.
         memory_limit: [P] of each rank's device [bytes]; None where nobody said.
         predicted_peak, measured_peak: [P] bytes of tensors that a plan predicted and that a run had at its peak; None
@@ -68,7 +50,6 @@ class Exhibit:
     costs: Costs | None = None
     links: Links | None = None
     sampled: StepSamples | None = None
-    foreign: tuple[Row, ...] = ()
     memory: tuple[StageBytes, ...] = ()
     memory_limit: tuple[float, ...] | None = None
     predicted_peak: tuple[float, ...] | None = None
@@ -76,8 +57,8 @@ class Exhibit:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.predicted is None and not self.measured and not self.foreign:
-            raise ValueError(f"nothing to show of {self.name!r}: expected a prediction, a measured step or rows")
+        if self.predicted is None and not self.measured:
+            raise ValueError(f"nothing to show of {self.name!r}: expected a prediction or a measured step")
 
     @property
     def timelines(self) -> tuple[tuple[str, Timeline], ...]:

@@ -39,10 +39,7 @@ def headline(exhibit: Exhibit) -> tuple[HeadFigure, ...]:
     The closed form and the bound are under the costs of the prediction; where nobody knows them, under the medians of
     the timeline's own actions.
     """
-    timelines = [timeline for _, timeline in exhibit.timelines]
-    if not timelines:
-        return ()
-    shown = timelines[0]
+    _, shown = exhibit.timelines[0]
     schedule = shown.schedule
     costs, whose = exhibit.costs, "costs of the prediction"
     if costs is None:

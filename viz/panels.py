@@ -1,28 +1,23 @@
-"""Panels of a figure: a timeline, its memory, or the rows of a trace that others wrote; and what their titles say."""
+"""Panels of a figure: a timeline or its memory, and what their titles say."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..schedules import CriticalPath, Op, StepSamples, Timeline, critical_path
-from .exhibit import Exhibit, Row, Slice
-from .gantt import Labels, batch_of, draw_timeline, name_rows, num_chunks, ops_of
+from .exhibit import Exhibit
+from .gantt import Labels, batch_of, draw_timeline, num_chunks, ops_of
 from .idle import IdleFill
 from .memory_panel import MemoryPanel
-from .palette import OP_HUES, OTHER_HUE, RGB, ink, shade
-from .scale import TOP, Scale, corners, points, style_rows
+from .scale import Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-_NAME_SHADES = 4
-_LETTER = 0.6  # width of a letter, in font sizes
-_SHORTEST = 3  # letters of a name that are worth writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,104 +130,7 @@ def _times(seconds: float, before: float, reference: TimelinePanel) -> str:
     return f" ({seconds / before:.3f} times {reference.caption})" if before > 0 else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsPanel:
-    """Rows of named slices: an inner slice stands on the outer one, a little lower."""
-
-    caption: str
-    rows: tuple[Row, ...]
-
-    @cached_property
-    def lines(self) -> list[tuple[str, Sequence[Slice]]]:
-        """Names and slices of the lanes of all rows."""
-        lines: list[tuple[str, Sequence[Slice]]] = []
-        for row in self.rows:
-            lanes: dict[str, list[Slice]] = {}
-            for each in row.slices:
-                lanes.setdefault(each.lane, []).append(each)
-            for number, (lane, slices) in enumerate(lanes.items()):
-                name = lane if number and lane else row.name
-                lines.append((name, sorted(slices, key=lambda each: (each.start, -each.end))))
-        return lines
-
-    @cached_property
-    def start(self) -> float:
-        """First start of any slice [s]."""
-        return min((each.start for row in self.rows for each in row.slices), default=0.0)
-
-    @property
-    def length(self) -> float:
-        """Seconds that it shows."""
-        return max((each.end for row in self.rows for each in row.slices), default=0.0) - self.start
-
-    @property
-    def num_rows(self) -> int:
-        """Number of lanes."""
-        return max(1, len(self.lines))
-
-    @property
-    def heading(self) -> str:
-        """Rows and slices."""
-        return f"{self.caption}:  {len(self.rows)} rows"
-
-    def title(self, unit_name: str, unit: float) -> str:
-        """Figures of this panel."""
-        slices = sum(len(row.slices) for row in self.rows)
-        return (
-            f"{self.caption}:  {slices} slices in {self.length / unit:.4g} {unit_name},  "
-            f"none of them a known action of a pipeline"
-        )
-
-    def draw(self, axes: Axes, scale: Scale) -> None:
-        """Draw its rows."""
-        from matplotlib.collections import PolyCollection
-
-        boxes, colours, texts = [], [], []
-        for row, (_, slices) in enumerate(self.lines):
-            for each, depth in zip(slices, depths(slices), strict=True):
-                inset = scale.box_height * (1 - 0.8**depth)
-                x, width = (each.start - self.start) / scale.unit, (each.end - each.start) / scale.unit
-                boxes.append(corners(x, width, row + TOP + inset, scale.box_height - inset))
-                colours.append(name_colour(each.name))
-                letters = int(points(scale.on_page(each.end - each.start)) / (_LETTER * 0.8 * scale.font))
-                if letters >= min(len(each.name), _SHORTEST) and depth == 0:
-                    texts.append((x, row, each.name[:letters], ink(colours[-1])))
-        if boxes:
-            collection = PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.25)
-            axes.add_collection(collection, autolim=False)
-        for x, row, text, colour in texts:
-            place = (x * (1 + 1e-9), row + TOP + 0.1 * scale.box_height)
-            axes.text(*place, f" {text}", size=0.75 * scale.font, color=colour, va="top", parse_math=False)
-        axes.set_xlim(0, scale.length / scale.unit)
-        style_rows(axes, self.num_rows, scale)
-        name_rows(axes, [name[:10] for name, _ in self.lines], scale)
-
-
-def depths(slices: Sequence[Slice]) -> list[int]:
-    """How many slices of the lane each one stands in; starts ascend, and of equal ones the longer comes first.
-
-    >>> depths([Slice("step", 0, 5), Slice("F", 0, 2), Slice("B", 2, 5)])
-    [0, 1, 1]
-    """
-    around: list[float] = []
-    found = []
-    for each in slices:
-        while around and around[-1] <= each.start:
-            around.pop()
-        found.append(len(around))
-        around.append(each.end)
-    return found
-
-
-def name_colour(name: str) -> RGB:
-    """A colour that a name has in every picture; digits do not count, so that `F 1` and `F 2` are alike."""
-    text = "".join(letter for letter in name if not letter.isdigit())
-    number = zlib.crc32(text.encode())
-    hues = [*OP_HUES.values(), OTHER_HUE]
-    return shade(hues[number % len(hues)], chunk=number // len(hues) % _NAME_SHADES, num_chunks=_NAME_SHADES)
-
-
-Panel = TimelinePanel | MemoryPanel | RowsPanel
+Panel = TimelinePanel | MemoryPanel
 
 
 def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Panel]:
@@ -255,8 +153,6 @@ def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Pane
             if memory and exhibit.memory:
                 panels.append(MemoryPanel(caption=name, exhibit=exhibit, timeline=timeline))
             own, first = own or panel, first or panel
-        if exhibit.foreign:
-            panels.append(RowsPanel(caption=exhibit.name, rows=exhibit.foreign))
     return panels
 
 

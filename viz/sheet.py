@@ -130,8 +130,6 @@ class Sheet:
 
     def _legend(self) -> list[Any]:
         ts = self.timelines
-        if not ts:
-            return []
         shown = Shown(
             ops={op for t in ts for op in ops_of(t)},
             kinds={kind for t in ts for kind in message_kinds_of(t)},
@@ -198,10 +196,8 @@ class Sheet:
             if self.causes and panel.length > 0:
                 is_lowest = panel.timeline is self.timelines[-1]
                 self._draw_bars(figure, panel, top, height, is_last=is_lowest)
-        elif isinstance(panel, MemoryPanel):
-            panel.draw(axes, scale, self.ceiling)
         else:
-            panel.draw(axes, scale)
+            panel.draw(axes, scale, self.ceiling)
         axes.tick_params(labelbottom=is_last)
         if is_last:
             axes.set_xlabel(f"time [{self.unit_name}]", size=self.style.font, labelpad=2)

@@ -26,9 +26,8 @@ from ..schedules import Idle, Op, Timeline
 from .exhibit import Exhibit
 from .gantt import batch_of, num_chunks, ops_of, shows_batches
 from .idle import causes_of, idle_shares, idle_stretches
-from .memory_panel import MemoryPanel
 from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, OTHER_HUE, RGB, batch_shade, ink, shade
-from .panels import RowsPanel, TimelinePanel, name_colour, panels_of, time_unit
+from .panels import TimelinePanel, panels_of, time_unit
 
 _NARROWEST = 40
 _IDLE = {  # without colours, by cause
@@ -88,7 +87,7 @@ def render_terminal(exhibits: Sequence[Exhibit], *, width: int | None = None, co
         width = max(_NARROWEST, shutil.get_terminal_size().columns)
     if isinstance(width, bool) or not isinstance(width, int) or width < _NARROWEST:
         raise ValueError(f"width={width!r}: expected a number of columns, at least {_NARROWEST}")
-    panels = [panel for panel in panels_of(exhibits) if not isinstance(panel, MemoryPanel)]
+    panels = [panel for panel in panels_of(exhibits) if isinstance(panel, TimelinePanel)]
     page = _Page(panels, width, _wants_colour() if colour is None else colour)
     return page.text()
 
@@ -107,7 +106,7 @@ def _wants_colour() -> bool:
 class _Page:
     """Lines of all panels: names, columns of time, and idle time at the side."""
 
-    def __init__(self, panels: Sequence[TimelinePanel | RowsPanel], width: int, colour: bool) -> None:
+    def __init__(self, panels: Sequence[TimelinePanel], width: int, colour: bool) -> None:
         self.panels, self.width = panels, width
         self.console = Console(
             file=io.StringIO(), width=width, force_terminal=True, no_color=False, legacy_windows=False
@@ -233,7 +232,7 @@ class _Page:
         return Text("".join(line).rstrip() + f" {self.unit_name}")
 
     def _legend(self) -> list[Text]:
-        timelines = [panel.timeline for panel in self.panels if isinstance(panel, TimelinePanel)]
+        timelines = [panel.timeline for panel in self.panels]
         ops = set().union(*map(ops_of, timelines))
         causes = {cause for timeline in timelines for cause in causes_of(timeline)}
         keys: list[tuple[str, str, str]] = []  # sample, its style, words
@@ -276,15 +275,7 @@ def _columns(pieces: Sequence[_Piece], column: float, count: int) -> list[_Piece
     return found
 
 
-def _rows(panel: TimelinePanel | RowsPanel) -> Iterator[_Row]:
-    if isinstance(panel, RowsPanel):
-        for name, slices in panel.lines:
-            pieces = [
-                _Piece(each.start - panel.start, each.end - panel.start, _slice_look(each.name), _visible(each.name))
-                for each in slices
-            ]
-            yield _Row(_visible(name), pieces, None)
-        return
+def _rows(panel: TimelinePanel) -> Iterator[_Row]:
     timeline = panel.timeline
     looks: dict[tuple[Op, int, int], _Look] = {}
     shares, idle = idle_shares(timeline), idle_stretches(timeline)
@@ -310,10 +301,6 @@ def _actions(timeline: Timeline, rank: int, looks: dict[tuple[Op, int, int], _Lo
             looks[key] = _Look(action.op.value[0], "-", _on(batch_shade(own, key[2])))
         label = "" if action.op is Op.U and not several else str(action.index)
         yield _Piece(start - timeline.start, end - timeline.start, looks[key], label)
-
-
-def _slice_look(name: str) -> _Look:
-    return _Look("", "-", _on(name_colour(name)))
 
 
 def _idle_look(cause: str) -> _Look:

@@ -91,13 +91,9 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
         kinds = [schedule.name if schedule.is_asynchronous else "" for schedule in schedules]
         same = [step for step, kind in zip(exhibit.measured, kinds, strict=True) if kind == kinds[-1]]
         steps = sorted(same, key=lambda step: step.timeline.batch_seconds)
-        number, timeline = steps[(len(steps) - 1) // 2] if steps else (0, None)
+        number, timeline = steps[(len(steps) - 1) // 2]
         caption = f"measured, step {number}" + (f", the median of {len(steps)}" if len(steps) > 1 else "")
-    if timeline is None:
-        raise ValueError(
-            f"{exhibit.name} has no timeline of a schedule, only slices of a trace: look at it with "
-            f"`stagewright timeline {source}`"
-        )
+    assert timeline is not None
     peaks, peaks_are = _peaks(exhibit, timeline)
     return Side(
         name=exhibit.name,

@@ -56,7 +56,7 @@ def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *,
         if group[0] in hosts:
             exhibits.append(read_run(*hosts[group[0]]))
         elif len(group) > 1:
-            exhibits.append(_of_group(group, options))
+            exhibits.append(_of_group(group))
         else:
             exhibits.append(read_exhibit(group[0], options, root=root))
     surplus = set(given(options)).difference(*(takes_options(source) for source in sources))
@@ -98,10 +98,10 @@ def _rank_of_trace(path: Path) -> int | None:
     return None
 
 
-def _of_group(group: Sequence[str], options: CostOptions) -> Exhibit:
+def _of_group(group: Sequence[str]) -> Exhibit:
     paths = [Path(source) for source in group]
     name = _RANK.sub("", paths[0].name).split(".")[0] or paths[0].resolve().parent.name
-    return exhibit_of_traces(paths, name=name, num_chunks=options.chunks or 1)
+    return exhibit_of_traces(paths, name=name)
 
 
 def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path = RUNS) -> Exhibit:
@@ -119,7 +119,7 @@ def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path 
     if path.is_file():
         return _read_file(path, options)
     if _is_folder(source, options, root):
-        return _read_folder(find_run(path, root=root), options)
+        return _read_folder(find_run(path, root=root))
     if _is_schedule(source):
         return _simulated(options.make(source, command="timeline"), options)
     names = [*FAMILIES, *(each.name for each in root.iterdir())] if root.is_dir() else list(FAMILIES)
@@ -138,7 +138,6 @@ def _typed(name: str) -> str:
 
 
 _ALL_OPTIONS = frozenset(_typed(each.name) for each in fields(CostOptions))
-_OF_TRACES = frozenset({"--chunks"})
 
 
 def takes_options(source: str) -> frozenset[str]:
@@ -149,10 +148,8 @@ def takes_options(source: str) -> frozenset[str]:
         kind = _kind(path, data)
         if kind == "plan" and data.get("num_microbatches") is None:
             return frozenset({"--microbatches"})
-        return {"schedule": _ALL_OPTIONS, "trace": _OF_TRACES}.get(kind, frozenset())
-    if path.is_dir():
-        return frozenset() if _has_run(path) else _OF_TRACES
-    return _ALL_OPTIONS if _is_schedule(source) else frozenset()
+        return _ALL_OPTIONS if kind == "schedule" else frozenset()
+    return _ALL_OPTIONS if not path.is_dir() and _is_schedule(source) else frozenset()
 
 
 def _is_folder(source: str, options: CostOptions, root: Path) -> bool:
@@ -195,13 +192,13 @@ def _is_schedule(source: str) -> bool:
     return True
 
 
-def _read_folder(folder: Path, options: CostOptions) -> Exhibit:
+def _read_folder(folder: Path) -> Exhibit:
     name = folder.resolve().name
     if not _has_run(folder):
         found = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")))
         traces = [path for path in found if path.is_file() and is_trace(read_text(path))]
         if traces:
-            return exhibit_of_traces(traces, name=name, num_chunks=options.chunks or 1)
+            return exhibit_of_traces(traces, name=name)
     return read_run(folder)
 
 
@@ -221,7 +218,7 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit:
     name = path.name.split(".")[0]
     match _kind(path, data):
         case "trace":
-            return exhibit_of_traces([path], name=name, num_chunks=options.chunks or 1)
+            return exhibit_of_traces([path], name=name)
         case "own trace":
             return _of_own_trace(path, data, name)
         case "schedule":

@@ -2,7 +2,6 @@
 
 stagewright timeline runs/gpt                             beside the run: page, picture, Perfetto trace
 stagewright timeline runs/gpt plan.json -o both.html      several below each other, on one scale
-stagewright timeline runs/gpt -o gpt.pt.trace.json        a file a rank, as torch.profiler writes them
 stagewright timeline rank*.pt.trace.json -o torch.html    traces of others, a file a rank
 stagewright timeline 1f1b zb-h1 --ranks 4 --microbatches 8 -o a.svg --width 7 --font 7 --no-title
 """
@@ -41,9 +40,8 @@ class TimelineOptions(CostOptions):
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE|TRACE")]
     """Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto)."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to write, by its end: .html to look into, .png, .svg, .json for Perfetto (ui.perfetto.dev), .pt.trace.json
-    (.gz) for tools that read torch.profiler's, a file a rank; may be given several times (default: timeline.html, and
-    beside a run .png and .perfetto.json)."""
+    """File to write, by its end: .html to look into, .png, .svg, .json for Perfetto (ui.perfetto.dev); may be given
+    several times (default: timeline.html, and beside a run .png and .perfetto.json)."""
     width: float = _STYLE.width
     """Width of a picture [inch]."""
     dpi: float = _STYLE.dpi
@@ -90,9 +88,10 @@ def run(argv: Sequence[str]) -> int:
             if not each.memory
         ]
     outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
-    written = [made for path in outputs for made in writer_of(path)(exhibits, path, style)]
+    for path in outputs:
+        writer_of(path)(exhibits, path, style)
     if options.json:
-        print(json.dumps({"written": list(map(str, written)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
+        print(json.dumps({"written": list(map(str, outputs)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
         return 0
     if options.terminal:
         from ...viz.terminal import render_terminal
@@ -106,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
             print(f"{exhibit.name}, {caption}: {taken}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    for path in written:
+    for path in outputs:
         print(f"{path}{how_to_look(path)}")
     return 0
 

@@ -12,7 +12,7 @@ from support.inside import trace_file_digest as digest
 
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, RankTrace, StageBytes, Timeline, build, simulate
-from stagewright.viz import Exhibit, MeasuredStep, Row, Slice
+from stagewright.viz import Exhibit, MeasuredStep
 
 
 def timeline(name: str = "1f1b", *, latency: float = 0.25, update: float = 0.0, measured: bool = False) -> Timeline:
@@ -169,9 +169,3 @@ def test_mistakes_are_named(runs: Path, capsys: pytest.CaptureFixture[str], word
     Path("runs/broken/manifest.json").write_text("{")
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_slices_of_others_cannot_be_compared() -> None:
-    trace = Exhibit(name="gpu", foreign=(Row(name="gpu", slices=(Slice("k", 0.0, 1.0),)),))
-    with pytest.raises(ValueError, match=r"gpu has no timeline of a schedule.*stagewright timeline t\.json"):
-        compare_exhibits([Exhibit(name="a", predicted=timeline()), trace], ["1f1b", "t.json"])

@@ -289,7 +289,7 @@ _NAMES = {
     "viz.lanes": "assign_lanes",
     "viz.memory_panel": "MemoryPanel ceiling_of",
     "viz.palette": "CAUSE_HUES MEMORY_HUES OP_HUES",
-    "viz.panels": "TimelinePanel depths panels_of time_unit",
+    "viz.panels": "TimelinePanel panels_of time_unit",
     "viz.sheet": "Sheet",
     "viz.terminal": "render_terminal",
     "viz.traces.events": "read_text read_trace",

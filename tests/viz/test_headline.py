@@ -19,7 +19,7 @@ from support.inside import (
 from support.inside import expected_least_seconds as least_seconds
 
 from stagewright.schedules import FAMILIES, Costs, Links, StepSamples, Timeline, Way, build, lower_bound, simulate
-from stagewright.viz import Exhibit, FigureStyle, MeasuredStep, Row, Slice
+from stagewright.viz import Exhibit, FigureStyle, MeasuredStep
 
 COSTS = Costs(forward=1.0, backward=2.0)
 
@@ -121,7 +121,3 @@ def test_a_prediction_with_a_spread_is_the_median_of_its_samples() -> None:
     assert Sheet(panels_of([early]), FigureStyle()).scale.length == pytest.approx(25.4)
     text = render_terminal([exhibit], width=100, colour=False)
     assert "20.9 s (90%: 16.4 s .. 25.4 s)" in text
-
-
-def test_rows_of_others_have_none() -> None:
-    assert headline(Exhibit(name="x", foreign=(Row(name="gpu", slices=(Slice("k", 0.0, 1.0),)),))) == ()

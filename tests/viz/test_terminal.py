@@ -9,7 +9,7 @@ import pytest
 from support.inside import OP_HUES, render_terminal
 
 from stagewright.schedules import Costs, RankTrace, Schedule, Span, Timeline, attribute_idle, build, simulate
-from stagewright.viz import Exhibit, MeasuredStep, Row, Slice
+from stagewright.viz import Exhibit, MeasuredStep
 
 
 @pytest.fixture(autouse=True)
@@ -109,16 +109,14 @@ def test_many_small_actions_in_a_column_show_as_what_takes_most_of_it() -> None:
     assert set(row[third + 1 :]) == {"B"}
 
 
-def test_missing_ranks_foreign_rows_and_names_that_move_the_cursor() -> None:
+def test_missing_ranks_and_names_that_move_the_cursor() -> None:
     timeline = replace(simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs()), measured=True)
     lost = replace(timeline, ranks=(timeline.ranks[0], RankTrace(compute=())), missing=(1,))
     hostile = "\x1b[2Jname\r\n"
-    slices = (Slice("load", 0.0, 4.0), Slice("\x1b[31mstep", 4.0, 12.0))
-    foreign = Exhibit(name=hostile, foreign=(Row(name="GPU 0", slices=slices),))
-    text = render_terminal([Exhibit(name=hostile, measured=(MeasuredStep(1, lost),)), foreign], width=90, colour=False)
+    exhibits = [Exhibit(name=hostile, measured=(MeasuredStep(1, each),)) for each in (lost, timeline)]
+    text = render_terminal(exhibits, width=90, colour=False)
     assert "rank 1 |not recorded" in text
     assert text.isprintable() or set(re.sub("[ -~]", "", text)) == {"\n"}
-    assert "GPU 0  |load-" in text
     empty = Timeline(schedule=timeline.schedule, ranks=(RankTrace(compute=()),) * 2, measured=True)
     assert "nothing ran" in render_terminal([Exhibit(name="empty", measured=(MeasuredStep(0, empty),))], colour=False)
     at_once = RankTrace(compute=tuple(Span(what, 0.0, 0.0) for what in timeline.schedule.programs[0]))

@@ -1,10 +1,9 @@
-"""Rules of trace files that hold for any timeline: what Perfetto, TensorBoard and Holistic Trace Analysis rely on."""
+"""Rules of trace files that hold for any timeline: what Perfetto relies on."""
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import derive_versions, replicate
 
-from stagewright.schedules import Costs, RankTrace, Timeline, build, simulate
-from stagewright.viz import exhibit_of_traces, read_perfetto, write_kineto, write_perfetto
+from stagewright.schedules import Costs, Timeline, build, simulate
+from stagewright.viz import read_perfetto, write_perfetto
 
 Trace = dict[str, Any]
 
@@ -102,35 +101,6 @@ def test_perfetto(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline) 
     assert len(slices_by_track(data["traceEvents"])) > 0
 
 
-@settings(max_examples=25, deadline=None)
-@given(timeline=timelines(), packed=st.booleans())
-def test_kineto(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline, packed: bool) -> None:
-    """The rules in each rank's file, the keys that readers ask for, one clock; read back, the same order and times."""
-    folder = tmp_path_factory.mktemp("kineto")
-    paths = write_kineto(timeline, folder / f"t.pt.trace.json{'.gz' * packed}", step=7)
-    assert len(paths) == len(timeline.ranks)
-    for rank, path in enumerate(paths):
-        data = json.loads(gzip.decompress(path.read_bytes()) if packed else path.read_text())
-        check_rules(data["traceEvents"])
-        assert data["schemaVersion"] == 1
-        assert data["distributedInfo"]["rank"] == rank
-        assert data["distributedInfo"]["world_size"] == len(paths)
-        assert isinstance(data["deviceProperties"], list)
-        slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
-        assert all({"name", "cat", "ts", "dur", "pid", "tid", "args"} <= e.keys() for e in slices)
-        (step,) = [e for e in slices if e["name"].startswith("ProfilerStep#")]
-        assert step["ts"] == 0
-        assert step["dur"] == pytest.approx(timeline.makespan * 1e6, abs=0.2)
-        named = [e["name"] for e in slices if "stream" in e["args"]]
-        assert Counter(named) == Counter(f"PP:{action}" for action in timeline.ranks[rank].actions)
-    (found,) = exhibit_of_traces(paths, name="t").measured
-    assert found.number == 7
-    for ours, theirs in zip(found.timeline.ranks, timeline.ranks, strict=True):
-        assert [a for a in ours.actions if a.op != "U"] == [a for a in theirs.actions if a.op != "U"]
-        for a, b in zip(sorted(ours.compute), sorted(theirs.compute), strict=True):
-            assert a.start == pytest.approx(b.start - timeline.start, abs=3e-7)
-
-
 def args_of(path: Path) -> dict[str, Trace]:
     events = json.loads(path.read_text())["traceEvents"]
     return {e["args"]["action"]: e["args"] for e in events if e["ph"] == "X" and "action" in e["args"]}
@@ -140,25 +110,12 @@ def test_slices_say_the_version_of_their_weights_and_the_error_of_their_clock(tm
     schedule = build("2bw", num_ranks=2, num_microbatches=2, num_batches=3)
     timeline = replace(simulate(schedule, Costs(latency=0.5)), clock_error=(0.0, 12.5e-6))
     write_perfetto(timeline, tmp_path / "p.json")
-    _, second = write_kineto(timeline, tmp_path / "k.pt.trace.json")
     used = derive_versions(schedule).used
-    for args in (args_of(tmp_path / "p.json"), args_of(second)):
-        for stage, index in ((1, 0), (1, 5)):
-            for op in "FB":
-                assert args[f"{stage}{op}{index}"]["weight_version"] == used[stage, index]
-                assert args[f"{stage}{op}{index}"]["clock_error_us"] == 12.5
-        assert "weight_version" not in args["1U0"]
-        assert args["1F0"]["idle_cause"] == "warm_up"
+    args = args_of(tmp_path / "p.json")
+    for stage, index in ((1, 0), (1, 5)):
+        for op in "FB":
+            assert args[f"{stage}{op}{index}"]["weight_version"] == used[stage, index]
+            assert args[f"{stage}{op}{index}"]["clock_error_us"] == 12.5
+    assert "weight_version" not in args["1U0"]
+    assert args["1F0"]["idle_cause"] == "warm_up"
     assert json.loads((tmp_path / "p.json").read_text())["otherData"]["timeline"]["clock_error_us"] == [0.0, 12.5]
-
-
-def test_a_missing_rank_has_no_file(tmp_path: Path) -> None:
-    timeline = simulate(build("1f1b", num_ranks=3, num_microbatches=3), Costs())
-    lost = replace(
-        timeline, ranks=(timeline.ranks[0], RankTrace(compute=()), timeline.ranks[2]), missing=(1,), measured=True
-    )
-    paths = write_kineto(lost, tmp_path / "t.pt.trace.json")
-    assert [path.name for path in paths] == ["t.rank0.pt.trace.json", "t.rank2.pt.trace.json"]
-    assert exhibit_of_traces(paths, name="t").measured[0].timeline.missing == (1,)
-    with pytest.raises(ValueError, match=r"t.json: expected a name that ends in .pt.trace.json"):
-        write_kineto(timeline, tmp_path / "t.json")

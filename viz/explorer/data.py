@@ -23,12 +23,8 @@ from ..palette import (
     OP_HUES,
     OP_WORDS,
     OTHER_HUE,
-    SERIES_HUES,
-    ink,
-    shade,
 )
 from .difference_data import difference_columns
-from .foreign_data import foreign_panel
 from .panel_data import Programs, timeline_panel
 
 _TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the deepest zoom that anyone reads
@@ -57,18 +53,13 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
             }
             for step in exhibit.measured
         ],
-        "foreign": foreign_panel(exhibit.foreign, tick) if exhibit.foreign else None,
     }
 
 
 def _length(exhibit: Exhibit) -> float:
     timelines = [step.timeline for step in exhibit.measured]
     timelines += [] if exhibit.predicted is None else [exhibit.predicted]
-    spans = [each for row in exhibit.foreign for each in row.slices]
-    lengths = [timeline.makespan for timeline in timelines]
-    if spans:
-        lengths.append(max(each.end for each in spans) - min(each.start for each in spans))
-    return max(lengths, default=0.0)
+    return max(timeline.makespan for timeline in timelines)
 
 
 def _tick(longest: float) -> float:
@@ -80,7 +71,6 @@ def _palette() -> dict[str, Any]:
     return {
         "ops": {op.value: [OP_HUES[op], OP_WORDS[op]] for op in OP_HUES},
         "other": OTHER_HUE,
-        "foreign": [[hue, ink(shade(hue, chunk=0, num_chunks=1))] for hue in SERIES_HUES],
         "messages": [[kind.value, MESSAGE_HUES[kind], MESSAGE_WORDS[kind]] for kind in MessageKind],
         "collectives": {
             op.value: [COLLECTIVE_HUES.get(op, OTHER_HUE), COLLECTIVE_WORDS.get(op, op.value)] for op in COLLECTIVE_HUES

@@ -148,7 +148,7 @@
       context.textAlign = "right";
       let text = row.row.name;
       while (text.length > 4 && this.measure(text) > view.gutter - 22) text = text.slice(0, -2).replace(/…?$/, "…");
-      const middle = row.row.foreign ? row.box + 7.5 : row.box + row.boxHeight / 2;
+      const middle = row.box + row.boxHeight / 2;
       context.fillText(text, view.gutter - 12, middle + 0.5);
       if (row.memoryHeight) {
         this.font(10);
@@ -185,7 +185,6 @@
         let x = left + track.start[i] * scale;
         let width = (track.end[i] - track.start[i]) * scale;
         if (width < 1) {
-          if (x + 1 <= edge + 0.5 && track.kind === "foreign") continue; // a pixel that is painted already
           width = 1;
         } else if (width > 4) {
           width -= 1;
@@ -213,17 +212,12 @@
       const sizes = largest > 9 ? [largest, 9] : [largest]; // [pixels]
       this.font(largest);
       context.textBaseline = "middle";
-      const names = track.kind === "foreign" ? panel.names : null;
       const versions = row.program && row.program.versions.length ? row.program.versions : null;
       for (let i = from; i < to; i++) {
         const begin = Math.max(view.x(track.start[i]), view.gutter);
         const width = Math.min(view.x(track.end[i]), view.gutter + view.plotWidth) - begin;
         if (width < 7) continue;
         const style = panel.styles[track.style[i]];
-        if (names) {
-          this.inside(names[track.names[i]], begin, width, top + height / 2, style.ink);
-          continue;
-        }
         const op = row.program.ops[i];
         const text = op === "U" ? (panel.schedule.batches > 1 ? "U" + row.program.indices[i] : "U") : String(row.program.indices[i]);
         const size = sizes.find((each) => {

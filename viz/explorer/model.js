@@ -1,6 +1,6 @@
 // The data as typed arrays, and questions about it. Nothing here draws or touches the document.
 //
-//   page -> exhibits -> panels (predicted, the chosen measured step, foreign rows) -> rows -> tracks
+//   page -> exhibits -> panels (predicted, the chosen measured step) -> rows -> tracks
 //
 // A track holds boxes one behind the other: `start` and `end` in seconds, ascending, without overlap.
 (function (app) {
@@ -20,12 +20,12 @@
 
   class Track {
     constructor(kind, count) {
-      this.kind = kind; // "compute", "lane" or "foreign"
+      this.kind = kind; // "compute", "idle" or "lane"
       this.count = count;
       this.start = new Float64Array(count);
       this.end = new Float64Array(count);
       this.style = new Uint16Array(count); // into panel.styles
-      this.depth = 0; // line below the boxes (lanes), or line of a foreign row
+      this.depth = 0; // line below the boxes (lanes)
     }
 
     // The first box that ends after `seconds`.
@@ -66,7 +66,7 @@
   class Panel {
     constructor(exhibit, kind, data) {
       this.exhibit = exhibit;
-      this.kind = kind; // "predicted", "supposed", "measured" or "foreign"
+      this.kind = kind; // "predicted", "supposed" or "measured"
       this.data = data;
       this.makespan = data.makespan;
       this.rows = [];
@@ -85,7 +85,7 @@
 
     get caption() {
       if (this.kind === "measured") return "measured, step " + this.data.step;
-      return { predicted: "predicted", foreign: "trace", supposed: this.data.caption }[this.kind];
+      return this.kind === "supposed" ? this.data.caption : "predicted";
     }
   }
 
@@ -131,7 +131,7 @@
       this.first.push(this.first[rank] + count);
       this.rows.push({
         name: "rank " + rank, rank, stages: row.stages, program, compute: track, idle, lines: row.lanes, lanes: [],
-        together: row.together, shares: this.data.idle_shares && !(this.data.missing || []).includes(rank) ? this.data.idle_shares[rank] : null, foreign: false, tracks: [track],
+        together: row.together, shares: this.data.idle_shares && !(this.data.missing || []).includes(rank) ? this.data.idle_shares[rank] : null, tracks: [track],
         memory: null, missing: this.data.missing ? this.data.missing.includes(rank) : false,
       });
     }
@@ -248,31 +248,6 @@
     }
   }
 
-  // Rows of a trace that others wrote: a track a line.
-  class ForeignPanel extends Panel {
-    constructor(page, exhibit, data) {
-      super(exhibit, "foreign", data);
-      const own = page.palette.foreign;
-      this.names = data.names;
-      data.rows.forEach((row) => {
-        const tracks = row.lines.map((line, depth) => {
-          const track = new Track("foreign", line.names.length);
-          track.depth = depth;
-          track.names = line.names;
-          track.lane = line.lane;
-          line.names.forEach((name, i) => {
-            track.start[i] = line.starts[i] * page.tick;
-            track.end[i] = line.ends[i] * page.tick;
-            const hue = data.hues[name] % own.length;
-            track.style[i] = this.styleNumber(hue, () => ({ colour: own[hue][0], ink: own[hue][1] }));
-          });
-          return track;
-        });
-        this.rows.push({ name: row.name, foreign: true, tracks, lanes: [], lines: tracks.length });
-      });
-    }
-  }
-
   class Exhibit {
     constructor(page, data) {
       this.page = page;
@@ -281,7 +256,6 @@
       this.notes = data.notes;
       this.extras = data.extras || {};
       this.predicted = data.predicted && new TimelinePanel(page, this, "predicted", data.predicted);
-      this.foreign = data.foreign && new ForeignPanel(page, this, data.foreign);
       this.steps = data.measured.map((step) => step.step);
       this.made = new Map();
       this.supposed = null;
@@ -298,7 +272,7 @@
     }
 
     get panels() {
-      return [this.predicted, this.supposed, this.measured, this.foreign].filter(Boolean);
+      return [this.predicted, this.supposed, this.measured].filter(Boolean);
     }
 
     // A panel between the predicted and the measured one, of data in the form of `timeline_panel` (where a row's program

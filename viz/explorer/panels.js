@@ -20,7 +20,6 @@
   function summary(panel) {
     const { time, percent } = app.words;
     const { data } = panel;
-    if (panel.kind === "foreign") return time(panel.makespan) + ", " + panel.rows.length + (panel.rows.length === 1 ? " row" : " rows");
     const before = panel.kind === "predicted" ? null : panel.exhibit.predicted;
     const clocks = data.clocks ? ", " + data.clocks : "";
     const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // where durations vary, not as drawn
@@ -106,7 +105,7 @@
   // --- the legend ---
 
   function legend(page) {
-    const panels = page.panels.filter((panel) => panel.kind !== "foreign");
+    const panels = page.panels;
     const keys = [];
     const seen = new Set();
     const swatch = (colour, extra = "") => make("span", { class: "swatch" + extra, style: { background: colour } });
@@ -198,7 +197,7 @@
     const place = document.getElementById("idle");
     const parts = [place.firstChild];
     for (const panel of page.panels) {
-      if (panel.kind === "foreign" || !panel.rows.some((row) => row.shares)) continue;
+      if (!panel.rows.some((row) => row.shares)) continue;
       const sums = page.palette.causes.map((_, cause) => panel.rows.reduce((sum, row) => sum + (row.shares ? row.shares[cause] : 0), 0) / panel.rows.length);
       const total = sums.reduce((a, b) => a + b, 0);
       if (!total) continue;

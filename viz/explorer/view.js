@@ -7,7 +7,7 @@
 
   const HEAD = 48; // overview and axis, which stay when rows scroll [pixels]
   const PANEL_HEAD = 30, PANEL_GAP = 8;
-  const PAD = 3, LANES = 8, MEMORY = 26, LINE = 15; // LINE: of foreign rows
+  const PAD = 3, LANES = 8, MEMORY = 26;
   const GAP = 6; // around memory
   const SMALLEST_BOX = 14, READABLE_BOX = 20, LARGEST_BOX = 34; // rows scroll rather than few of them being small
   const SIDE = 190, EDGE = 14;
@@ -39,12 +39,11 @@
         const place = { panel, top: y, first: y + PANEL_HEAD, rows: [] };
         y = place.first;
         for (const row of panel.rows) {
-          const boxes = row.foreign ? LINE * Math.max(row.lines, 1) : box;
           const lanes = this.lanes(row) ? LANES : 0;
           const memory = this.shows.memory && row.memory ? MEMORY : 0;
-          const height = PAD + boxes + (lanes && lanes + 2) + (memory && memory + GAP) + PAD;
+          const height = PAD + box + (lanes && lanes + 2) + (memory && memory + GAP) + PAD;
           place.rows.push({
-            row, top: y, height, box: y + PAD, boxHeight: boxes, lanes: y + PAD + boxes + 2, lanesHeight: lanes,
+            row, top: y, height, box: y + PAD, boxHeight: box, lanes: y + PAD + box + 2, lanesHeight: lanes,
             memory: y + height - PAD - memory - GAP + 2, memoryHeight: memory,
           });
           y += height;
@@ -61,8 +60,7 @@
     }
 
     extra(row) {
-      const foreign = row.foreign ? LINE * row.lines - SMALLEST_BOX : 0;
-      return 2 * PAD + foreign + (this.lanes(row) ? LANES + 2 : 0) + (this.shows.memory && row.memory ? MEMORY + GAP : 0);
+      return 2 * PAD + (this.lanes(row) ? LANES + 2 : 0) + (this.shows.memory && row.memory ? MEMORY + GAP : 0);
     }
 
     get head() {
@@ -103,7 +101,6 @@
     // Top and height of any track of a row.
     lineOf(place, track) {
       if (track.kind === "lane") return this.laneOf(place, track);
-      if (track.kind === "foreign") return [place.box + track.depth * LINE, LINE - 1];
       return [place.box, place.boxHeight];
     }
 

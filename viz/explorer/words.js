@@ -82,7 +82,6 @@
 
   // {title, facts: [[label, text]]} of a box of a track.
   function describe(page, panel, row, track, i) {
-    if (track.kind === "foreign") return foreign(panel, row, track, i);
     if (track.kind === "lane") return lane(page, panel, row, track, i);
     return action(page, panel, row, i);
   }
@@ -150,12 +149,6 @@
     if (said.size) facts.push(["size", bytes(said.size)]);
     if (said.wait !== null) facts.push(["waits", said.wait > 0 ? time(said.wait) + " until it is used" : "used as it arrives"]);
     return { title: said.what[0].toUpperCase() + said.what.slice(1) + " to rank " + row.rank, facts };
-  }
-
-  function foreign(panel, row, track, i) {
-    const facts = [["row", row.name]];
-    if (track.lane) facts.push(["lane", track.lane]);
-    return { title: panel.names[track.names[i]], facts: [...facts, ...span(track, i)] };
   }
 
   app.words = { time, bytes, percent, digits, unitOf, describe, idleBefore };

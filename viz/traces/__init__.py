@@ -1,5 +1,4 @@
-"""Trace files in the Trace Event Format (Kineto, Perfetto, Chrome): read from others, and written for their tools.
+"""Trace files of others in the Trace Event Format (Kineto, Perfetto, Chrome), where slices name a pipeline's actions.
 
 files ──events──> processes ──actions──> Schedule and measured Timelines ──> Exhibit
-                            └──rows────> slices with names               ──┘
 """

@@ -3,8 +3,6 @@
     PP:1F0, 1F0            torch.distributed.pipelining, all schedules but GPipe and 1F1B; and this package
     PP:(0F1;1B0)OVERLAP_F_B    likewise, of two actions one behind the other
     Forward 0              torch's ScheduleGPipe: the microbatch alone; a rank has one stage
-    ...schedules.py(87): forward_step      Megatron-LM, with Python's stack recorded: no number at all
-    ...engine.py(87): _exec_forward_pass   DeepSpeed, likewise
 
 torch's Schedule1F1B (2.13) names nothing.
 """
@@ -21,21 +19,17 @@ _ACTION = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
 _OVERLAP = re.compile(r"PP:\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
 _RECEIVE = re.compile(r"PP:(\d+)RECV_([FB])(\d+)")
 _OF_ONE_STAGE = re.compile(r"(Forward|Backward) (\d+)")
-_UNNUMBERED = (
-    re.compile(r".*megatron/core/pipeline_parallel/schedules\.py\(\d+\): (forward|backward)_step"),
-    re.compile(r".*deepspeed/runtime/pipe/engine\.py\(\d+\): _exec_(forward|backward)_pass"),
-)
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _COMMUNICATION = ("c10d::", "gloo:", "nccl:", "ncclx:", "record_param_comms", "PP:")
 _ARRIVALS = ("gloo:recv",)
 
 
 class Named(NamedTuple):
-    """An action as its name has it; None: the name does not say it."""
+    """An action as its name has it; stage None: the one stage of its rank."""
 
     stage: int | None
     op: Op
-    index: int | None  # type: ignore[assignment]  # hides tuple.index
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
 
 def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Named, ...]:
@@ -55,15 +49,8 @@ def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Named, ...]:
     if match := _OVERLAP.fullmatch(name):
         return tuple(Named(*Action.parse(each)) for each in match.groups())
     if match := _OF_ONE_STAGE.fullmatch(name):
-        return (Named(None, _op(match[1]), int(match[2])),)
-    for pattern in _UNNUMBERED:
-        if match := pattern.fullmatch(name):
-            return (Named(None, _op(match[1]), None),)
+        return (Named(None, Op.F if match[1] == "Forward" else Op.B, int(match[2])),)
     return ()
-
-
-def _op(word: str) -> Op:
-    return Op.F if word.lower() == "forward" else Op.B
 
 
 def received_by(name: str) -> Named | None:

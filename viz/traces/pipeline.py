@@ -1,4 +1,4 @@
-"""Actions of processes, put together as a schedule and measured steps of it.
+"""Actions of traced processes, put together as a schedule and measured steps of it: one Exhibit.
 
 Ranks' clocks: processes stamp with their host's wall clock, and those are taken to agree. Where a consumer runs before
 its input was made they do not, and a note says by how much.
@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, Span, Timeline, check
 from ...schedules.ir import fitting_owners
 from ...schedules.needs import Needs
 from ...schedules.timing.records import RankRecord, assemble_timeline
+from ..exhibit import Exhibit, MeasuredStep
+from .events import read_trace
 from .names import Named
-from .processes import Process, Ran
+from .processes import Process, Ran, processes_of
 
 _NS = 1e-9
 _APART = 1e-5  # [s]: clocks that differ by less are not spoken of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """Steps of a traced pipeline, by number, and what is missing."""
-
-    steps: tuple[tuple[int, Timeline], ...]
-    notes: tuple[str, ...]
 
 
 class _Done(NamedTuple):
@@ -40,32 +35,36 @@ class _Done(NamedTuple):
 _Step = dict[int, list[_Done]]  # by rank
 
 
-def read_pipeline(processes: Sequence[Process], *, name: str, num_chunks: int = 1) -> Pipeline:
-    """The steps that processes ran; those without any action are no part of it.
+def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
+    """The measured steps that the trace files of all ranks hold; processes without any action are no part of them.
 
-    Arguments:
-        num_chunks: V, where slices say neither stage nor microbatch (Megatron-LM, DeepSpeed).
-
-    Raises ValueError where no process has an action, and for two processes of one rank.
+    Raises ValueError for files that are no traces, hold no slice, or none with the name of a pipeline's action, or are
+    of one rank twice.
     """
+    files = [read_trace(path) for path in paths]
+    notes = [note for file in files for note in file.notes]
+    processes = processes_of(files)
+    if not any(each.slices for each in processes):
+        raise ValueError(f"{', '.join(map(str, paths))}: no slice with a start and a length: nothing to show")
     acting = [each for each in processes if each.ran]
     if not acting:
-        raise ValueError(f"{name}: no slice has the name of a pipeline's action")
+        raise ValueError(
+            f"{name}: no slice has the name of a pipeline's action (torch's Schedule1F1B gives none): expected names "
+            f"such as PP:1F0; https://ui.perfetto.dev draws a trace without them"
+        )
     by_rank = _by_rank(acting, name)
     size = max([each.file.world_size or 0 for each in acting] + [max(by_rank) + 1])
     absent = [rank for rank in range(size) if rank not in by_rank]
-    notes = [f"{name}: rank {r} of {size} left no trace: its row is empty" for r in absent]
+    notes += [f"{name}: rank {r} of {size} left no trace: its row is empty" for r in absent]
     hosts = sorted({each.file.host for each in acting} - {""})
     if len(hosts) > 1:
         notes.append(f"{name}: the clocks of {', '.join(hosts)} are taken to agree")
-    steps = _steps(by_rank, size, num_chunks)
-    kept = _whole_steps(steps, name, notes)
-    found = []
-    for number, step in kept.items():
+    measured = []
+    for number, step in _whole_steps(_steps(by_rank), name, notes).items():
         timeline, said = _assemble(step, size, absent, name)
-        found.append((number, timeline))
+        measured.append(MeasuredStep(number, timeline))
         notes += [note for note in said if note not in notes]
-    return Pipeline(steps=tuple(found), notes=tuple(notes))
+    return Exhibit(name=name, measured=tuple(measured), notes=tuple(notes))
 
 
 def _by_rank(acting: Sequence[Process], name: str) -> dict[int, Process]:
@@ -80,12 +79,11 @@ def _by_rank(acting: Sequence[Process], name: str) -> dict[int, Process]:
     return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
 
 
-def _steps(by_rank: Mapping[int, Process], size: int, num_chunks: int) -> dict[int, _Step]:
+def _steps(by_rank: Mapping[int, Process]) -> dict[int, _Step]:
     """Actions by step and rank. A step is what the profiler marks; else the n-th time of each action."""
     steps: dict[int, _Step] = {}
     marked = all(each.steps for each in by_rank.values())
     for rank, process in by_rank.items():
-        parts: dict[int, list[Ran]] = {}
         times: Counter[Named] = Counter()
         for ran in process.ran:
             if marked:
@@ -93,36 +91,13 @@ def _steps(by_rank: Mapping[int, Process], size: int, num_chunks: int) -> dict[i
                 if not inside:
                     continue
                 number = inside[-1]  # of two that touch, the one that begins
-            elif ran.what.index is None:
-                number = 0
             else:
                 number = times[ran.what]
                 times[ran.what] += 1
-            parts.setdefault(number, []).append(ran)
-        for number, own in parts.items():
-            steps.setdefault(number, {})[rank] = _numbered(own, rank, size, num_chunks)
+            stage, op, index = ran.what
+            done = _Done(Action(rank if stage is None else stage, op, index), ran)
+            steps.setdefault(number, {}).setdefault(rank, []).append(done)
     return dict(sorted(steps.items()))
-
-
-def _numbered(ran: Sequence[Ran], rank: int, size: int, num_chunks: int) -> list[_Done]:
-    """Actions with stage and microbatch, which a name may leave open: then a rank has the stages r, r + P, ..., and
-    microbatches come in the order of Megatron-LM's schedules."""
-    done = []
-    times: Counter[Op] = Counter()
-    for each in ran:
-        stage, op, index = each.what
-        if stage is None and index is not None:
-            stage = rank
-        elif stage is None:
-            group, within = divmod(times[op], size * num_chunks)
-            times[op] += 1
-            chunk = within // size
-            stage = rank + size * (chunk if op is Op.F else num_chunks - 1 - chunk)
-            index = group * size + within % size
-        assert stage is not None
-        assert index is not None
-        done.append(_Done(Action(stage, op, index), each))
-    return done
 
 
 def _whole_steps(steps: Mapping[int, _Step], name: str, notes: list[str]) -> dict[int, _Step]:
