@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,9 +18,24 @@ from ..parallel.part import Part
 from ..parallel.share import Share
 from .delay_correction import Feedback
 from .options import BatchOptions
-from .separable import separable
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+Separable = Literal["elements", "parameters"]
+
+_BY_ELEMENT = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+_BY_PARAMETER = (torch.optim.Muon, torch.optim.Adafactor)
 
 _OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 
@@ -80,15 +95,14 @@ class StageOptimizers:
             name = next((each for each in held if each in names), None)
             if name is None:
                 continue
-            try:
-                is_able, reason = separable(optimizer) == "elements", "it needs whole parameters"
-            except ValueError as error:
-                is_able, reason = False, str(error).split(": expected", 1)[0]
-            if not is_able:
+            kind = _known_to_separate(optimizer)
+            if kind != "elements":
+                reason = "" if kind is None else ": it needs whole parameters"
                 raise ValueError(
                     f"optimizer {type(optimizer).__name__} holds {name!r}, which is divided over a tensor group, and "
                     f"is not known to update each element by itself, as each process must, which has a part of the "
-                    f"weight: {reason}. Expected one such as AdamW for it, or a module that is not divided"
+                    f"weight{reason}. Expected one such as AdamW for it, an attribute separable = 'elements' of its "
+                    f"class where it does, or a module that is not divided"
                 )
 
     def whole_names(self) -> set[str]:
@@ -259,6 +273,36 @@ class StageOptimizers:
                     f"in one group of one optimizer"
                 )
             seen.add(id(parameter))
+
+
+def separable(optimizer: torch.optim.Optimizer) -> Separable:
+    """ "elements": it treats each element of a parameter by itself; "parameters": each parameter.
+
+    torch's own are known; the class of any other says it, as its attribute `separable`. Raises ValueError for one that
+    does not.
+    """
+    kind = _known_to_separate(optimizer)
+    if kind is None:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer {name} is not known to update each parameter by itself, and might come to another result where "
+            f"each rank updates a part: expected data_parallel='replicate', or {name}.separable = 'elements' (it "
+            f"treats each element of a parameter by itself) or 'parameters' (each parameter)"
+        )
+    return kind
+
+
+def _known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
+    if type(optimizer) in _BY_ELEMENT:
+        return "elements"
+    if type(optimizer) in _BY_PARAMETER:
+        return "parameters"
+    said: Separable | None = getattr(optimizer, "separable", None)
+    if said not in (None, "elements", "parameters"):
+        raise ValueError(
+            f"{type(optimizer).__name__}.separable = {said!r}: expected 'elements', 'parameters', or no such attribute"
+        )
+    return said
 
 
 def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
