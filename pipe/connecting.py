@@ -114,13 +114,18 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
                 f"post_validation=True under the asynchronous schedule {schedule.name!r}, whose batches overlap as it "
                 f"is: expected a flush schedule such as 'zb-h2', or post_validation=False"
             )
+        if settings.grad_scaler is not None:
+            raise ValueError(
+                f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights "
+                f"of several updates, each with a scale of its own. Expected a flush schedule such as "
+                f"schedule='1f1b', or torch.autocast to bfloat16, which needs no scale"
+            )
         return make_stream_execution(
             schedule,
             placed.ownership,
             ground.collectives,
             sharding=sharding,
             max_grad_norm=settings.max_grad_norm,
-            scales_loss=settings.grad_scaler is not None,
             flush_first=settings.flush_first,
         )
     settings.refuse_flush(schedule.name)

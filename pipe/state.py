@@ -132,7 +132,7 @@ class State:
             schedule=self.update.schedule,
             seed=self.seed,
             others=self.others,
-            loss_scales=self.update.loss_scales,
+            loss_scale=self.update.loss_scale,
         )
 
     def _agree(self, answer: Answer) -> None:

@@ -127,7 +127,7 @@ class Training:
         if not isinstance(max_norm, Real) or not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
         norm_type = check_norm_type(norm_type)
-        if self._update.loss_scales:
+        if self._update.loss_scale is not None:
             raise ValueError(
                 "clip_grad_norm_ beside grad_scaler=: gradients are multiplied by the loss scale until train_step "
                 "divides them by it. Expected PipelineModule(..., max_grad_norm=...)"
@@ -211,7 +211,7 @@ class Training:
         """ValueError where nobody could hand back the gradients that a batch wants."""
         what, instead = "a batch that wants gradients", "x.detach(), or what makes the batch as a part of the model"
         self._update.refuse_users_gradients(what, instead=instead)
-        if self._update.loss_scales or batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
+        if self._update.loss_scale is not None or batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
             raise ValueError(
                 f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )

@@ -121,8 +121,6 @@ class _Fitting:
             key: state for key in contents.others if (state := checkpoint.value(other_key(key))) is not None
         }
         self._loss_scale: Mapping[int, Sequence[float]] | None = checkpoint.value("loss_scale")
-        if self._loss_scale is not None and not self._is_same_rule:
-            self._loss_scale = {0: self._loss_scale[0]}
         self._note_lost()
 
     def take(self) -> None:
@@ -141,8 +139,8 @@ class _Fitting:
                     self._take_versions(one.versions)
                 if self._optimizers is not None:
                     self._optimizers.load_into(one.optimizers, ownership)
-        for scale in self._contents.loss_scales:  # of a run that had none every version has the scaler's
-            scale.load(self._newest, self._loss_scale or {0: scale.content()[0]})
+        if self._contents.loss_scale is not None and self._loss_scale is not None:
+            self._contents.loss_scale.load(self._loss_scale[0])
         set_generators(self._generators)
 
     def _take_versions(self, versions: WeightVersions) -> None:

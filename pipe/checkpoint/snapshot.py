@@ -102,7 +102,7 @@ class Contents:
         parts: by name, parts that this process has where the model's own Parameters are let go.
         first: names of the tensors whose first owner is in this process; buffers are written by it alone.
         others: further named state, equal on all processes.
-        loss_scales: of the local ranks that have one each, or one for all.
+        loss_scale: None: losses are not scaled.
     """
 
     ownership: Ownership
@@ -112,7 +112,7 @@ class Contents:
     schedule: Schedule
     seed: int
     others: Mapping[str, HasState]
-    loss_scales: Sequence[LossScale]
+    loss_scale: LossScale | None
 
     def held(self) -> Iterator[tuple[str, torch.Tensor, Share]]:
         """Name of each parameter and buffer, what this process has of it, and which part that is."""
@@ -178,8 +178,8 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
     values["seed"] = contents.seed
-    if contents.loss_scales:
-        values["loss_scale"] = encode(contents.loss_scales[0].content(), what="the loss scale")
+    if contents.loss_scale is not None:  # by age of a weight version: others could have scales of their own, once
+        values["loss_scale"] = encode({0: list(contents.loss_scale.content())}, what="the loss scale")
     for key, other in contents.others.items():
         values[other_key(key)] = encode(dict(other.state_dict()), what=f"the state of {key!r}")
     return Snapshot(

@@ -144,7 +144,7 @@ class FlushUpdate(Update):
             schedule,
             self._flush_ranks,
             [StageState(one.stage, one, None) for one in optimizers],
-            [] if scale is None else [scale],
+            scale,
             unsharding,
         )
         self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
@@ -178,14 +178,13 @@ class FlushUpdate(Update):
         self._require_whole()
         for rank in self.ranks.values():
             rank.enter(batch)
-        for scale in self.loss_scales:
-            if scale.changed_outside():
-                if self.unconfirmed is not None:
-                    raise ValueError(
-                        "the scale of grad_scaler= was changed behind an update that is not confirmed, and may itself "
-                        "change it: expected pipe.flush() before the change, or post_validation=False"
-                    )
-                scale.adopt()
+        if self.loss_scale is not None and self.loss_scale.changed_outside():
+            if self.unconfirmed is not None:
+                raise ValueError(
+                    "the scale of grad_scaler= was changed behind an update that is not confirmed, and may itself "
+                    "change it: expected pipe.flush() before the change, or post_validation=False"
+                )
+            self.loss_scale.adopt()
         self._refuse_changed_weights()
         self._buffers = None if self.unconfirmed is None else Buffers(self._root)
         self._gradients.put_aside()
@@ -292,12 +291,13 @@ class FlushUpdate(Update):
 
     def _unscale(self) -> bool:
         """Whether a gradient of any stage or replica overflowed, the same on all ranks."""
-        for scale in self.loss_scales:
-            overflowed = self._gradients.unscale(scale.of(scale.newest))
-            scale.update(overflowed=overflowed)
-            scale.publish()
-            return overflowed
-        return False
+        scale = self.loss_scale
+        if scale is None:
+            return False
+        overflowed = self._gradients.unscale(scale.value)
+        scale.update(overflowed=overflowed)
+        scale.publish()
+        return overflowed
 
     def abandon(self, error: BaseException) -> None:
         """The gradients that were there before are there again."""

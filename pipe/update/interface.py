@@ -150,7 +150,7 @@ class Update(ABC):
         schedule: as it runs.
         ranks: by local rank.
         stages: of all local ranks, in order; none without an optimizer.
-        loss_scales: of the local ranks that have one each, or one for all; none without a GradScaler.
+        loss_scale: None without a GradScaler.
         unsharding: by local rank, of weights of which it keeps parts alone.
 
     Attributes:
@@ -165,11 +165,11 @@ class Update(ABC):
         schedule: Schedule,
         ranks: Mapping[int, RankUpdate],
         stages: Sequence[StageState],
-        loss_scales: Sequence[LossScale] = (),
+        loss_scale: LossScale | None = None,
         unsharding: Mapping[int, Unsharding] | None = None,
     ) -> None:
         self.gate = UpdateGate()
-        self.loss_scales = loss_scales
+        self.loss_scale = loss_scale
         self.unsharding: Mapping[int, Unsharding] = {} if unsharding is None else unsharding
         self.schedule = schedule
         self.ranks = ranks

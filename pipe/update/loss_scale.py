@@ -1,20 +1,17 @@
-"""The loss scale of float16 training: torch.amp.GradScaler's rule, agreed by all ranks, one for each weight version.
+"""The loss scale of float16 training: torch.amp.GradScaler's rule, agreed by all ranks.
 
-    backward    the loss of a microbatch is multiplied by the scale of the weight version that it computes with
-    gradients   are divided by it before they are clipped; is one of any stage, replica or rank not finite, then
-    update u    is skipped by all: version u + 1 of the weights is version u again, optimizers and schedules stay as
-                they were
-    scale u + 1 made of scale u by the rule of GradScaler: times backoff_factor where update u was skipped, times
-                growth_factor behind growth_interval updates in a row that were not
+    backward    the loss of a microbatch is multiplied by the scale
+    gradients   are divided by it before they are clipped; is one of any stage, replica or rank not finite, then the
+                update is skipped by all: weights, optimizers and schedules stay as they were
+    next scale  by the rule of GradScaler: times backoff_factor where the update was skipped, times growth_factor behind
+                growth_interval updates in a row that were not
 
-Under a flush schedule batch t computes with version t, so that this is what a loop with scale, unscale_, step and
-update does. Under 2bw batch t computes with version max(t - 1, 0): its gradients are scaled by what the updates up to
-t - 2 made of the scale, and an overflow of batch t is felt by the scale of batch t + 2.
+That is what a loop with scale, unscale_, step and update does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,33 +40,27 @@ class Scale(NamedTuple):
 
 
 class LossScale:
-    """The scales of the weight versions that a rank keeps.
+    """The scale that the weights as they are now are trained with.
 
     Arguments:
-        scaler: the user's. It has the newest scale between two steps; what is changed in it counts.
-        count: versions kept.
-
-    Attributes:
-        newest: version of the weights.
+        scaler: the user's. It has the scale between two steps; what is changed in it counts.
     """
 
-    def __init__(self, scaler: GradScaler, *, count: int = 1) -> None:
-        self.newest = 0
+    def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
-        self._count = count
-        self._scales = {0: _read(scaler)}
-        self._published = self._scales[0]
+        self._scale = self._published = _read(scaler)
 
-    def of(self, version: int) -> float:
-        """The factor of losses that are computed with this version of the weights."""
-        return self._scales[version].value
+    @property
+    def value(self) -> float:
+        """The factor of losses."""
+        return self._scale.value
 
     def update(self, *, overflowed: bool) -> None:
-        """An update was made, or skipped since gradients overflowed: the scale of the next version.
+        """An update was made, or skipped since gradients overflowed: the scale of the next one.
 
         Raises NonFiniteLossError, on every rank alike, where the scale has shrunk to 0: no scale helps any more.
         """
-        value, good = self._scales[self.newest]
+        value, good = self._scale
         scale, tracker = torch.tensor(value, dtype=torch.float32), torch.tensor(good, dtype=torch.int32)
         torch._amp_update_scale_(
             scale,
@@ -85,17 +76,13 @@ class LossScale:
                 "other: the updates of all of them were skipped. Expected a finite loss and gradients for some scale; "
                 "look at the samples, or run a batch in float32"
             )
-        self.newest += 1
-        self._scales[self.newest] = Scale(scale.item(), int(tracker))
-        self._scales = {version: one for version, one in self._scales.items() if version > self.newest - self._count}
+        self._scale = Scale(scale.item(), int(tracker))
 
     def publish(self) -> None:
-        """Let the user's scaler have the newest scale."""
-        newest = self._scales[self.newest]
-        if newest != self._published:
-            self._scaler.load_state_dict(
-                {**self._scaler.state_dict(), "scale": newest.value, "_growth_tracker": newest.good_updates}
-            )
+        """Let the user's scaler have the scale."""
+        if self._scale != self._published:
+            value, good = self._scale
+            self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": value, "_growth_tracker": good})
         self._published = _read(self._scaler)
 
     def changed_outside(self) -> bool:
@@ -103,26 +90,17 @@ class LossScale:
         return _read(self._scaler) != self._published
 
     def adopt(self) -> None:
-        """Every version has the scaler's scale."""
-        self.restore(self.newest, {self.newest: _read(self._scaler)})
+        """Go on with the scaler's scale."""
+        self._scale = self._published = _read(self._scaler)
 
-    def known(self) -> dict[int, Scale]:
-        """Scales by version, for `restore`."""
-        return dict(self._scales)
+    def content(self) -> Scale:
+        """For `load`."""
+        return self._scale
 
-    def content(self) -> dict[int, list[float]]:
-        """For a checkpoint: age of a version (0: the newest) -> its scale and good updates."""
-        return {self.newest - version: list(scale) for version, scale in self._scales.items()}
-
-    def load(self, newest: int, content: Mapping[int, Sequence[float]]) -> None:
-        """Go on from `content`, as version `newest`."""
-        self.restore(newest, {newest - age: Scale(value, int(good)) for age, (value, good) in content.items()})
-
-    def restore(self, newest: int, scales: Mapping[int, Scale]) -> None:
-        """Go on from version `newest`; older versions whose scale is not given have that of the newest."""
-        self.newest = newest
-        versions = range(max(0, newest - self._count + 1), newest + 1)
-        self._scales = {version: scales.get(version, scales[newest]) for version in versions}
+    def load(self, content: Sequence[float]) -> None:
+        """Go on from `content`."""
+        value, good = content
+        self._scale = Scale(value, int(good))
         self.publish()
 
 

@@ -196,8 +196,7 @@ class PostValidation:
     def _begin(self, known: Known) -> _Pending:
         overflowed = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._loss_scale is not None:
-            scale = self._loss_scale.of(self._loss_scale.newest)
-            overflowed += unscale(_gradients(self._parameters), scale, device=self._device)
+            overflowed += unscale(_gradients(self._parameters), self._loss_scale.value, device=self._device)
         part = torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._max_norm is not None:
             part = norm_part(_gradients(self._counted), device=self._device)

@@ -69,7 +69,7 @@ class RankUpdate:
 
     def scale_of(self, group: int) -> float:
         """The factor of the losses of an update group."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.of(self.loss_scale.newest)
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def begin(self, collective: Collective) -> None:
         """The program has come to what ranks of several processes do together: it goes on beside compute."""

@@ -39,8 +39,7 @@ class StreamUpdate(Update):
             for one in ranks.values()
             for stage in sorted(one.weights)
         ]
-        scales = [one.loss_scale for one in ranks.values() if one.loss_scale is not None]
-        super().__init__(course.schedule, ranks, stages, scales)
+        super().__init__(course.schedule, ranks, stages)
         self._ranks = ranks
         for rank in ranks.values():
             rank.gate = self.gate
@@ -72,7 +71,6 @@ class StreamUpdate(Update):
 
     def step(self) -> Known | None:
         """The program has made the updates; batches are known a little later."""
-        self._publish_scale()
         *others, speaker = self._ranks.values()  # the last one knows first
         if speaker.known:
             self._newest = speaker.known.pop()
@@ -129,7 +127,6 @@ class StreamUpdate(Update):
 
     def rest(self) -> list[Known]:
         """The speaker's, each once."""
-        self._publish_scale()
         *_, speaker = self._ranks.values()
         known = list(speaker.known)
         for rank in self._ranks.values():
@@ -192,15 +189,7 @@ class StreamUpdate(Update):
         del schedule
         return assemble_stream(self._course, records)
 
-    def _publish_scale(self) -> None:
-        for scale in self.loss_scales[-1:]:
-            scale.publish()
-
     def _take_changes(self) -> None:
-        if any(scale.changed_outside() for scale in self.loss_scales[-1:]):
-            self.refuse_changes("the scale of grad_scaler= was changed")
-            for scale in self.loss_scales:
-                scale.adopt()
         for weights in self._weights():
             hooked = weights.take_hooks()
             if hooked is not None:

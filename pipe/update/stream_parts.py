@@ -17,7 +17,6 @@ from ..stages.weights import WeightVersions
 from .dividing import NOTHING_DIVIDED, Divided, divide_stages
 from .gradients import refuse_sparse_modules
 from .interface import UpdateParts
-from .loss_scale import LossScale
 from .stream import StreamUpdate
 from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 
@@ -66,7 +65,6 @@ class StreamExecution:
                 shared=shared,
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
-                loss_scale=None if parts.grad_scaler is None else LossScale(parts.grad_scaler, count=count),
                 group=parts.ownership.group,
                 device=parts.device,
             )
@@ -80,14 +78,13 @@ def make_stream_execution(
     *,
     sharding: Sharding,
     max_grad_norm: float | None,
-    scales_loss: bool,
     flush_first: int,
 ) -> StreamExecution:
     """Calls of an asynchronous schedule, behind so many batches with a flush. Collective over the processes.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
     """
-    sharing = _sharing_of(schedule, ownership, sharding, max_grad_norm=max_grad_norm, scales_loss=scales_loss)
+    sharing = _sharing_of(schedule, ownership, sharding, max_grad_norm=max_grad_norm)
     for ranks in sharing.parts:
         collectives.subgroup(ranks)  # for what is done with an empty pipeline
     late = _with_late_updates(schedule, sharing)
@@ -95,12 +92,12 @@ def make_stream_execution(
 
 
 def _sharing_of(
-    schedule: Schedule, ownership: Ownership, sharding: Sharding, *, max_grad_norm: float | None, scales_loss: bool
+    schedule: Schedule, ownership: Ownership, sharding: Sharding, *, max_grad_norm: float | None
 ) -> Sharing:
     """Messages that the updates need, besides activations and gradients.
 
-    Raises ValueError for what a rule cannot have: a global norm, an update that all stages skip, or weights tied over
-    ranks, where each stage updates by itself.
+    Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage updates
+    by itself.
     """
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
@@ -108,12 +105,6 @@ def _sharing_of(
     rule = schedule.rule
     if max_grad_norm is not None and rule.why_no_norm:
         raise ValueError(f"max_grad_norm={max_grad_norm} under schedule {schedule.name!r}: {rule.why_no_norm}")
-    if scales_loss and rule.why_no_norm:
-        raise ValueError(
-            f"grad_scaler= under schedule {schedule.name!r}: its stages update one after the other, the last one "
-            f"before the gradients of the others are there, so that an overflow in those could not be skipped by all. "
-            f"Expected schedule='2bw' or '1f1b', or torch.autocast to bfloat16, which needs no scale"
-        )
     if ties and rule.why_no_ties:
         name, ranks = ties[0]
         raise ValueError(
@@ -121,8 +112,7 @@ def _sharing_of(
         )
     trained = {stage for name, _ in ownership.tied() for stage in ownership.stages[name]}
     parts = {tuple(sorted(schedule.owners[s])) for s in trained if sharding.shards[s] > 1}
-    has_norm = max_grad_norm is not None or scales_loss
-    return Sharing(loss=True, norm=has_norm, sums=tuple(sums), parts=tuple(sorted(parts)))
+    return Sharing(loss=True, norm=max_grad_norm is not None, sums=tuple(sums), parts=tuple(sorted(parts)))
 
 
 def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:

@@ -27,7 +27,6 @@ from .dividing import Divided
 from .gate import UpdateGate
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known
-from .loss_scale import LossScale, unscale
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
 from .same_options import SameOptions
@@ -56,8 +55,6 @@ class _Group:
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
-    overflowed: torch.Tensor | None = None  # of this rank's gradients; None: losses are not scaled
-    skipped: bool = False
     clipped: bool = False
     updates: int = 0
 
@@ -72,7 +69,6 @@ class StreamRank(RankUpdate):
         counted: the parameters that count in this rank's part of the global norm; of a divided one, the part.
         divided: what this rank has parts of.
         max_grad_norm: None: no clipping.
-        loss_scale: None: no scale, no skipped updates.
         group: what the tensor group holds.
     """
 
@@ -87,12 +83,11 @@ class StreamRank(RankUpdate):
         counted: Sequence[ParameterPlace],
         divided: Divided,
         max_grad_norm: float | None,
-        loss_scale: LossScale | None,
         group: GroupShares,
         device: torch.device,
     ) -> None:
         schedule = course.schedule
-        super().__init__(rank, schedule, loss_scale)
+        super().__init__(rank, schedule)
         self.weights = weights
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
@@ -102,7 +97,6 @@ class StreamRank(RankUpdate):
         self._course = course
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
-        self._last_stage = schedule.num_stages - 1
         self._shared = tuple(shared)
         self._counted = tuple(counted)
         self._max_grad_norm = max_grad_norm
@@ -140,11 +134,6 @@ class StreamRank(RankUpdate):
         """As the schedule's rule asks for; of the first batches, where they are alone in the pipeline, the newest."""
         return self._course.version(stage, index, first_batch=self._first_batch)
 
-    def scale_of(self, group: int) -> float:
-        """Scale of the weights which the group computes with, on every stage the same version."""
-        version = self.version(self._last_stage, group * self._group_size)
-        return 1.0 if self.loss_scale is None else self.loss_scale.of(version)
-
     # Messages
 
     def specs(self, message: Message) -> list[TensorSpec]:
@@ -159,7 +148,7 @@ class StreamRank(RankUpdate):
                 peer = message.src if message.dst == self._rank else message.dst
                 return self._flat_parts(peer, of=message.src).specs()
             case _:
-                return [TensorSpec((3,), (1,), torch.float64, False)]
+                return [TensorSpec((2,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
@@ -175,7 +164,7 @@ class StreamRank(RankUpdate):
             case MessageKind.NORM:
                 group.norms[message.src] = tensors[0]
             case _:
-                self._read_total(group, tensors[0])
+                group.norm = norm_of(tensors[0])
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
@@ -224,9 +213,6 @@ class StreamRank(RankUpdate):
         scale_gradients(gradients, scale)
         names = [name for weights in self.weights.values() for name in weights.names]
         self._tensor_group.compare_gradients(dict(zip(names, gradients, strict=True)))
-        if self.loss_scale is not None:  # before they leave: a sum of finite numbers is finite
-            overflowed = unscale(gradients, self.scale_of(step.index), device=self._device)
-            self._group(step.index).overflowed = overflowed
 
     def step(self, stage: int, index: int) -> None:
         """The optimizer step of a stage: it makes the stage's next weight version."""
@@ -240,8 +226,6 @@ class StreamRank(RankUpdate):
             assert group.norm is not None
             clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
             group.clipped = True
-        if self.loss_scale is not None and not group.updates:
-            self.loss_scale.update(overflowed=group.skipped)
         optimizers = self.optimizers[stage]
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
@@ -251,7 +235,7 @@ class StreamRank(RankUpdate):
         with optimizers.options.of(batch):
             if self._shared:
                 self._same_options.used(index, self._option_numbers(stage))
-            self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped, is_fresh=is_fresh))
+            self.weights[stage].update(index, lambda: optimizers.step(loss, is_fresh=is_fresh))
         if self.divided.parts:
             self._made[stage, index] = self.weights[stage].newest
         group.updates += 1
@@ -260,7 +244,7 @@ class StreamRank(RankUpdate):
             if loss is not None:
                 self._known_losses.pop(batch)
                 norm = None if self._max_grad_norm is None else group.norm
-                self.known.append(Known(self.batches.pop(batch).step, loss, norm, group.skipped))
+                self.known.append(Known(self.batches.pop(batch).step, loss, norm))
 
     def drop(self) -> None:
         """Forget all batches and groups under way (after an error)."""
@@ -296,16 +280,10 @@ class StreamRank(RankUpdate):
         group = self._group(index)
         self._add_shared(index)
         counted = [self._gradient(at, index) for at in self._counted]
-        part, overflowed = norm_part(counted, device=self._device), group.overflowed
-        flag = part.new_zeros(1) if overflowed is None else overflowed.to(part).reshape(1)
-        own = group.norms[self._rank] = torch.cat([part, flag])
+        own = group.norms[self._rank] = norm_part(counted, device=self._device)
         self._tensor_group.add_up(own)
         if self._rank == 0:
-            self._read_total(group, self._whole_norm(group))
-
-    def _read_total(self, group: _Group, total: torch.Tensor) -> None:
-        """The norm of all ranks' gradients, and whether one of them overflowed."""
-        group.norm, group.skipped = norm_of(total[:2]), bool(total[2] > 0)
+            group.norm = norm_of(self._whole_norm(group))
 
     def _whole_norm(self, group: _Group) -> torch.Tensor:
         return torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(0)

@@ -294,8 +294,8 @@ class Verifier:
 
     def _loss_scale(self) -> float:
         """Factor of the losses of a batch behind the newest weights."""
-        scale = next(iter(self._update.loss_scales), None)
-        return 1.0 if scale is None else scale.of(scale.newest)
+        scale = self._update.loss_scale
+        return 1.0 if scale is None else scale.value
 
     def _is_compared(self, name: str) -> bool:
         """Whether every microbatch has passed the buffer: of replicas each has seen a part."""
@@ -367,14 +367,12 @@ class Verifier:
         versions = [
             (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
         ]
-        scales = [(one, one.newest, one.known()) for one in update.loss_scales]
+        scale = None if update.loss_scale is None else update.loss_scale.content()
         known, step = update.set_aside(), training.num_steps
         for parameter, _ in gradients:
             parameter.grad = None
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
             weights.restore(newest, {})
-        for one, newest, versions_scales in scales:
-            one.restore(newest, {newest: versions_scales[newest]})
         try:
             with untouched(self._parts.root, device=self._settings.device):
                 yield
@@ -385,8 +383,8 @@ class Verifier:
             if not update.is_lost:
                 for weights, newest, older in versions:
                     weights.restore(newest, older)
-                for one, newest, versions_scales in scales:
-                    one.restore(newest, versions_scales)
+                if update.loss_scale is not None and scale is not None:
+                    update.loss_scale.load(scale)
                 update.restart()
                 update.put_back(known)
 

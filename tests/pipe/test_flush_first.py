@@ -175,22 +175,6 @@ def test_timelines_begin_anew_behind_what_is_no_training(flush_first: int, name:
             assert {action.index // 4 for action in ran if action.op is Op.F} == set(range(number))
 
 
-def test_an_overflow_is_skipped_as_under_1f1b() -> None:
-    def trained(schedule: str, flush_first: int) -> tuple[list[bool], dict[str, Tensor], float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
-        pipe = _pipe(schedule=schedule, flush_first=flush_first, grad_scaler=scaler)
-        skipped = []
-        for t in range(5):
-            x = torch.full((8, 4), 1e30 if t == 2 else 0.5)
-            skipped.append(pipe.train_step(x, torch.zeros(8, 4)).skipped)
-        return skipped, copied(pipe.full_state_dict()), scaler.get_scale()
-
-    found, expected = trained("2bw", 5), trained("1f1b", 0)
-    assert found[0] == expected[0] == [False, False, True, False, False]
-    same("state", found[1], expected[1], 0.0)
-    assert found[2] == expected[2]
-
-
 def test_verify_and_changes_by_hand_between_the_first_batches() -> None:
     """Nothing is under way there: no flush is asked for, and what is written becomes every version."""
     pipe, x, y = _pipe(flush_first=2, verify=True), torch.ones(8, 4), torch.zeros(8, 4)

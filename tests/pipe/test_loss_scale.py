@@ -98,39 +98,30 @@ def half(dtype: torch.dtype = torch.float32) -> torch.autocast:
 
 
 class Plain:
-    """A loop of plain PyTorch. delay=1: 2bw, where batch t computes with weights and scale of version t - 1."""
+    """A loop of plain PyTorch."""
 
-    def __init__(self, *, delay: int, clip: float | None, dtype: torch.dtype) -> None:
-        self.model, self.delay, self.clip, self.dtype = model(dtype), delay, clip, dtype
+    def __init__(self, *, clip: float | None, dtype: torch.dtype) -> None:
+        self.model, self.clip, self.dtype = model(dtype), clip, dtype
         self.scaler = odd_scaler()
         self.optimizer = adamw(self.model.parameters())
         self.scheduler = decay(self.optimizer)
-        self.versions = [(copy.deepcopy(self.model), self.scaler.get_scale())]
         self.skipped: list[bool] = []
         self.scales: list[float] = []
         self.losses: list[float] = []
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        used, scale = self.versions[max(len(self.versions) - 1 - self.delay, 0)]
         loss = 0.0
         for each, target in zip(x.tensor_split(M), y.tensor_split(M), strict=True):
             with half(self.dtype):
-                piece = loss_fn(used(each), target) * (len(each) / len(x))
-            (piece * scale).backward()
+                piece = loss_fn(self.model(each), target) * (len(each) / len(x))
+            self.scaler.scale(piece).backward()
             loss += piece.item()
         self.losses.append(loss)
-        for own, leaf in zip(self.model.parameters(), used.parameters(), strict=True):
-            own.grad, leaf.grad = leaf.grad, None
-        self.update(scale)
-        self.versions.append((copy.deepcopy(self.model), self.scaler.get_scale()))
+        self.update()
 
-    def update(self, scale: float) -> None:
-        """torch's own unscale_, step and update; they are told the scale that the gradients have."""
-        newest = self.scaler.state_dict()
-        self.scaler.scale(torch.zeros(()))  # makes its tensors
-        self.scaler.load_state_dict({**newest, "scale": scale})
+    def update(self) -> None:
+        """torch's own unscale_, step and update."""
         self.scaler.unscale_(self.optimizer)
-        self.scaler.load_state_dict(newest)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimizer)
@@ -143,8 +134,8 @@ class Plain:
         self.optimizer.zero_grad()
 
 
-def plain_run(*, delay: int = 0, clip: float | None = None, dtype: torch.dtype = torch.float32) -> Plain:
-    plain = Plain(delay=delay, clip=clip, dtype=dtype)
+def plain_run(*, clip: float | None = None, dtype: torch.dtype = torch.float32) -> Plain:
+    plain = Plain(clip=clip, dtype=dtype)
     for step, bad in enumerate(BAD):
         plain.step(*batch(step, bad, dtype))
     return plain
@@ -215,7 +206,7 @@ def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
 
 def test_the_plain_loops_skip_and_grow() -> None:
     plain = plain_run()
-    assert plain.skipped == [bool(bad) for bad in BAD] == plain_run(delay=1).skipped
+    assert plain.skipped == [bool(bad) for bad in BAD]
     wanted = [1000, 300, 300, 900, 270, 81, 81, 243, 243, 729, 218.7, 218.7]
     assert plain.scales == pytest.approx(wanted, rel=1e-6)
 
@@ -227,30 +218,24 @@ def test_the_plain_loops_skip_and_grow() -> None:
         ("interleaved", 0.1, {}),
         ("1f1b", 0.1, {"mesh": {"pipe": 2, "data": 2}}),
         ("1f1b", None, {"mesh": {"pipe": 4}, "post_validation": True}),
-        ("2bw", None, {"mesh": {"pipe": 4}, "recompute": "layer"}),
-        ("2bw", 0.1, {"mesh": {"pipe": 2, "data": 2}}),
     ],
     ids=str,
 )
 def test_skipped_updates(schedule: str, options: dict[str, Any], clip: float | None) -> None:
     dtype = torch.float32 if clip is None else torch.float64
-    agree(piped_run(schedule, clip, **options), plain_run(delay=int(schedule == "2bw"), clip=clip, dtype=dtype))
+    agree(piped_run(schedule, clip, **options), plain_run(clip=clip, dtype=dtype))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_the_scale_is_in_the_checkpoint(schedule: str, tmp_path: Path) -> None:
-    found = piped_run(schedule, save=tmp_path)
-    agree(found, plain_run(delay=int(schedule == "2bw")), losses=False)
+def test_the_scale_is_in_the_checkpoint(tmp_path: Path) -> None:
+    agree(piped_run("1f1b", save=tmp_path), plain_run(), losses=False)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(schedule: str, tmp_path: Path) -> None:
-    """Under 2bw no version had one: KeyError. A power of two changes no gradient of float64."""
+def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(tmp_path: Path) -> None:
+    """A power of two changes no gradient of float64."""
 
     def make(**options: Any) -> PipelineModule:
         return PipelineModule(
             model(torch.float64),
-            schedule=schedule,
             num_microbatches=M,
             loss_fn=loss_fn,
             optimizer=adamw,
@@ -273,11 +258,9 @@ def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(schedule: str, tm
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"}), ("2bw", {})], ids=str
-)
+@pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"})], ids=str)
 def test_over_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
-    plain = plain_run(delay=int(schedule == "2bw"), clip=0.1, dtype=torch.float64)
+    plain = plain_run(clip=0.1, dtype=torch.float64)
     for found in gloo.run(piped_run_here, ranks=4, args=(schedule, options)):
         agree(found, plain)
 
@@ -310,55 +293,40 @@ def small(**options: Any) -> tuple[PipelineModule, torch.amp.GradScaler]:
 
 
 def test_an_infinite_loss_is_skipped_and_the_next_batch_trains() -> None:
-    for schedule in ("1f1b", "2bw"):
-        pipe, own = small(schedule=schedule)
-        x, y = batch(0, {})
-        results = []
-        for target in (y, torch.full_like(y, math.inf), y):
-            with half():
-                results.append(pipe.train_step(x, target))
-            results += pipe.flush()
-        known = {result.loss_step: result for result in results}
-        assert [known[step].skipped for step in range(3)] == [False, True, False]
-        assert [math.isfinite(known[step].loss or 0.0) for step in range(3)] == [True, False, True]
-        assert own.get_scale() == 2.0**9
-        pipe.close()
+    pipe, own = small()
+    x, y = batch(0, {})
+    results = []
+    for target in (y, torch.full_like(y, math.inf), y):
+        with half():
+            results.append(pipe.train_step(x, target))
+    assert [result.skipped for result in results] == [False, True, False]
+    assert [math.isfinite(result.loss or 0.0) for result in results] == [True, False, True]
+    assert own.get_scale() == 2.0**9
+    pipe.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_verify_leaves_the_scale_alone(schedule: str) -> None:
-    pipe, own = small(schedule=schedule, max_grad_norm=0.1)
+def test_verify_leaves_the_scale_alone() -> None:
+    pipe, own = small(max_grad_norm=0.1)
     with half():
         pipe.train_step(*batch(1, {0: 1}))
         pipe.train_step(*batch(2, {}))
-        pipe.flush()
         before = own.state_dict()
         assert pipe.verify(*batch(3, {})).num_gradients == 2 * DEPTH
         assert own.state_dict() == before
         pipe.train_step(*batch(4, {}))
-        pipe.flush()
     assert own.get_scale() == 2.0**10  # two good updates in a row, one before verify
     pipe.close()
 
 
 def test_the_scaler_is_the_users() -> None:
-    """Changes of it between two steps count; under way in a stream it is refused."""
-    for schedule in ("1f1b", "2bw"):
-        pipe, own = small(schedule=schedule)
-        with half():
-            pipe.train_step(*batch(0, {}))
-            pipe.flush()
-            own.load_state_dict({**own.state_dict(), "scale": 64.0, "_growth_tracker": 1})
-            pipe.train_step(*batch(1, {}))
-            pipe.flush()
-            assert own.state_dict()["scale"] == 128.0
-            if schedule == "2bw":
-                pipe.train_step(*batch(2, {}))
-                own.load_state_dict({**own.state_dict(), "scale": 64.0})
-                with pytest.raises(ValueError, match=r"the scale of grad_scaler= was changed while batches 2 to 2 are"):
-                    pipe.train_step(*batch(3, {}))
-                own.load_state_dict({**own.state_dict(), "scale": 128.0})
-        pipe.close()
+    """Changes of it between two steps count."""
+    pipe, own = small()
+    with half():
+        pipe.train_step(*batch(0, {}))
+        own.load_state_dict({**own.state_dict(), "scale": 64.0, "_growth_tracker": 1})
+        pipe.train_step(*batch(1, {}))
+        assert own.state_dict()["scale"] == 128.0
+    pipe.close()
 
 
 def test_gradients_of_several_batches_add_up_scaled() -> None:
@@ -384,8 +352,9 @@ def test_gradients_of_several_batches_add_up_scaled() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"grad_scaler= under schedule 'pipedream': .* Expected schedule='2bw'"):
-        small(schedule="pipedream", example_inputs=batch(0, {})[:1])
+    for schedule in ("2bw", "pipedream"):
+        with pytest.raises(ValueError, match=rf"grad_scaler= under the asynchronous schedule '{schedule}': .*='1f1b'"):
+            small(schedule=schedule, example_inputs=batch(0, {})[:1])
     with pytest.raises(ValueError, match=r"grad_scaler=65536.0: expected torch.amp.GradScaler\('cpu' or 'cuda'\)"):
         small(grad_scaler=65536.0)
     with pytest.raises(ValueError, match=r"grad_scaler=.* without an optimizer"):
@@ -421,7 +390,7 @@ def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
     }
     for how, message in places.items():
         chain = nn.Sequential(*[Inside(how if i == 3 else "none") for i in range(4)])
-        for own in (None, scaler()):
+        for own in (None, scaler()) if schedule == "1f1b" else (None,):
             settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": M, "mesh": {"pipe": 2}}
             pipe = PipelineModule(
                 copy.deepcopy(chain), loss_fn=F.mse_loss, optimizer=adamw, grad_scaler=own, **settings
@@ -435,17 +404,11 @@ def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
             pipe.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_scale_that_has_shrunk_to_nothing_is_an_error(schedule: str) -> None:
-    pipe, _ = small(schedule=schedule, grad_scaler=scaler(2.0**-149))
+def test_a_scale_that_has_shrunk_to_nothing_is_an_error() -> None:
+    pipe, _ = small(grad_scaler=scaler(2.0**-149))
     x, y = batch(0, {})
-
-    def step() -> None:
-        pipe.train_step(x, torch.full_like(y, math.inf))
-        pipe.flush()
-
     with half(), pytest.raises(NonFiniteLossError, match="the loss scale has shrunk to 0"):
-        step()
+        pipe.train_step(x, torch.full_like(y, math.inf))
 
 
 def test_the_default_type_of_numbers_is_the_users() -> None:
