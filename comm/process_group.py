@@ -15,7 +15,6 @@ waited for.
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 import weakref
 import zlib
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Action, Message, MessageKind, Op
-from ..schedules.messages import MOVE_KINDS, STAGE_KINDS
+from ..schedules.messages import STAGE_KINDS
 from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
@@ -81,7 +80,6 @@ class ProcessGroupTransport:
         self._posted: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._sent: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._leftover: deque[tuple[Message, int, list[torch.Tensor], list[dist.Work]]] = deque()
-        self._waiters: dict[Message, _Waiter] = {}
         _open.add(self)
 
     @property
@@ -115,8 +113,6 @@ class ProcessGroupTransport:
             if whole.numel():
                 works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
         self._sent[message] = (peer, kept, works)
-        if message.kind in MOVE_KINDS:  # an answer comes late: what is kept meanwhile is just what should have left
-            self._let_go(message)
 
     def ready(self, message: Message) -> bool:
         """Waiting blocks (gloo cannot be polled), so always."""
@@ -133,31 +129,9 @@ class ProcessGroupTransport:
         """Free these sends; gloo wants each work waited for, which returns at once."""
         for message in messages:
             sent = self._sent.pop(message, None)
-            self._join(message)
             if sent is not None and self._blocking:
                 for work in sent[2]:
                     self._finish(work, message, sent[0], self._timeout, _receipt)
-
-    def _let_go(self, message: Message) -> None:
-        """Free what a send holds as soon as it is through: a thread of its own waits (gloo cannot be polled, and a work
-        is waited for once)."""
-        peer, tensors, works = self._sent[message]
-        if not self._blocking:
-            tensors.clear()  # the work holds them until its stream is through
-            return
-
-        def wait() -> None:
-            while works:
-                self._finish(works.pop(), message, peer, self._timeout, _receipt)
-            tensors.clear()
-
-        self._waiters[message] = _Waiter(wait)
-
-    def _join(self, message: Message) -> None:
-        """Where a thread waits for this send: wait for it, and raise what it raised."""
-        waiter = self._waiters.pop(message, None)
-        if waiter is not None:
-            waiter.join()
 
     def end_of_program(self) -> None:
         """Sends without an answer wait here for one more program: by then they are through."""
@@ -178,7 +152,6 @@ class ProcessGroupTransport:
         self._posted.clear()
         self._sent.clear()
         self._leftover.clear()
-        self._waiters.clear()
 
     def close(self) -> None:
         """Drop the groups: whoever made them can destroy them then."""
@@ -194,7 +167,6 @@ class ProcessGroupTransport:
     def _free_leftover(self, timeout: float) -> None:
         while self._leftover:
             message, peer, _, works = self._leftover.popleft()
-            self._join(message)
             for work in works:
                 self._finish(work, message, peer, timeout, _receipt)
 
@@ -242,27 +214,6 @@ _open: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
 def _drain_open() -> None:
     for transport in list(_open):
         transport.at_exit()
-
-
-class _Waiter:
-    """A wait in a thread."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._error: Exception | None = None
-        self._wait = wait
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._wait()
-        except Exception as error:
-            self._error = error
-
-    def join(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 def break_group(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -107,7 +107,7 @@ class RunFacts:
     def moved_bytes(self) -> dict[int, int]:
         """By stage of this process: the most that one microbatch's activations had when they left the rank [bytes]."""
         ranks = self._building.built("moved_bytes").engine.ranks
-        return {stage: size for each in ranks for stage, size in each.worker.mover.moved_bytes.items()}
+        return {stage: size for each in ranks for stage, size in each.worker.moved_bytes.items()}
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, what comes between two actions (where the

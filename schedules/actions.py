@@ -26,10 +26,7 @@ class Op(StrEnum):
     W = "W"  # weight gradient
     U = "U"  # optimizer step of a stage: makes its next weight version
     OFFLOAD = "OFFLOAD"  # the activations of a microbatch leave the rank, for its host
-    LEND = "LEND"  # they leave it, for a partner rank
-    RELOAD = "RELOAD"  # they come back, whichever way they went
-    HOLD = "HOLD"  # on the partner: they come
-    RETURN = "RETURN"  # on the partner: they go back
+    RELOAD = "RELOAD"  # they come back
     REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
     UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
@@ -48,11 +45,9 @@ class Op(StrEnum):
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
 LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
-LEAVING_OPS = frozenset({Op.OFFLOAD, Op.LEND, Op.RETURN})  # when they are through, activations are no longer there
-COMING_OPS = frozenset({Op.RELOAD, Op.HOLD})  # from their beginning on activations are there
-MOVE_OPS = LEAVING_OPS | COMING_OPS
+MOVE_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})
 
-_ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|LEND|RELOAD|HOLD|RETURN)(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|RELOAD)(\d+)")
 _COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
 
 
@@ -80,7 +75,7 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(
                 f"cannot read the action {text.strip()!r}: expected <stage><op><microbatch> such as 3F12, "
-                f"with an op of F B I W U, or OFFLOAD LEND RELOAD HOLD RETURN"
+                f"with an op of F B I W U, or OFFLOAD RELOAD"
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 

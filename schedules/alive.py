@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .ir import COMING_OPS, LAST_USES, LEAVING_OPS, Action, Op
+from .ir import LAST_USES, Action, Op
 from .messages import Message, Transfer
 from .program import RankProgram, Step
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_BEGIN = COMING_OPS | {Op.F}
-_END = LEAVING_OPS | LAST_USES
+_BEGIN = {Op.F, Op.RELOAD}
+_END = {*LAST_USES, Op.OFFLOAD}
 
 
 def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
@@ -27,7 +27,7 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
         alive        1   2   2   2   2   2   1       one lives from its F to the end of its B or W
 
     One that leaves the rank while it waits (see `moves`) counts up to the action that begins its way out, and again
-    from the one that begins its way back; on a partner from HOLD to RETURN. Here a way takes no time, see `by_time`.
+    from the one that begins its way back. Here a way takes no time, see `by_time`.
     Of a stage without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
     the beginning. The mapping is one and the same, and holds until the next step of the iteration.
     """
@@ -84,16 +84,16 @@ def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> flo
 
 
 def by_time(program: Sequence[Action], starts: Mapping[Action, float], through: Mapping[Action, float]) -> list[Action]:
-    """A rank's program with what leaves the rank (OFFLOAD, LEND, RETURN) where it is through, not where it is begun.
+    """A rank's program with each OFFLOAD where it is through, not where it is begun.
 
     Arguments:
-        starts: of each action that leaves nothing [s].
-        through: when each that does is [s].
+        starts: of each other action [s].
+        through: when each OFFLOAD is [s].
     """
     order: list[Action] = []
     leaving: list[Action] = []
     for action in program:
-        if action.op in LEAVING_OPS:
+        if action.op is Op.OFFLOAD:
             leaving.append(action)
             continue
         order += [each for each in leaving if through[each] <= starts[action]]

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from .alive import peak_activations
 from .collectives import find_cycle, latest_positions, ready_positions
 from .ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
-from .messages import MOVE_KINDS, STAGE_KINDS, Message, Transfer
+from .messages import STAGE_KINDS, Message, Transfer
 from .moves import find_moves
 from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
@@ -134,7 +134,7 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
             continue  # see _check_collectives
         elif not step.is_send:
             posted.add(step.message)
-        elif step.message.kind in STAGE_KINDS | MOVE_KINDS:
+        elif step.message.kind in STAGE_KINDS:
             maker = needs.maker(step.message)
             if maker not in made:
                 raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")

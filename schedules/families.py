@@ -49,7 +49,6 @@ class Family:
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
         num_chunks: stages a rank, V, where it is no option.
-        lends: whether activations of a rank wait on another one.
         placement: how its stages stand on the ranks, each on one: "cyclic" or "snake" (`builders.placements`);
             "two-way" where a rank shares its stages with another.
         splits_backward: whether its programs hold I and W.
@@ -69,7 +68,6 @@ class Family:
     aliases: tuple[str, ...] = ()
     weight_rules: tuple[str, ...] = ("flush",)
     num_chunks: int = 1
-    lends: bool = False
     placement: str = "cyclic"
     splits_backward: bool = False
     full_after: int | None = None
@@ -91,9 +89,8 @@ class Family:
 
     @property
     def is_planned(self) -> bool:
-        """Whether plans may be made for it: each stage stands on one rank, a microbatch passes it whole, and no rank
-        holds what is another's, which plans do not count."""
-        return self.placement in PLACEMENTS and not self.takes_slices and not self.lends
+        """Whether plans may be made for it: each stage stands on one rank, and a microbatch passes it whole."""
+        return self.placement in PLACEMENTS and not self.takes_slices
 
     def rank_of_stages(self, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
         """[S] rank of each stage, where each stands on one; stage s is chunk s // P there. KeyError for two ways."""

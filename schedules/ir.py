@@ -19,10 +19,8 @@ from typing import Literal, NamedTuple
 
 from .actions import (
     BACKWARD_OPS,
-    COMING_OPS,
     COMPUTE_OPS,
     LAST_USES,
-    LEAVING_OPS,
     MOVE_OPS,
     Action,
     Collective,
@@ -35,10 +33,8 @@ from .wording import count
 
 __all__ = [
     "BACKWARD_OPS",
-    "COMING_OPS",
     "COMPUTE_OPS",
     "LAST_USES",
-    "LEAVING_OPS",
     "MOVE_OPS",
     "Action",
     "Collective",

@@ -25,9 +25,6 @@ class MessageKind(StrEnum):
 
     ACT = "act"  # outputs of a stage, to a consumer stage
     GRAD = "grad"  # gradients of those outputs, back to the producer
-    SIZE = "size"  # how many bytes of a stage's activations will be lent, to the partner rank
-    LENT = "lent"  # activations of a stage, to the partner rank that holds them
-    RETURNED = "returned"  # those, from the partner rank to the stage
     LOSS = "loss"  # losses of an update group, from a rank of the last stage to another rank
     SUM = "sum"  # gradients of an update group that several ranks add up (replicas, tied weights)
     NORM = "norm"  # squared gradient norm of one rank, to rank 0
@@ -36,13 +33,11 @@ class MessageKind(StrEnum):
 
 
 STAGE_KINDS = frozenset({MessageKind.ACT, MessageKind.GRAD})
-MOVE_KINDS = frozenset({MessageKind.SIZE, MessageKind.LENT, MessageKind.RETURNED})
 
 
 class Message(NamedTuple):
-    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. SIZE, LENT, RETURNED: likewise, but the partner,
-    which is a rank. Else both are ranks, and `index` is an update group (the batch, where a batch is updated at once).
-    """
+    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. Else both are ranks, and `index` is an update
+    group (the batch, where a batch is updated at once)."""
 
     kind: MessageKind
     src: int
@@ -56,12 +51,6 @@ class Message(NamedTuple):
                 return f"activations of microbatch {index} from stage {src} to stage {dst}"
             case MessageKind.GRAD:
                 return f"gradients of microbatch {index} from stage {src} to stage {dst}"
-            case MessageKind.SIZE:
-                return f"size of the lent activations of microbatch {index} from stage {src} to rank {dst}"
-            case MessageKind.LENT:
-                return f"lent activations of microbatch {index} from stage {src} to rank {dst}"
-            case MessageKind.RETURNED:
-                return f"lent activations of microbatch {index} from rank {src} back to stage {dst}"
             case MessageKind.LOSS:
                 return f"loss of update group {index} from rank {src} to rank {dst}"
             case MessageKind.SUM:
@@ -84,8 +73,6 @@ class Transfer(NamedTuple):
     def __str__(self) -> str:
         kind, src, dst, index = self.message
         verb = "SEND" if self.is_send else "RECV"
-        if kind in MOVE_KINDS:
-            return f"{dst if kind is MessageKind.RETURNED else src}{verb}_{kind.name}{index}"
         if kind not in STAGE_KINDS:
             return f"{verb}_{kind.name}{index}"
         letter = "F" if kind is MessageKind.ACT else "B"

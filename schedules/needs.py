@@ -10,7 +10,7 @@ to the gradients of its own.
 
 F(s, q)   F(s, q - 1), and B(s, q) or I(s, q) the one of slice q + 1, where they are slices of the same microbatch
 
-Activations that leave their rank have needs of their own, see `moves`: B or I also the way back, begun at both ends.
+Activations that leave their rank have needs of their own, see `moves`: B or I also the way back.
 
 Where maker and user stand on different ranks, a message brings it: one for all stages of a rank that take the output,
 kept there for those that come later, and one back with the sum of their gradients.
@@ -25,8 +25,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .ir import BACKWARD_OPS, MOVE_OPS, Action, Edge, Op, Schedule
-from .messages import MOVE_KINDS, Message, MessageKind
-from .moves import Move, find_moves
+from .messages import Message, MessageKind
+from .moves import find_moves
 
 _FORWARD_OPS = frozenset({Op.F})
 
@@ -88,7 +88,7 @@ class Needs:
 
     Attributes:
         wires: activations, and gradients where edges and schedule have them, in the order of the edges.
-        moves: of activations, by (stage, microbatch).
+        moves: ranks of activations that leave them, by (stage, microbatch).
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -124,29 +124,21 @@ class Needs:
             return makes if index % self._num_slices == 0 else [*makes, Action(stage, Op.F, index - 1)]
         if op in BACKWARD_OPS:
             makers = sorted(maker for wire in self._to_backward[stage] for maker in wire.makers)
-            own = [*self._back(self.moves.get((stage, index))), Action(stage, Op.F, index)]
+            own = [Action(stage, Op.RELOAD, index)] if (stage, index) in self.moves else []
+            own.append(Action(stage, Op.F, index))
             if (index + 1) % self._num_slices:
                 own.append(self.backward(stage, index + 1))
             return [self.backward(maker, index) for maker in makers] + own
         if op is Op.W:
             return [Action(stage, Op.I, index)]
-        if op in MOVE_OPS and (move := self.moves.get((stage, index))) is not None:
-            return [Action(stage, Op.F, index)] + [a for a in _out(move) if op in (Op.RELOAD, Op.RETURN)]
+        if op in MOVE_OPS and (stage, index) in self.moves:
+            forward = Action(stage, Op.F, index)
+            return [forward] if op is Op.OFFLOAD else [forward, Action(stage, Op.OFFLOAD, index)]
         return []
 
     def rank(self, action: Action) -> int:
         """The rank in whose program it stands."""
-        stage, op, index = action
-        if op in (Op.HOLD, Op.RETURN) and (partner := self.moves[stage, index].partner) is not None:
-            return partner
-        return self._owner(stage, index)
-
-    @staticmethod
-    def _back(move: Move | None) -> list[Action]:
-        """The moves behind which activations are on their way back."""
-        if move is None:
-            return []
-        return [move.reload] if move.partner is None else [move.reload, move.returning]
+        return self._owner(action.stage, action.index)
 
     def wire(self, message: Message) -> Wire:
         """Wire of a message of activations or gradients."""
@@ -154,14 +146,10 @@ class Needs:
 
     def makers(self, message: Message) -> list[Action]:
         """The actions that make a message of a microbatch, in the order of their rank."""
-        if message.kind in MOVE_KINDS:
-            return [self._delivery(message).maker]
         return self._makers(self.wire(message), message.index)
 
     def users(self, message: Message) -> list[Action]:
         """The actions that use it, in the order of their rank."""
-        if message.kind in MOVE_KINDS:
-            return [self._delivery(message).user]
         return self._users(self.wire(message), message.index)
 
     def maker(self, message: Message) -> Action:
@@ -171,10 +159,6 @@ class Needs:
     def arrivals(self, action: Action) -> Iterator[Delivery]:
         """Deliveries from other ranks to `action`, in the order of `of`; what came for an action before it is there."""
         stage, op, index = action
-        if self.moves and (move := self.moves.get((stage, index))) is not None and move.partner is not None:
-            yield from (each for each in _lent(move, self.backward(stage, index)) if each.user == action)
-            if op in MOVE_OPS:
-                return
         receiver = self._owner(stage, index)
         for wire in self._to_forward[stage] if op is Op.F else self._to_backward[stage] if op in BACKWARD_OPS else ():
             sender = self._owner(wire.src, index)
@@ -184,8 +168,6 @@ class Needs:
     def departures(self, action: Action) -> Iterator[Delivery]:
         """Deliveries from `action` to other ranks, in the order of the edges; what others add to comes behind them."""
         stage, op, index = action
-        if self.moves and (move := self.moves.get((stage, index))) is not None and move.partner is not None:
-            yield from (each for each in _lent(move, self.backward(stage, index)) if each.maker == action)
         sender = self._owner(stage, index)
         for wire in (
             self._from_forward[stage] if op is Op.F else self._from_backward[stage] if op in BACKWARD_OPS else ()
@@ -193,12 +175,6 @@ class Needs:
             receiver = self._owner(wire.dst, index)
             if sender != receiver and self._makers(wire, index)[-1] == action:
                 yield Delivery(wire.message(index), action, sender, self._users(wire, index)[0], receiver)
-
-    def _delivery(self, message: Message) -> Delivery:
-        """Delivery of a message of activations that move."""
-        stage = message.dst if message.kind is MessageKind.RETURNED else message.src
-        move = self.moves[stage, message.index]
-        return next(each for each in _lent(move, self.backward(stage, message.index)) if each.message == message)
 
     def _makers(self, wire: Wire, index: int) -> list[Action]:
         if wire.kind is MessageKind.ACT:
@@ -219,21 +195,6 @@ class Needs:
         """Position of each forward and backward in its rank's program."""
         ops = {Op.F, *BACKWARD_OPS}
         return {a: i for program in self._programs for i, a in enumerate(program) if a.op in ops}
-
-
-def _out(move: Move) -> list[Action]:
-    """The moves that the way out is made of."""
-    return [move.out] if move.partner is None else [move.out, move.hold]
-
-
-def _lent(move: Move, backward: Action) -> Iterator[Delivery]:
-    """Messages of activations that wait on a partner: how many bytes there are, those, and those again."""
-    stage, index, owner, partner = move
-    assert partner is not None
-    forward = Action(stage, Op.F, index)
-    yield Delivery(Message(MessageKind.SIZE, stage, partner, index), forward, owner, move.hold, partner)
-    yield Delivery(Message(MessageKind.LENT, stage, partner, index), move.out, owner, move.returning, partner)
-    yield Delivery(Message(MessageKind.RETURNED, partner, stage, index), move.returning, partner, backward, owner)
 
 
 def _wires(schedule: Schedule) -> Iterator[Wire]:

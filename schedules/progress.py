@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from .ir import ScheduleError
-from .messages import MOVE_KINDS, Message, Transfer
+from .messages import Message, Transfer
 from .program import RankProgram, Step
 
 
@@ -80,8 +80,8 @@ class Progress:
 def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
     """The same with receives posted as much earlier as it takes that sends which wait for them end.
 
-    Each call of programs that were lowered call by call ends by itself, too. Where receives cannot help, as where
-    activations that are lent meet those that come back, all stay as they are.
+    Each call of programs that were lowered call by call ends by itself, too. Where receives cannot help all stay as
+    they are.
     """
     run = Progress(programs, sends_wait=True)
     cuts = [[*(program.cuts or [0]), len(program.steps)] for program in programs]
@@ -89,7 +89,6 @@ def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
         while stuck := run.run([own[min(call + 1, len(own) - 1)] for own in cuts]):
             standing = ((rank, run.steps[rank][run.at[rank]]) for rank in run.circle(stuck))
             sends = [(rank, step) for rank, step in standing if isinstance(step, Transfer)]
-            sends = [(rank, step) for rank, step in sends if step.message.kind not in MOVE_KINDS]
             if not sends:
                 return tuple(programs)
             (rank, (message, peer, _)), *_ = sends

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .builders.bpipe import BPIPE
 from .builders.chimera import CHIMERA
 from .builders.dualpipe import DUALPIPE
 from .builders.dualpipe_v import DUALPIPE_V
@@ -40,7 +39,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for each in (
             GPIPE,
             ONE_F_ONE_B,
-            BPIPE,
             EAGER_1F1B,
             INTERLEAVED,
             LOOPED_BFS,

@@ -246,8 +246,7 @@ def to_grid(schedule: Schedule) -> str:
     """The order as an aligned grid: a row per rank, a column per unit of time.
 
     The stage number stands before the op only where a rank has several stages. A rank that begins moves of activations
-    has a second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back; +3 is
-    held for another rank from there on, -3 goes back.
+    has a second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
     """
     rows = unit_time_cells(schedule)
     several = any(len(stages) > 1 for stages in schedule.placement)
@@ -263,7 +262,7 @@ def to_grid(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-_MARKS = {Op.OFFLOAD: ">", Op.LEND: ">", Op.RELOAD: "<", Op.HOLD: "+", Op.RETURN: "-"}
+_MARKS = {Op.OFFLOAD: ">", Op.RELOAD: "<"}
 
 
 def _move_cells(program: Sequence[Action], row: Sequence[Action | None], *, several: bool) -> list[str]:
@@ -273,7 +272,7 @@ def _move_cells(program: Sequence[Action], row: Sequence[Action | None], *, seve
     at = len(row)
     for action in reversed(program):
         if action.op in MOVE_OPS:
-            stage = f"{action.stage}" if several or action.op in {Op.HOLD, Op.RETURN} else ""
+            stage = f"{action.stage}" if several else ""
             cells[at].insert(0, f"{stage}{_MARKS[action.op]}{action.index}")
         else:
             at = column.get(action, at)

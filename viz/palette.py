@@ -28,9 +28,6 @@ OTHER_HUE = "#A6A6A6"  # gathers, reductions
 MESSAGE_HUES = {
     MessageKind.ACT: OP_HUES[Op.F],  # the hue of the op that makes it
     MessageKind.GRAD: "#D55E00",  # an orange that shows in a thin lane
-    MessageKind.SIZE: OTHER_HUE,
-    MessageKind.LENT: "#332288",
-    MessageKind.RETURNED: "#44AA99",
     MessageKind.LOSS: OP_HUES[Op.U],
     MessageKind.SUM: OP_HUES[Op.W],
     MessageKind.NORM: "#56B4E9",  # sky blue
@@ -40,9 +37,6 @@ MESSAGE_HUES = {
 MESSAGE_WORDS = {
     MessageKind.ACT: "activations arriving",
     MessageKind.GRAD: "gradients arriving",
-    MessageKind.SIZE: "size of lent activations arriving",
-    MessageKind.LENT: "lent activations arriving",
-    MessageKind.RETURNED: "lent activations returning",
     MessageKind.LOSS: "loss arriving",
     MessageKind.SUM: "shared gradients arriving",
     MessageKind.NORM: "gradient norm arriving",
@@ -53,18 +47,15 @@ COLLECTIVE_HUES = {
     Op.REDUCE_GRAD: OP_HUES[Op.W],
     Op.UNSHARD: "#882255",
     Op.RESHARD: OTHER_HUE,
-    **dict.fromkeys((Op.OFFLOAD, Op.LEND, Op.RETURN), "#332288"),  # indigo
-    **dict.fromkeys((Op.RELOAD, Op.HOLD), "#44AA99"),  # teal
+    Op.OFFLOAD: "#332288",  # indigo
+    Op.RELOAD: "#44AA99",  # teal
 }
 COLLECTIVE_WORDS = {
     Op.REDUCE_GRAD: "sums of shared gradients",
     Op.UNSHARD: "weights gathered",
     Op.RESHARD: "weights let go",
     Op.OFFLOAD: "activations to the host",
-    Op.LEND: "activations to a partner",
     Op.RELOAD: "activations coming back",
-    Op.HOLD: "activations of a partner",
-    Op.RETURN: "activations back to a partner",
 }
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",

@@ -34,9 +34,8 @@ class SynthesisOptions(LimitedOptions):
     """auto: plain (stage r on rank r, default), cyclic (--chunks stages a rank, in turn), v (two a rank, there and
     back), or any: the best of the three, where costs and --memory are of the model in P stages (or, where there are
     more numbers, of so many pieces)."""
-    moves: tuple[Literal["offload", "lend"], ...] | None = None
-    """auto: what else may be done where --memory binds: offload activations to a rank's host, lend them to other ranks
-    (default: neither)."""
+    moves: tuple[Literal["offload"], ...] | None = None
+    """auto: what else may be done where --memory binds: offload activations to a rank's host (default: nothing)."""
     offload: float | None = None
     """auto: seconds of one stage activation on its way to the host (default: 0)."""
     reload: float | None = None

@@ -27,18 +27,19 @@ from ...partition.graph.forms import Tensors
 from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
 from ...schedules.ir import MOVE_OPS
-from ...schedules.messages import MOVE_KINDS, STAGE_KINDS
+from ...schedules.messages import STAGE_KINDS
+from ...schedules.moves import find_moves
 from ...schedules.needs import Wire
 from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch
 from ..parallel.tensor_group import settled
+from ..stages.moving import Host
 from ..stages.presence import Gradients, pack, unpack
 from ..stages.randomness import Seeder
 from ..stages.slices import KeptSlices
 from ..stages.stage import Stage
 from ..stages.wiring import Wiring
 from ..update.rank_update import RankUpdate
-from .mover import Mover
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,9 @@ class Worker(ABC):
         self._fused: frozenset[Action] = frozenset()
         self._trains = schedule.trains
         self._split = schedule.split_stages
-        self.mover = Mover(rank, schedule, stages, device)
+        self._moves = find_moves(schedule)
+        self._host = Host(device) if self._moves else None
+        self.moved_bytes: dict[int, int] = {}  # by stage, the most that a microbatch's activations had when they left
 
     def begin(self, program: RankProgram) -> None:
         """A program begins."""
@@ -168,8 +171,6 @@ class Worker(ABC):
             number, k = divmod(message.index, self._batch_indices)
             batch = self._updates.batches[number]
             return self._wiring.message_specs(message, batch.specs[k], batch.certain[k])
-        if message.kind in MOVE_KINDS:
-            return self.mover.specs(message)
         return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
@@ -178,15 +179,11 @@ class Worker(ABC):
             self._inbox[message] = tensors
         elif message.kind is MessageKind.GRAD:
             self._inbox[message] = unpack(tensors, self.specs(message))
-        elif message.kind in MOVE_KINDS:
-            self.mover.put(message, tensors)
         else:
             self._updates.put(message, tensors)
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
-        if message.kind in MOVE_KINDS:
-            return self.mover.take(message)
         if message.kind not in STAGE_KINDS:
             return self._updates.take(message)
         tensors = self._outbox.pop(message)
@@ -204,7 +201,8 @@ class Worker(ABC):
         self.batch_gradients.clear()
         if self._slices is not None:
             self._slices.drop()
-        self.mover.drop()
+        if self._host is not None:
+            self._host.drop()
         for stage in self._stages.values():
             stage.drop()
 
@@ -249,11 +247,21 @@ class Worker(ABC):
 class TrainingWorker(Worker):
     """Forwards, backwards and updates."""
 
+    def _move(self, action: Action) -> None:
+        """Activations begin their way to the host, or back."""
+        assert self._host is not None
+        activations = self._stages[action.stage].moving(action.index)
+        if action.op is Op.RELOAD:
+            self._host.give_back(activations)
+            return
+        self.moved_bytes[action.stage] = max(activations.num_bytes, self.moved_bytes.get(action.stage, 0))
+        self._host.take(activations)
+
     def run(self, action: Action) -> None:
         """F, B, I, W, U, or a move of activations."""
         s, op, index = action
         if op in MOVE_OPS:
-            self.mover.run(action)
+            self._move(action)
             return
         if op is Op.U:
             self._updates.step(s, index)
@@ -283,9 +291,8 @@ class TrainingWorker(Worker):
                         version=self._updates.version(s, index),
                         is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
                         has_backward=self._trains(s),
-                        moves=(s, index) in self.mover.moves,
+                        moves=(s, index) in self._moves,
                     )
-                self.mover.made(s, index)
                 if loss is not None:
                     self._updates.note_loss(index, loss)
                 else:

@@ -1,7 +1,7 @@
 """Activations of one microbatch that leave the rank while they wait for their backward.
 
     forward   autograd hands over each tensor that it saves: for that a handle, and its storage once
-    leave     the storages as bytes, to the host or to be sent; nothing of them is held here any longer
+    leave     the storages as bytes, to the host; nothing of them is held here any longer
     come      the bytes again: unpacking a handle makes a tensor of them
 
 They are the tensors saved for the backward and the stage's inputs. Parameters, buffers, targets and inputs that are

@@ -7,8 +7,7 @@ and each receive (the posting of it, not the waiting: a step waits for what it n
     at most `receives_ahead` receives of a link are posted and not yet consumed,
 
 allows, so that receive buffers do not grow with M; and earlier where a transport that holds a rank at a send until it
-is received would else stand still (see `progress`). Activations that move are received where the move
-stands that takes them (see `moves`), behind it. A link is first in, first out: receives are posted in the
+is received would else stand still (see `progress`). A link is first in, first out: receives are posted in the
 order of the sends, and one that is consumed late lets later ones pass only by being posted before them.
 
     rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
@@ -25,14 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..collectives import place_collectives
-from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError
+from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..progress import post_in_time
 from ..versions import derive_versions
-
-_FROM_STAGES = STAGE_KINDS | {MessageKind.SIZE, MessageKind.LENT}
 
 
 def lower(
@@ -82,7 +79,6 @@ class _Exchange:
         self.inputs: list[dict[Work, list[Message]]] = [{} for _ in ranks]
         self.finally_needs: list[list[Message]] = [[] for _ in ranks]
         self.shared: list[dict[Message, tuple[Work, ...]]] = [{} for _ in ranks]
-        self.comes_with: dict[Message, Action] = {}  # activations that move, and the move with which a rank takes them
         self._find()
         # Per rank, the call of each step of work; and the call in which each message is sent.
         after = schedule.num_batches  # behind the end of a program: with the drain
@@ -98,7 +94,7 @@ class _Exchange:
 
     def sender(self, message: Message) -> int:
         """The rank that sends a message."""
-        return self.schedule.owner(message.src, message.index) if message.kind in _FROM_STAGES else message.src
+        return self.schedule.owner(message.src, message.index) if message.kind in STAGE_KINDS else message.src
 
     def _add(self, message: Message, made_by: Work, sender: int, consumed_by: Work, receiver: int) -> None:
         self.outputs[sender].setdefault(made_by, []).append((message, receiver))
@@ -117,10 +113,6 @@ class _Exchange:
                     continue  # no messages: its ranks meet in a process group
                 for message, _, _, user, receiver in needs.departures(step):
                     self._add(message, step, rank, user, receiver)
-                    if message.kind is MessageKind.LENT:
-                        self.comes_with[message] = user._replace(op=Op.HOLD)
-                    elif message.kind is MessageKind.RETURNED:
-                        self.comes_with[message] = user._replace(op=Op.RELOAD)
                     for end, actions in ((rank, needs.makers(message)), (receiver, needs.users(message))):
                         if len(actions) > 1:
                             self.shared[end][message] = tuple(actions)
@@ -232,14 +224,11 @@ def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProg
     outputs = exchange.outputs[rank]
     consumed_at = {m: i for i, step in enumerate(work) for m in inputs.get(step, ())}
     consumed_at.update({m: len(work) for m in exchange.finally_needs[rank]})
-    place = {step: i for i, step in enumerate(work)}
-    comes_at = {m: place[move] + 1 for m, move in exchange.comes_with.items() if m in consumed_at}
     by_peer = {
         peer: _Incoming(
             peer,
             ms,
             consumed_at=consumed_at,
-            comes_at=comes_at,
             ahead=receives_ahead,
             sent_in=exchange.sent_in,
         )
@@ -257,7 +246,7 @@ def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProg
             steps += link.post(at, call)
         steps.append(step)
         for message in inputs.get(step, ()):
-            by_peer[exchange.sender(message)].outstanding -= message not in comes_at
+            by_peer[exchange.sender(message)].outstanding -= 1
         for message, peer in outputs.get(step, ()):
             steps.append(Transfer(message, peer, True))
     for link in incoming:
@@ -282,7 +271,6 @@ class _Incoming:
         messages: list[Message],
         *,
         consumed_at: dict[Message, int],
-        comes_at: dict[Message, int],
         ahead: int,
         sent_in: dict[Message, int],
     ) -> None:
@@ -292,33 +280,24 @@ class _Incoming:
         self._ahead = ahead
         self._sent_in = sent_in
         self._next = 0
-        self._comes_at = comes_at
         # The earliest place at which message j or a later one is consumed: it must be posted by then.
-        deadline = [comes_at.get(m, consumed_at[m]) for m in messages]
+        deadline = [consumed_at[message] for message in messages]
         for j in range(len(deadline) - 2, -1, -1):
             deadline[j] = min(deadline[j], deadline[j + 1])
         self._deadline = deadline
-        for message, at in zip(messages, deadline, strict=True):
-            if message.kind is MessageKind.LENT and at < comes_at[message]:
-                late = next(m for m in messages if comes_at.get(m, consumed_at[m]) == at)
-                raise ScheduleError(
-                    f"the {late} is used before the {message} is held, and is sent behind it by rank {peer}: expected "
-                    f"HOLD of that in front of what uses this, or LEND behind what makes it"
-                )
 
     def post(self, at: int, call: int | None) -> list[Transfer]:
         """The receives to post before position `at`, in `call`."""
         posted = []
         while self._next < len(self._messages):
             message = self._messages[self._next]
-            moves = message in self._comes_at
-            if self._deadline[self._next] > at and (moves or self.outstanding >= self._ahead):
+            if self._deadline[self._next] > at and self.outstanding >= self._ahead:
                 break
             if call is not None and self._sent_in[message] > call:
                 break
             posted.append(Transfer(message, self.peer, False))
             self._next += 1
-            self.outstanding += not moves
+            self.outstanding += 1
         return posted
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..check import check_lowered
-from ..ir import Op, Schedule, ScheduleError
+from ..ir import Op, Schedule
 from ..messages import Message, Sharing, Transfer
 from ..needs import Needs
 from ..program import RankProgram
@@ -38,12 +38,6 @@ class WarmUp:
 
 def cut_behind_warm_up(schedule: Schedule, *, sharing: Sharing) -> WarmUp:
     """Lower a flush schedule so that its warm-up can run, and be thrown away, by itself."""
-    lent = next((a for program in schedule.programs for a in program if a.op is Op.LEND), None)
-    if lent is not None:
-        raise ScheduleError(
-            f"post_validation=True with the schedule {schedule.name!r}, which lends activations ({lent}): what a "
-            f"partner was told in a warm-up cannot be taken back; expected activations that stay, or go to hosts"
-        )
     lengths = _warm_up_lengths(schedule)
     calls = [
         [int(position >= length) for position in range(len(program))]

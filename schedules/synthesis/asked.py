@@ -57,10 +57,6 @@ def asked(
     """
 
     def posed(name: str, made_of: Pieces | None, chunks: int | None) -> Asked:
-        own_links = links
-        if made_of is not None and links is not None and isinstance(links.lent_bytes, int | float):
-            part = len(pieces.activations) / len(made_of.activations)
-            own_links = replace(links, lent_bytes=links.lent_bytes * part)
         own_costs = costs if made_of is None else made_of.costs
         problem = pose(
             num_ranks=num_ranks,
@@ -72,7 +68,7 @@ def asked(
             objective=objective,
             activations=activations if made_of is None else made_of.activations,
             kept_share=kept_share if made_of is None else made_of.kept_share,
-            links=own_links,
+            links=links,
             needs_room=not may_leave,
         )
         if may_leave:
@@ -80,7 +76,7 @@ def asked(
         limits = problem.memory_limit or (math.inf,) * problem.num_ranks
         whole = least_seconds(problem) if all(map(fits, problem.smallest_memory, limits)) else math.inf
         bound = least_seconds(replace(problem, memory_limit=None)) if may_leave else whole
-        return Asked(placement=name, problem=problem, costs=own_costs, links=own_links, bound=bound, bound_whole=whole)
+        return Asked(placement=name, problem=problem, costs=own_costs, links=links, bound=bound, bound_whole=whole)
 
     if placement != ANY:
         return [posed(placement if isinstance(placement, str) else "given", None, num_chunks)]
@@ -123,7 +119,7 @@ def _check_one_stage(problem: Problem) -> None:
 
 def _check_links(links: Links) -> None:
     """Raises ValueError for what is one number a stage, whatever the stages."""
-    for name in ("activation_bytes", "gradient_bytes", "lent_bytes"):
+    for name in ("activation_bytes", "gradient_bytes"):
         if isinstance(getattr(links, name), Sequence):
             raise ValueError(f"{name} with several numbers beside placement='any': expected one for all messages")
     if links.sums:

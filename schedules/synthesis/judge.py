@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..builders.offload import with_offload
@@ -15,7 +15,7 @@ from .asked import Asked
 from .contest import Contest
 from .evaluate import Evaluator, Orders
 from .recomputed import RecomputedProblem, whole
-from .spill import MoveKind, peaks_in_time, with_moves
+from .spill import peaks_in_time, with_moves
 from .starts import fits_memory
 
 
@@ -40,7 +40,7 @@ class Judge:
 
     Arguments:
         asked: the problem, whose links and memory count.
-        moves: that may make an order fit.
+        offloads: whether activations may leave, so that an order fits.
         recomputed: the problem with some stages recomputed, if orders are of that one.
 
     Attributes: `value`, the best of those that fit [s]; `least`, the least that the fullest rank held in an order that
@@ -52,10 +52,10 @@ class Judge:
         asked: Asked,
         contest: Contest[Judged],
         *,
-        moves: Collection[MoveKind] = (),
+        offloads: bool = False,
         recomputed: RecomputedProblem | None = None,
     ) -> None:
-        self.asked, self.contest, self.moves, self.recomputed = asked, contest, moves, recomputed
+        self.asked, self.contest, self.offloads, self.recomputed = asked, contest, offloads, recomputed
         self.costs = asked.costs if recomputed is None else recomputed.costs
         self.evaluator = Evaluator(asked.problem if recomputed is None else recomputed.problem)
         self.value = self.least = math.inf
@@ -90,10 +90,9 @@ class Judge:
 
     def _made(self, timeline: Timeline) -> Iterator[Schedule]:
         """Schedules of the same order that need less memory."""
-        if self.moves and not timeline.schedule.moves_activations:
-            yield with_moves(timeline, self.asked.problem, self.moves, self.costs, self.asked.links)
-            if "offload" in self.moves:
-                yield with_offload(timeline.schedule, costs=self.costs)
+        if self.offloads:
+            yield with_moves(timeline, self.asked.problem, self.costs)
+            yield with_offload(timeline.schedule, costs=self.costs)
         if self.recomputed is not None:
             orders = whole(self.evaluator, self.evaluator.orders(timeline.schedule), self.recomputed.number)
             yield self.evaluator.schedule(orders)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,8 +19,7 @@ from .problem import Problem
 from .recomputed import recomputed
 from .relaxed import relaxed
 from .search import Search
-from .spill import MoveKind
-from .starts import fits_memory, lending, made_orders, named_orders
+from .starts import fits_memory, made_orders, named_orders
 
 
 class Rounds:
@@ -71,27 +70,26 @@ class Rounds:
     def beyond(
         self,
         problems: Sequence[Asked],
-        moves: Collection[MoveKind],
+        *,
+        offloads: bool,
         recompute: float | Sequence[float] | None,
     ) -> None:
         """Search each problem once more with activations that leave, and with stages that recompute."""
-        kinds = ["moves"] * bool(moves) + ["recompute"] * (recompute is not None)
+        kinds = ["moves"] * offloads + ["recompute"] * (recompute is not None)
         tasks = [(each, kind) for each in problems for kind in kinds]
         for at, (each, kind) in enumerate(tasks):
             if self.contest.promises_nothing(each.bound):
                 continue
             if kind == "moves":
-                self.moved(each, moves, left=len(tasks) - at)
+                self.moved(each, left=len(tasks) - at)
             elif recompute is not None:
                 self.recomputed(each, _shares(recompute, each.problem.num_stages), left=len(tasks) - at)
 
-    def moved(self, asked: Asked, moves: Collection[MoveKind], *, left: int) -> None:
+    def moved(self, asked: Asked, *, left: int) -> None:
         """Search for orders that fit once some activations leave their rank."""
-        judge = Judge(asked, self.contest, moves=moves)
+        judge = Judge(asked, self.contest, offloads=True)
         for name, each in _named(Evaluator(_without_limit(asked.problem)), asked.costs):
             judge.offer(each, f"{name}, moves")
-        for name, schedule in lending(asked.problem) if "lend" in moves else ():
-            judge.offer_schedule(schedule, name)
         self._each(asked, [(problem, judge) for problem in relaxed(asked.problem)], "moves", left)
 
     def recomputed(self, asked: Asked, shares: Sequence[float], *, left: int) -> None:

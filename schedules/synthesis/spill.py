@@ -12,35 +12,30 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from ..ir import BACKWARD_OPS, COMING_OPS, LEAVING_OPS, Action, Op, Schedule
+from ..ir import BACKWARD_OPS, Action, Op, Schedule
 from ..timing.costs import Costs, CostTable
-from ..timing.links import Links, lent_bytes
 from ..timing.timeline import Timeline, in_time
 from .problem import Problem, Table, fits
 
-MoveKind = Literal["offload", "lend"]
-MOVE_KINDS: tuple[MoveKind, ...] = ("offload", "lend")
+MoveKind = Literal["offload"]
+MOVE_KINDS: tuple[MoveKind, ...] = ("offload",)
 
-_HOST = -1
 _What = tuple[int, int]  # stage and microbatch of activations
 
 
 class _Way(NamedTuple):
-    """A way out and back of one microbatch of a stage: when each half begins, and where in the programs."""
+    """A way out and back of one microbatch of a stage: when each half begins, and where in the program."""
 
     stage: int
     index: int  # type: ignore[assignment]  # hides tuple.index
-    partner: int  # _HOST: none
     out: float
     back: float
     out_at: int
     back_at: int
-    hold_at: int = 0
-    return_at: int = 0
 
 
 class _Link:
@@ -75,34 +70,29 @@ class _Link:
 class _Rank:
     """The own work of a rank as it was simulated.
 
-    Attributes: `turns`, T[q] when the action before q has ended; `load`, what the rank holds during each action;
-    `backward`, where the backward of each microbatch stands, `here`, where the forward of those that wait and have not
-    left; `comes`, by position, what comes back in front of it.
+    Attributes: `turns`, T[q] when the action before q has ended; `backward`, where the backward of each microbatch
+    stands, `here`, where the forward of those that wait and have not left; `comes`, by position, what comes back in
+    front of it; `to_host`, `from_host`, the directions of its link; `ways`, chosen so far.
     """
 
     program: Sequence[Action]
     starts: list[float]
     turns: list[float]
-    load: list[float] = field(default_factory=list)
     backward: dict[_What, int] = field(default_factory=dict)
     here: dict[_What, int] = field(default_factory=dict)
     comes: dict[int, list[_What]] = field(default_factory=dict)
+    to_host: _Link = field(default_factory=_Link)
+    from_host: _Link = field(default_factory=_Link)
+    ways: list[_Way] = field(default_factory=list)
 
     def turn_before(self, time: float) -> int:
         """The last position in front of which a move begins by this time."""
         return bisect_right(self.turns, time) - 1
 
 
-def with_moves(
-    timeline: Timeline, problem: Problem, moves: Collection[MoveKind], costs: Costs, links: Links | None = None
-) -> Schedule:
-    """The schedule of a timeline without moves, with those that keep it within the memory, as far as they can.
-
-    Arguments:
-        moves: "offload" to the host of a rank, "lend" to other ranks that have room.
-        costs, links: seconds of ways.
-    """
-    return _Spill(timeline, problem, moves, costs.table_for(timeline.schedule), links).run()
+def with_moves(timeline: Timeline, problem: Problem, costs: Costs) -> Schedule:
+    """The schedule of a timeline without moves, with those that keep it within the memory, as far as they can."""
+    return _Spill(timeline, problem, costs.table_for(timeline.schedule)).run()
 
 
 def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = None) -> list[float]:
@@ -119,9 +109,9 @@ def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = 
         now = peak = 0.0
         for stage, op, k in in_time(trace, program) if trace.moves else program:
             whole, part = held[stage][k], waiting[stage][k]
-            if op is Op.F or op in COMING_OPS:
+            if op is Op.F or op is Op.RELOAD:
                 now += part
-            elif op in LEAVING_OPS:
+            elif op is Op.OFFLOAD:
                 now -= part
             elif op in BACKWARD_OPS:
                 now += whole - part
@@ -135,145 +125,83 @@ def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = 
 
 
 class _Spill:
-    def __init__(
-        self, timeline: Timeline, problem: Problem, moves: Collection[MoveKind], table: CostTable, links: Links | None
-    ) -> None:
-        self.schedule, self.problem, self.table, self.network = timeline.schedule, problem, table, links
-        self.moves = moves
-        self.lent = (0.0,) * problem.num_stages if links is None else lent_bytes(timeline.schedule, links)
-        self.peaks = peaks_in_time(timeline, problem)
+    def __init__(self, timeline: Timeline, problem: Problem, table: CostTable) -> None:
+        self.schedule, self.problem, self.table = timeline.schedule, problem, table
         self.limits = problem.memory_limit or (math.inf,) * problem.num_ranks
         self.ranks = []
         for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
             spans = trace.compute[: len(program)]  # updates stand behind
             turns = [0.0, *(span.end for span in spans)]
             self.ranks.append(_Rank(program=program, starts=[span.start for span in spans], turns=turns))
-        self.links: dict[tuple[int, int, str], _Link] = {}
-        self.ways: list[list[_Way]] = [[] for _ in self.ranks]
 
     def run(self) -> Schedule:
-        planned: list[int] = []
-        for rank in sorted(range(len(self.ranks)), key=lambda r: self.peaks[r] - self.limits[r]):
-            self._plan(rank, planned)
-            planned.append(rank)
-        return replace(self.schedule, programs=self._programs())
+        for own, limit in zip(self.ranks, self.limits, strict=True):
+            self._plan(own, limit)
+        return replace(self.schedule, programs=tuple(map(self._program, self.ranks)))
 
-    def _plan(self, rank: int, partners: Collection[int]) -> None:
+    def _plan(self, own: _Rank, limit: float) -> None:
         """Walk along a rank's program; what does not fit makes others leave in time."""
-        own, held, kept = self.ranks[rank], self.problem.held, self.problem.kept
+        held, kept = self.problem.held, self.problem.kept
         own.backward = {(s, k): at for at, (s, op, k) in enumerate(own.program) if op in BACKWARD_OPS}
         now = 0.0
         for at, (stage, op, k) in enumerate(own.program):
             for back in own.comes.get(at, ()):
                 now += held[back[0]][back[1]]
-                now -= self._evict(rank, at, own.turns[at], now, partners)
+                now -= self._evict(own, limit, at, own.turns[at], now)
             if op is Op.F:
                 now += held[stage][k]
-                now -= self._evict(rank, at, own.starts[at], now, partners)
+                now -= self._evict(own, limit, at, own.starts[at], now)
                 own.here[stage, k] = at
             own.here.pop((stage, k) if op in BACKWARD_OPS else (-1, -1), None)
-            own.load.append(now)
             if op is Op.I:
                 now -= held[stage][k] - kept[stage][k]
             elif op is not Op.F:
                 now -= (held if op is Op.B else kept)[stage][k]
 
-    def _evict(self, rank: int, at: int, deadline: float, now: float, partners: Collection[int]) -> float:
+    def _evict(self, own: _Rank, limit: float, at: int, deadline: float, now: float) -> float:
         """Let leave by the deadline what is needed last, until the rest fits; returns how much has left."""
-        own, gone = self.ranks[rank], 0.0
-        while not fits(now - gone, self.limits[rank]):
+        gone = 0.0
+        while not fits(now - gone, limit):
             best: _Way | None = None
             for what in own.here:
                 if best is not None and own.backward[what] <= best.back_at:
                     continue
-                for where in self._places(partners):
-                    way = self._way(rank, where, what, at, deadline)
-                    if way is not None and (best is None or way.back_at > best.back_at):
-                        best = way
+                way = self._way(own, what, at, deadline)
+                if way is not None and (best is None or way.back_at > best.back_at):
+                    best = way
             if best is None:
                 break
             what = best.stage, best.index
             del own.here[what]
             gone += self.problem.held[best.stage][best.index]
-            self._take(rank, best)
+            own.to_host.take(best.out, self.table.offload[best.stage])
+            own.from_host.take(best.back, self.table.reload[best.stage])
+            own.ways.append(best)
             own.comes.setdefault(best.back_at, []).append(what)
         return gone
 
-    def _way(self, rank: int, where: int, what: _What, at: int, deadline: float) -> _Way | None:
+    def _way(self, own: _Rank, what: _What, at: int, deadline: float) -> _Way | None:
         """A way out that is through by the deadline, and back behind position `at`; None where there is none."""
-        own, (stage, k) = self.ranks[rank], what
+        stage, k = what
         needed = own.backward[what]
-        to, back_seconds = self._seconds(rank, where, stage), self._seconds(where, rank, stage)
-        earliest, hold_at = own.turns[own.here[what] + 1], 0
-        if where != _HOST:  # the partner stands before HOLD until it knows the size: in time that it has
-            hold_at = bisect_left(self.ranks[where].starts, earliest)
-            if hold_at >= len(self.ranks[where].program):
-                return None
-            earliest = max(earliest, self.ranks[where].turns[hold_at])
-        out = self._link(rank, where).first(earliest, to, deadline)
+        seconds = self.table.offload[stage]
+        out = own.to_host.first(own.turns[own.here[what] + 1], seconds, deadline)
         if out is None:
             return None
-        from_then = max(out + to, own.turns[at + 1])
-        back = self._link(where, rank).last(from_then, back_seconds, own.starts[needed])
+        from_then = max(out + seconds, own.turns[at + 1])
+        back = own.from_host.last(from_then, self.table.reload[stage], own.starts[needed])
         if back is None:
             return None
-        way = _Way(stage, k, where, out, back, own.turn_before(out), min(own.turn_before(back), needed), hold_at)
-        if where == _HOST:
-            return way
-        other = self.ranks[where]
-        way = way._replace(return_at=other.turn_before(back))
-        there = range(hold_at, min(bisect_left(other.starts, back + back_seconds), len(other.program)))
-        amount = self.problem.held[stage][k]
-        is_room = all(fits(other.load[q] + amount, self.limits[where]) for q in there)
-        return way if is_room and way.return_at > hold_at else None
+        return _Way(stage, k, out, back, own.turn_before(out), min(own.turn_before(back), needed))
 
-    def _places(self, partners: Iterable[int]) -> list[int]:
-        return [_HOST] * ("offload" in self.moves) + [*partners] * ("lend" in self.moves)
-
-    def _seconds(self, src: int, dst: int, stage: int) -> float:
-        """Seconds of a way."""
-        if dst == _HOST:
-            return self.table.offload[stage]
-        if src == _HOST:
-            return self.table.reload[stage]
-        if self.network is None:
-            return self.table.latency[stage]
-        way = self.network.way(src, dst)
-        return self.table.latency[stage] + way.latency + self.lent[stage] * way.seconds_per_byte
-
-    def _link(self, src: int, dst: int) -> _Link:
-        """One direction between two ranks, or between a rank and its host."""
-        where = (dst, src, "back") if src == _HOST else (src, dst, "")
-        return self.links.setdefault(where, _Link())
-
-    def _take(self, rank: int, way: _Way) -> None:
-        to, back = self._seconds(rank, way.partner, way.stage), self._seconds(way.partner, rank, way.stage)
-        self._link(rank, way.partner).take(way.out, to)
-        self._link(way.partner, rank).take(way.back, back)
-        self.ways[rank].append(way)
-        if way.partner != _HOST:
-            other = self.ranks[way.partner]
-            for q in range(way.hold_at, min(bisect_left(other.starts, way.back + back), len(other.program))):
-                other.load[q] += self.problem.held[way.stage][way.index]
-
-    def _programs(self) -> tuple[tuple[Action, ...], ...]:
-        """The programs with all moves where they begin: of one place those that leave first, each in turn."""
-        before: list[dict[int, list[tuple[bool, float, Action]]]] = [{} for _ in self.ranks]
-        for rank, ways in enumerate(self.ways):
-            for way in ways:
-                is_host = way.partner == _HOST
-                move = Action(way.stage, Op.OFFLOAD if is_host else Op.LEND, way.index)
-                before[rank].setdefault(way.out_at, []).append((False, way.out, move))
-                before[rank].setdefault(way.back_at, []).append((True, way.back, move._replace(op=Op.RELOAD)))
-                if not is_host:
-                    there = before[way.partner]
-                    there.setdefault(way.hold_at, []).append((True, way.out, move._replace(op=Op.HOLD)))
-                    there.setdefault(way.return_at, []).append((False, way.back, move._replace(op=Op.RETURN)))
+    def _program(self, own: _Rank) -> tuple[Action, ...]:
+        """The program with all moves where they begin: of one place those that leave first, each in turn."""
+        before: dict[int, list[tuple[bool, float, Action]]] = {}
+        for way in own.ways:
+            before.setdefault(way.out_at, []).append((False, way.out, Action(way.stage, Op.OFFLOAD, way.index)))
+            before.setdefault(way.back_at, []).append((True, way.back, Action(way.stage, Op.RELOAD, way.index)))
         return tuple(
-            tuple(
-                step
-                for at in range(len(own.program) + 1)
-                for step in (*(move for _, _, move in sorted(moves.get(at, ()))), *own.program[at : at + 1])
-            )
-            for own, moves in zip(self.ranks, before, strict=True)
+            step
+            for at in range(len(own.program) + 1)
+            for step in (*(move for _, _, move in sorted(before.get(at, ()))), *own.program[at : at + 1])
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ..families import Family
-from ..ir import Op, Schedule, chain
+from ..ir import chain
 from ..registry import FAMILIES
 from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
@@ -39,18 +38,6 @@ def made_orders(evaluator: Evaluator, costs: Costs) -> Iterator[tuple[str, Order
             kept = min(n for row in problem.kept for n in row) / min(held)
             limit = min(problem.memory_limit) / min(held)
             yield from _fitting(evaluator, family, {"costs": costs, "memory_limit": limit, "kept": kept})
-
-
-def lending(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    """Families that stand on this placement and lend activations."""
-    mean = [math.fsum(map(math.fsum, problem.seconds(op))) for op in (Op.F, Op.B)]
-    for family in FAMILIES.values():
-        if family.lends and problem.num_stages == problem.num_ranks * family.num_chunks:
-            schedule = family.build(
-                num_ranks=problem.num_ranks, num_microbatches=problem.num_microbatches, backward=mean[1] / mean[0]
-            )
-            if schedule.placement == problem.placement:
-                yield family.name, schedule
 
 
 def _fitting(evaluator: Evaluator, family: Family, options: dict[str, object]) -> Iterator[tuple[str, Orders]]:

@@ -151,9 +151,8 @@ def synthesize(
         links: ways between ranks. The search takes each message for alone on its way; where messages have sizes, or
             sums share the ways, its best orders and all named ones are then compared as they queue.
         moves: what may be done besides, where a limit binds: "offload" activations to their rank's host and back, for
-            `costs.offload` and `costs.reload` seconds each; "lend" them to ranks that have room, over `links` with
-            their `lent_bytes`. What is needed last leaves. A limit holds for what a rank has until a way out is
-            through, and from the beginning of a way back on.
+            `costs.offload` and `costs.reload` seconds each. What is needed last leaves. A limit holds for what a rank
+            has until a way out is through, and from the beginning of a way back on.
         recompute: what stages that run their forward again before their backward still hold in between, as a part of
             their activation: that of their inputs, one number or one a stage. Whole stages are chosen, the first ones
             of the chain. None: no stage recomputes.
@@ -179,7 +178,8 @@ def synthesize(
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
-    moves = _kinds(moves)
+    if isinstance(moves, str) or not set(moves) <= set(MOVE_KINDS):
+        raise ValueError(f"moves={moves!r:.60}: expected some of {', '.join(MOVE_KINDS)}, such as ['offload']")
     has_more = memory_limit is not None and bool(moves or recompute is not None)
     problems = asked(
         num_ranks=num_ranks,
@@ -218,7 +218,7 @@ def synthesize(
         rounds.plain(won.asked, won.schedule, left=1)  # with what others did not need
     if has_more:
         contest.more(seconds=seconds, evaluations=evaluations)
-        rounds.beyond(problems, moves, recompute)
+        rounds.beyond(problems, offloads=bool(moves), recompute=recompute)
     found = contest.answer
     if found is None:
         raise MemoryLimitError(
@@ -244,9 +244,3 @@ def synthesize(
             for each in sorted(problems, key=lambda each: each.bound)
         ),
     )
-
-
-def _kinds(moves: Sequence[MoveKind]) -> tuple[MoveKind, ...]:
-    if isinstance(moves, str) or not set(moves) <= set(MOVE_KINDS):
-        raise ValueError(f"moves={moves!r:.60}: expected some of {', '.join(MOVE_KINDS)}, such as ['offload']")
-    return tuple(dict.fromkeys(moves))

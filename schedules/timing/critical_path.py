@@ -218,29 +218,21 @@ class _Walk:
                 yield _Node(message, rank, made, made, sender)
 
     def _move(self, action: Action) -> Iterator[_Node]:
-        """The move that brings back the activations that a backward needs: begun on the last of its ranks."""
-        move = self._needs.moves.get((action.stage, action.index)) if action.op in BACKWARD_OPS else None
-        if move is not None and move.reload in self._moves[move.owner]:
-            yield self._half(move.reload, move.returning)
+        """The move that brings back the activations that a backward needs."""
+        if action.op in BACKWARD_OPS:
+            yield from self._way(action._replace(op=Op.RELOAD))
 
-    def _half(self, own: Action, others: Action) -> _Node:
-        """One way of activations; it begins on the rank that begins it last."""
-        halves = [
-            (span.start, rank, span)
-            for rank, moves in enumerate(self._moves)
-            for span in moves.values()
-            if span.what in (own, others)
-        ]
-        _, rank, (what, start, end) = max(halves)
-        return _Node(what, rank, start, end)
+    def _way(self, move: Action) -> Iterator[_Node]:
+        """One way of activations, where the timeline has it."""
+        for rank, moves in enumerate(self._moves):
+            if move in moves:
+                yield _Node(move, rank, moves[move].start, moves[move].end)
 
     def _before_move(self, action: Action, start: float) -> Iterator[_Node]:
         """The cause for which a way of activations waited: its rank, and on the way back the way out."""
-        move = self._needs.moves[action.stage, action.index]
         yield from self._action_before(self._needs.rank(action), start)
-        if action in (move.reload, move.returning):
-            out = self._half(move.out, move.hold)
-            yield out
+        if action.op is Op.RELOAD:
+            yield from self._way(action._replace(op=Op.OFFLOAD))
 
     def _awaited(self, action: Action) -> Iterable[Collective]:
         """The collectives that an action waits for, of those in the timeline."""

@@ -116,7 +116,6 @@ class Links:
         activation_bytes: of the messages over each edge of the stage graph: one number, or one per edge, in the order
             of `schedule.stage_edges` (S - 1 in a chain).
         gradient_bytes: of those back over it, likewise; None: as many as of activations.
-        lent_bytes: of all activations of a stage and microbatch that a partner rank holds: one number, or one a stage.
         sums: at most one per stage.
 
     Raises ValueError for numbers that are negative or not finite, levels that do not fit, and two sums of a stage.
@@ -129,11 +128,10 @@ class Links:
     network: Network
     activation_bytes: Bytes = 0.0
     gradient_bytes: Bytes | None = None
-    lent_bytes: Bytes = 0.0
     sums: tuple[Sum, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("activation_bytes", "gradient_bytes", "lent_bytes"):
+        for name in ("activation_bytes", "gradient_bytes"):
             given = getattr(self, name)
             for number in given if isinstance(given, Iterable) else () if given is None else (given,):
                 _check(**{name: number})
@@ -190,17 +188,10 @@ def wire_bytes(schedule: Schedule, links: Links, wires: Iterable[Wire]) -> dict[
     return {w: max(by_edge[w.kind, w.producer, consumer] for consumer in w.consumers) for w in wires}
 
 
-def lent_bytes(schedule: Schedule, links: Links) -> tuple[float, ...]:
-    """By stage, bytes of a message of lent activations."""
-    return _spread("lent_bytes", links.lent_bytes, schedule.num_stages, each="stage")
-
-
-def _spread(name: str, value: Bytes, number: int, *, each: str = "edge") -> tuple[float, ...]:
+def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
     given = tuple(value) if isinstance(value, Iterable) else (value,) * number
     if len(given) != number:
-        raise ValueError(
-            f"{name} has {len(given)} numbers for {number} {each}s: expected one number, or one per {each}"
-        )
+        raise ValueError(f"{name} has {len(given)} numbers for {number} edges: expected one number, or one per edge")
     return tuple(map(float, given))
 
 

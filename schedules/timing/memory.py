@@ -3,9 +3,8 @@
     weights       all versions of its stages, from the start
     gradients     of a stage, from the end of its first backward to the end of its update (in a stream always)
     optimizer, buffers    from the start
-    activations   of a microbatch, from the start of F to the end of B or W, but not while they are away; on the
-                  partner that holds them from HOLD until they are back; what B makes anew or needs beyond the
-                  workspace, while it runs
+    activations   of a microbatch, from the start of F to the end of B or W, but not while they are away; what B makes
+                  anew or needs beyond the workspace, while it runs
     workspace     while an action of the stage runs
     messages      receives from when they are posted, sends until they are known to be received, as the lowered
                   program has them; sums of gradients while they are under way
@@ -22,7 +21,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ..alive import message_changes
-from ..ir import BACKWARD_OPS, COMING_OPS, LAST_USES, LEAVING_OPS, MOVE_OPS, Action, Op
+from ..ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op
 from ..lowering.lower import lower
 from ..messages import STAGE_KINDS, Message
 from ..needs import Needs
@@ -257,12 +256,12 @@ class _Rank:
 
     def _leave(self) -> None:
         for (stage, op, _), _, through in self._trace.moves:
-            if op in LEAVING_OPS:
+            if op is Op.OFFLOAD:
                 self._change(through, {MemoryPart.ACTIVATIONS: -self._stages[stage].activations})
 
     def _come(self) -> None:
         for (stage, op, _), begun, _ in self._trace.moves:
-            if op in COMING_OPS:
+            if op is Op.RELOAD:
                 self._change(begun, {MemoryPart.ACTIVATIONS: self._stages[stage].activations})
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.course import Course
-from ..messages import MOVE_KINDS, STAGE_KINDS, Message, MessageKind
+from ..messages import STAGE_KINDS, Message
 from ..needs import Needs
 from .timeline import RankTrace, Span, Timeline
 
@@ -39,7 +39,7 @@ _NOTHING = RankRecord(compute=(), arrivals=())
 
 def was_waited_for(message: Message, began: float, there: float) -> bool:
     """Whether a message of a microbatch was seen to arrive: one that came early was not."""
-    return (message.kind in STAGE_KINDS or message.kind in MOVE_KINDS) and there - began >= _REALLY_WAITED
+    return message.kind in STAGE_KINDS and there - began >= _REALLY_WAITED
 
 
 def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
@@ -48,7 +48,6 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     The comm lane of a rank shows the messages that it really had to wait for: from when they were made on the other
     rank, or from when this one began to wait where that is later, until they were there. One that came early was not
     seen to arrive, and what was under way while the rank computed may have been there long before it was waited for.
-    Likewise a way of activations is through when they were seen to arrive; where they were not, when it was begun.
 
     Arguments:
         records: [P]; None: nothing is known of this rank.
@@ -56,13 +55,12 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     needs = Needs(schedule)
     known = [_NOTHING if record is None else record for record in records]
     made_at = {span.what: span.end + record.offset for record in known for span in record.compute}
-    came = _ends_of_moves(needs, known)
     ranks = []
     for record in known:
         actions = [Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute]
         comm: list[Span[Message]] = []
         for message, began, there in record.arrivals:
-            if message.kind in MOVE_KINDS or not was_waited_for(message, began, there):
+            if not was_waited_for(message, began, there):
                 continue
             made = made_at.get(needs.maker(message))
             if made is None:
@@ -73,11 +71,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         ranks.append(
             RankTrace(
                 compute=tuple(span for span in actions if span.what.op not in MOVE_OPS),
-                moves=tuple(
-                    span._replace(end=max(span.end, came.get(span.what, span.end)))
-                    for span in actions
-                    if span.what.op in MOVE_OPS
-                ),
+                moves=tuple(span for span in actions if span.what.op in MOVE_OPS),
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
                 collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
             )
@@ -133,20 +127,6 @@ def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Sched
 def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
     """Forwards, and backwards whole or in halves."""
     return sorted((s, k, op is Op.F) for s, op, k in program if op is Op.F or op in LAST_USES)
-
-
-def _ends_of_moves(needs: Needs, records: Sequence[RankRecord]) -> dict[Action, float]:
-    """When lent activations were seen to arrive, for the moves at both ends."""
-    came: dict[Action, float] = {}
-    for record in records:
-        for message, began, there in record.arrivals:
-            if message.kind in MOVE_KINDS and was_waited_for(message, began, there):
-                stage = message.dst if message.kind is MessageKind.RETURNED else message.src
-                move = needs.moves[stage, message.index]
-                ends = (move.reload, move.returning) if message.kind is MessageKind.RETURNED else (move.out, move.hold)
-                if message.kind is not MessageKind.SIZE:
-                    came.update(dict.fromkeys(ends, there + record.offset))
-    return came
 
 
 def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Timeline:

@@ -151,9 +151,7 @@ class _Simulation:
         self.meetings = [
             _MeetingTimes(
                 len(each.ranks),
-                Route(each.seconds * times, 0.0, [channels[n] for n in each.channels])
-                if each.passage is None
-                else routes[each.passage],
+                Route(each.seconds * times, 0.0, [channels[n] for n in each.channels]),
                 each.fills,
                 each.after,
                 share=0.0 if each.op in MOVE_OPS else max(table.sum_busy[stage] for stage in each.stages),
@@ -353,10 +351,8 @@ class _Simulation:
         for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
             if wired.op not in MOVE_OPS:
                 continue
-            owner, (stage,) = wired.ranks[0], wired.stages
-            out = wired.op in (Op.OFFLOAD, Op.LEND)
-            own, others = (wired.op, Op.HOLD) if out else (Op.RELOAD, Op.RETURN)
-            for k, through in each.through.items():
-                for rank, begun in each.begun[k].items():
-                    lanes[rank].append(Span(Action(stage, own if rank == owner else others, k), begun, through))
+            (rank,), (stage,) = wired.ranks, wired.stages
+            lanes[rank] += (
+                Span(Action(stage, wired.op, k), each.begun[k][rank], through) for k, through in each.through.items()
+            )
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]

@@ -41,7 +41,7 @@ class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
     comm holds the messages that this rank received, collectives what it did together with others, moves those of
-    activations in its program (OFFLOAD, LEND, RELOAD, HOLD, RETURN).
+    activations in its program (OFFLOAD, RELOAD).
     """
 
     compute: tuple[Span[Action], ...]

@@ -5,7 +5,7 @@
     passage    from rank to rank, for messages of one size: how long they take and which channels they occupy
     channel    one direction of a link or card, which carries one thing at a time
     meeting    what several ranks do together: ready when the last of them begins it; then it fills slots, too. So are
-               the two ways of activations that move, of one rank alone where they go to its host
+               the two ways of activations that move, of one rank alone
 
 Whoever replays a schedule plays this: the simulator (`simulate`), and the page in which costs can be varied.
 """
@@ -16,16 +16,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..collectives import place_collectives
-from ..ir import BACKWARD_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
-from ..moves import Move
+from ..ir import BACKWARD_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
 from ..needs import Needs, Wire
 from ..versions import derive_versions
 from .costs import CostTable
-from .links import Links, Sum, Way, lent_bytes, wire_bytes
+from .links import Links, Sum, Way, wire_bytes
 
 OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
 _FREE = Way()
-_WHICH_WAY = {Op.OFFLOAD: 0, Op.LEND: 0, Op.HOLD: 0, Op.RELOAD: 1, Op.RETURN: 1}  # out or back
 
 
 class Passage(NamedTuple):
@@ -57,12 +55,10 @@ class Output(NamedTuple):
 
 class Meeting(NamedTuple):
     """Sums of gradients (REDUCE_GRAD), or weights that are gathered (UNSHARD), once an update group; activations of a
-    stage that leave (OFFLOAD, LEND) or come back (RELOAD from the host, RETURN from a partner), once a microbatch.
+    stage that go to the host (OFFLOAD) or come back (RELOAD), once a microbatch.
 
-    ranks: of activations the owner first.
     seconds: that it takes once its channels are free [s].
     fills: slots, by update group or microbatch.
-    passage: the number of the one whose way it takes, in place of seconds and channels; None: those.
     after: base of slots; it begins no earlier than the one of its update group or microbatch is filled; None: at once.
     """
 
@@ -72,7 +68,6 @@ class Meeting(NamedTuple):
     seconds: float
     channels: tuple[int, ...]
     fills: Mapping[int, Sequence[int]]
-    passage: int | None = None
     after: int | None = None
 
 
@@ -294,53 +289,36 @@ class Wiring:
             return position
         return sum(action.op not in MOVE_OPS for action in program[:position])
 
-    def _arrange_moves(self, moves: Mapping[tuple[int, int], Move], table: CostTable) -> None:
-        """The ways of activations, by stage and ranks. Backwards of those that stay find their slots filled."""
-        sizes = (0.0,) * self.num_stages if self.links is None else lent_bytes(self.schedule, self.links)
+    def _arrange_moves(self, moves: Mapping[tuple[int, int], int], table: CostTable) -> None:
+        """The ways of activations, by stage and rank. Backwards of those that stay find their slots filled."""
         slots: dict[int, tuple[int, int]] = {}  # by stage: those of the way out, and of the way back
-        numbers: dict[tuple[int, int, int | None], int] = {}  # the way out; the way back is the next
         for stage in sorted({stage for stage, _ in moves}):
             slots[stage] = self._slots(self.num_indices), self._slots(self.num_indices)
             back = slots[stage][1]
             self.filled += [back + k for k in range(self.num_indices) if (stage, k) not in moves]
             for op in BACKWARD_OPS:
                 self.inputs[self.code(op, stage)].append(back)
-        at: dict[Action, tuple[int, int]] = {}
-        for stage, k, owner, partner in moves.values():
-            if (stage, owner, partner) not in numbers:
-                numbers[stage, owner, partner] = len(self.meetings)
-                if partner is None:
-                    self.meetings += self._to_host(stage, owner, slots[stage], table)
-                else:
-                    self.meetings += self._to_partner(stage, (owner, partner), slots[stage], sizes[stage])
-            number = numbers[stage, owner, partner]
-            for op, which in _WHICH_WAY.items():
-                at[Action(stage, op, k)] = number + which, k
+        numbers: dict[tuple[int, int], int] = {}  # the way out; the way back is the next
+        for (stage, _), rank in moves.items():
+            if (stage, rank) not in numbers:
+                numbers[stage, rank] = len(self.meetings)
+                self.meetings += self._to_host(stage, rank, slots[stage], table)
         for rank, program in enumerate(self.schedule.programs):
             lane = 0
-            for action in program:
-                if action.op in MOVE_OPS:
-                    self.begins[rank].setdefault(lane, []).append(at[action])
+            for stage, op, k in program:
+                if op in MOVE_OPS:
+                    number = numbers[stage, rank] + (op is Op.RELOAD)
+                    self.begins[rank].setdefault(lane, []).append((number, k))
                 else:
                     lane += 1
 
-    def _to_host(self, stage: int, owner: int, slots: tuple[int, int], table: CostTable) -> list[Meeting]:
+    def _to_host(self, stage: int, rank: int, slots: tuple[int, int], table: CostTable) -> list[Meeting]:
         """Out and back."""
-        there, home = (self._number([(direction, owner)]) for direction in ("to host", "from host"))
+        there, home = (self._number([(direction, rank)]) for direction in ("to host", "from host"))
         fills = [{k: (base + k,) for k in range(self.num_indices)} for base in slots]
         return [
-            Meeting((stage,), Op.OFFLOAD, (owner,), table.offload[stage], there, fills[0]),
-            Meeting((stage,), Op.RELOAD, (owner,), table.reload[stage], home, fills[1], after=slots[0]),
-        ]
-
-    def _to_partner(self, stage: int, pair: tuple[int, int], slots: tuple[int, int], size: float) -> list[Meeting]:
-        """Out and back."""
-        owner, partner = pair
-        there, home = self._passage(owner, partner, stage, size), self._passage(partner, owner, stage, size)
-        fills = [{k: (base + k,) for k in range(self.num_indices)} for base in slots]
-        return [
-            Meeting((stage,), Op.LEND, pair, 0.0, (), fills[0], passage=there),
-            Meeting((stage,), Op.RETURN, pair, 0.0, (), fills[1], passage=home, after=slots[0]),
+            Meeting((stage,), Op.OFFLOAD, (rank,), table.offload[stage], there, fills[0]),
+            Meeting((stage,), Op.RELOAD, (rank,), table.reload[stage], home, fills[1], after=slots[0]),
         ]
 
     def _around(self, each: Sum) -> tuple[int, ...]:

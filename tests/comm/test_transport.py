@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -45,9 +44,6 @@ def act(index: int) -> Message:
 
 def grad(index: int) -> Message:
     return Message(MessageKind.GRAD, 1, 0, index)
-
-
-lent = Message(MessageKind.LENT, 0, 1, 3)
 
 
 def specs_of(tensors: list[Tensor]) -> list[TensorSpec]:
@@ -171,37 +167,6 @@ def test_every_type_and_layout_arrives_as_it_was(gloo: Pool) -> None:
     assert gloo.run(exchange, ranks=2) == [[], []]
 
 
-def lend() -> list[str]:
-    """Messages sent that rank 0 still holds: activations, and activations that are lent, which nobody answers."""
-    mine = transport()
-    tensors = {act(0): [torch.ones(1000)], lent: [torch.ones(3000), torch.ones(0), torch.ones(5)]}
-    layouts = {message: specs_of(own) for message, own in tensors.items()}
-    if dist.get_rank() == 1:
-        for message, specs in layouts.items():
-            mine.post(message, 0, specs)
-        for message in layouts:
-            mine.wait(message, 120.0)
-        dist.barrier()
-        mine.drain(120.0)
-        return []
-    held = {str(message): weakref.ref(own[0]) for message, own in tensors.items()}
-    for message, specs in layouts.items():
-        mine.send(message, 1, tensors.pop(message), specs)
-    dist.barrier()
-    end = time.monotonic() + 200.0
-    while held[str(lent)]() is not None and time.monotonic() < end:
-        time.sleep(0.01)
-    found = [name for name, tensor in held.items() if tensor() is not None]
-    mine.drain(120.0)
-    return found
-
-
-@pytest.mark.gloo
-def test_lent_activations_are_let_go_of_as_soon_as_they_are_sent(gloo: Pool) -> None:
-    """Their answer comes when they return: kept until then, nothing would have left."""
-    assert gloo.run(lend, ranks=2)[0] == [str(act(0))]
-
-
 def tell() -> None:
     """Let the other rank go."""
     dist.distributed_c10d._get_default_store().set("told", "")
@@ -212,11 +177,11 @@ def until_told() -> None:
     dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=200))
 
 
-def late_partner() -> str:
+def late_receiver() -> str:
     mine = transport(timeout=0.5)
     if dist.get_rank() == 0:
         tensors = [torch.ones(1000)]
-        mine.send(lent, 1, tensors, specs_of(tensors))
+        mine.send(act(3), 1, tensors, specs_of(tensors))
         try:
             mine.drain(5.0)
         except PipelineTimeout as error:
@@ -229,9 +194,9 @@ def late_partner() -> str:
 
 
 @pytest.mark.gloo
-def test_a_partner_that_never_holds_what_is_lent_is_named(gloo: Pool) -> None:
-    said = gloo.run(late_partner, ranks=2)[0]
-    assert "for rank 1 to take the lent activations of microbatch 3 from stage 0 to rank 1" in said
+def test_a_rank_that_never_takes_a_message_is_named(gloo: Pool) -> None:
+    said = gloo.run(late_receiver, ranks=2)[0]
+    assert "for rank 1 to take the activations of microbatch 3 from stage 0 to stage 1" in said
 
 
 def hold_and_free() -> list[tuple[int, int]]:

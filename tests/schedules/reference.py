@@ -13,7 +13,7 @@ from itertools import pairwise
 import networkx as nx
 from support.inside import RankProgram, Transfer
 
-from stagewright.schedules import Action, Costs, MessageKind, Op, Schedule
+from stagewright.schedules import Action, Costs, Op, Schedule
 
 GRADIENT = (Op.B, Op.I)
 Node = tuple[int, Action]  # (rank, action): the same update stands on every replica of a stage
@@ -119,13 +119,12 @@ def _latency(schedule: Schedule, latency: tuple[float, ...], before: Node, node:
 
 
 def peak_receives(program: RankProgram) -> int:
-    """The most posted and unconsumed receives at once, over all links, of what does not move."""
-    moving = (MessageKind.LENT, MessageKind.RETURNED)
+    """The most posted and unconsumed receives at once, over all links."""
     peak = count = 0
     for step in program.steps:
         if isinstance(step, Transfer):
-            count += not step.is_send and step.message.kind not in moving
+            count += not step.is_send
         else:
             peak = max(peak, count)
-            count -= sum(message.kind not in moving for message in program.inputs.get(step, ()))
+            count -= len(program.inputs.get(step, ()))
     return peak

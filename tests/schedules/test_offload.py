@@ -1,19 +1,15 @@
-"""Activations on partners and hosts, as families and transformations place them."""
+"""Activations on hosts, as a transformation places them."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
-from support.inside import NOTHING_SHARED, bpipe, cut_behind_warm_up, most_held
+from support.inside import NOTHING_SHARED, cut_behind_warm_up
 
 from stagewright.schedules import (
     Action,
     Costs,
-    Links,
     Op,
     ScheduleError,
-    Way,
     build,
     check,
     check_lowered,
@@ -23,30 +19,6 @@ from stagewright.schedules import (
 )
 
 from .builders import FLUSH
-
-
-@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
-def test_bpipe_takes_as_long_as_1f1b_and_holds_half(backward: float) -> None:
-    for ranks, microbatches in product((1, 2, 3, 5, 8, 12), (3, 24)):
-        schedule = bpipe(num_ranks=ranks, num_microbatches=microbatches, backward=backward)
-        plain = build("1f1b", num_ranks=ranks, num_microbatches=microbatches)
-        assert schedule.compute_programs == plain.programs
-        assert max(check(schedule).peak_activations) <= most_held(ranks)
-        if microbatches > ranks:  # as many as fit
-            assert check(schedule).peak_activations[0] == min(ranks, most_held(ranks))
-        check_lowered(lower(schedule))
-        costs = Costs(forward=1.0, backward=backward)
-        for links in (None, Links(network=Way(seconds_per_byte=1.0), lent_bytes=0.9)):
-            timeline = simulate(schedule, costs, links)
-            assert timeline.makespan == pytest.approx(simulate(plain, costs, links).makespan)
-            # While ways take time the ranks that lend keep to the limit, and partners hold up to two more.
-            assert max(timeline.peak_activations) <= most_held(ranks) + 2
-            assert max(timeline.peak_activations[: ranks // 2], default=0) <= most_held(ranks)
-
-
-def test_what_bpipe_takes() -> None:
-    with pytest.raises(ValueError, match=r"backward=0: expected how many times as long as a forward it takes"):
-        bpipe(num_ranks=4, num_microbatches=4, backward=0)
 
 
 def test_half_of_the_stages_on_the_host_leave_a_quarter() -> None:
@@ -76,7 +48,7 @@ def test_half_of_the_stages_on_the_host_leave_a_quarter() -> None:
 @pytest.mark.parametrize("name", FLUSH)
 def test_any_flush_schedule_can_be_offloaded(name: str) -> None:
     plain = build(name, num_ranks=4, num_microbatches=8)
-    if plain.num_slices > 1 or plain.moves_activations:
+    if plain.num_slices > 1:
         with pytest.raises(ScheduleError):
             check(with_offload(plain, share=1.0))
         return
@@ -98,9 +70,7 @@ def test_a_share_that_is_none(share: object) -> None:
         with_offload(build("1f1b", num_ranks=2, num_microbatches=2), share=share)  # type: ignore[arg-type]
 
 
-def test_a_warm_up_that_may_be_thrown_away_lends_nothing() -> None:
-    with pytest.raises(ScheduleError, match=r"lends activations \(0LEND1\): what a partner was told"):
-        cut_behind_warm_up(build("bpipe", num_ranks=4, num_microbatches=8), sharing=NOTHING_SHARED)
+def test_a_warm_up_that_may_be_thrown_away_has_forwards_alone() -> None:
     kept = cut_behind_warm_up(
         with_offload(build("1f1b", num_ranks=4, num_microbatches=8), share=1.0), sharing=NOTHING_SHARED
     )

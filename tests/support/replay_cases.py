@@ -207,6 +207,5 @@ def _links(random: Random, schedule: Schedule) -> Links:
         network=ways,
         activation_bytes=_seconds(random, edges),
         gradient_bytes=random.choice([None, _seconds(random, edges)]),
-        lent_bytes=random.choice([0.0, _seconds(random, schedule.num_stages)]),
         sums=tuple(sums),
     )

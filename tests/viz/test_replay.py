@@ -137,7 +137,7 @@ def test_the_cases_hold_everything_that_a_schedule_may_have(replayed: list[tuple
     drawn = [case for case, _ in replayed]
     wires = [wire for case in drawn for wire in replay_data(case.schedule, case.costs, case.links)["wires"]]
     actions = {action.op for case in drawn for program in case.schedule.programs for action in program}
-    assert actions == {Op.F, Op.B, Op.I, Op.W, Op.U, Op.OFFLOAD, Op.LEND, Op.RELOAD, Op.HOLD, Op.RETURN}
+    assert actions == {Op.F, Op.B, Op.I, Op.W, Op.U, Op.OFFLOAD, Op.RELOAD}
     assert any(len(ranks) > 1 for case in drawn for ranks in case.schedule.owners)
     assert any(case.schedule.is_asynchronous for case in drawn)
     assert any(not program for case in drawn for program in case.schedule.programs)

@@ -169,8 +169,7 @@
     }
 
     // The way of a meeting; of one with a rank's host no change of links says anything.
-    routeOf({ op, seconds, channels, passage }, by) {
-      if (passage !== null) return this.routes[passage];
+    routeOf({ op, seconds, channels }, by) {
       return { seconds: op === "OFFLOAD" || op === "RELOAD" ? seconds : seconds / by.bandwidth, latency: 0, channels };
     }
 

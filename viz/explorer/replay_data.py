@@ -78,9 +78,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
                 "share": 0.0 if each.op in MOVE_OPS else max(table.sum_busy[stage] for stage in each.stages),
                 "channels": list(each.channels),
                 "fills": [[group, list(slots)] for group, slots in each.fills.items()],
-                "passage": each.passage,
                 "after": each.after,
-                "owner": each.ranks[0] if each.op in MOVE_OPS else None,
             }
             for each in wiring.meetings
         ],

@@ -72,13 +72,6 @@
     });
   }
 
-  // What a rank begins: of activations that wait on a partner, each side has an op of its own.
-  function opOn({ op, owner }, rank) {
-    if (op === "LEND") return rank === owner ? "LEND" : "HOLD";
-    if (op === "RETURN") return rank === owner ? "RELOAD" : "RETURN";
-    return op;
-  }
-
   // Messages that each rank received, and what it did together with others, with their lanes.
   function spansOf(wiring, run) {
     const messages = wiring.programs.map(() => []);
@@ -94,7 +87,7 @@
     for (const meeting of run.meetings) {
       for (const [group, end] of meeting.through) {
         for (const [rank, start] of meeting.begun.get(group)) {
-          const op = opOn(meeting, rank);
+          const { op } = meeting;
           together[rank].push({ text: meeting.stages.join("+") + op + group, op, start, end, lane: 0 });
         }
       }

@@ -44,9 +44,9 @@ def peaks(timeline: Timeline, waiting: list[float]) -> list[float]:
     for rank, trace in enumerate(timeline.ranks):
         for (stage, op, _), start, end in (*trace.compute, *trace.moves):
             part = waiting[stage]
-            if op is Op.F or op in (Op.RELOAD, Op.HOLD):
+            if op is Op.F or op is Op.RELOAD:
                 changes[rank].append((start, 1, part))
-            elif op in (Op.OFFLOAD, Op.LEND, Op.RETURN):
+            elif op is Op.OFFLOAD:
                 changes[rank].append((end, 0, -part))
             if op in BACKWARD_OPS:
                 changes[rank].append((start, 1, 1.0 - part))
@@ -127,9 +127,9 @@ def test_they_never_make_it_worse(data: st.DataObject) -> None:
     )
     least = 1 if placement in ("plain", "any") else 2
     limit = least + data.draw(st.integers(0, 2))
-    links = Links(network=Way(seconds_per_byte=data.draw(st.sampled_from([0.1, 1.0]))), lent_bytes=1.0)
+    links = Links(network=Way(seconds_per_byte=data.draw(st.sampled_from([0.1, 1.0]))))
     links = data.draw(st.sampled_from([None, links]))
-    more: dict[str, Any] = {"moves": data.draw(st.sampled_from([["offload"], ["lend"], ["offload", "lend"]]))}
+    more: dict[str, Any] = {"moves": ["offload"]}
     if data.draw(st.booleans()):
         more["recompute"] = 0.2
     many: dict[str, Any] = {"num_ranks": P, "num_microbatches": M, "costs": costs, "memory_limit": limit}
@@ -140,7 +140,6 @@ def test_they_never_make_it_worse(data: st.DataObject) -> None:
     assert way(found)[: len(alone.history)] == way(alone)
     if placement == "any":
         own = limit * found.problem.num_stages / P  # in activations of its stages
-        links = None if links is None else Links(network=links.network, lent_bytes=P / found.problem.num_stages)
         assert_sound(found, own, share=0.2, links=links)
     else:
         assert_sound(found, limit, share=0.2, links=links)
@@ -160,16 +159,6 @@ def test_placements_share_the_orders_as_they_would_without_moves() -> None:
     alone, found = synthesize(**many), synthesize(**many, moves=["offload"])
     assert way(found)[: len(alone.history)] == way(alone)
     assert found.lower_bound < alone.lower_bound
-
-
-def test_lending_is_never_behind_bpipe() -> None:
-    costs, links = Costs(**UNIT), Links(network=Way(seconds_per_byte=1.0), lent_bytes=0.5)
-    bpipe = build("bpipe", num_ranks=4, num_microbatches=8)
-    limit = max(simulate(bpipe, costs, links).peak_activations)
-    many: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "costs": costs, "links": links, "evaluations": 20}
-    found = synthesize(**many, memory_limit=limit, moves=["lend"])
-    assert_sound(found, limit, links=links)
-    assert found.value <= simulate(bpipe, costs, links).makespan
 
 
 @pytest.mark.parametrize("evaluations", [1, 60])
@@ -206,8 +195,8 @@ def test_links_that_queue_leave_no_named_schedule_ahead(evaluations: int) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moves": "offload"}, "moves='offload': expected some of offload, lend"),
-        ({"moves": ["hide"]}, "expected some of offload, lend"),
+        ({"moves": "offload"}, "moves='offload': expected some of offload"),
+        ({"moves": ["hide"]}, "expected some of offload"),
         ({"recompute": 1.5}, "recompute=1.5: expected a part from 0 to 1, or 2, one a stage"),
         ({"recompute": [0.5]}, "one a stage"),
     ],

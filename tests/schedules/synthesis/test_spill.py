@@ -1,22 +1,19 @@
-"""Moves put into an order: what leaves, when, and where it goes."""
+"""Moves put into an order: what leaves, and when."""
 
 from __future__ import annotations
 
-import pytest
-from support.inside import MoveKind, peaks_in_time, pose, with_moves
+from support.inside import peaks_in_time, pose, with_moves
 
 from stagewright.schedules import Costs, build, check, simulate
 
 
-def moved(
-    name: str, P: int, M: int, limit: float | list[float], moves: list[MoveKind], *, way: float = 0.0
-) -> list[str]:
+def moved(name: str, P: int, M: int, limit: float, *, way: float = 0.0) -> list[str]:
     """Programs of a named schedule with moves; nothing else in them has changed, nor when it runs."""
     costs = Costs(forward=1.0, backward=1.0, offload=way, reload=way)
     plain = build(name, num_ranks=P, num_microbatches=M)
     timeline = simulate(plain, costs)
     problem = pose(num_ranks=P, num_microbatches=M, costs=costs, memory_limit=limit)
-    made = with_moves(timeline, problem, moves, costs)
+    made = with_moves(timeline, problem, costs)
     check(made)
     assert made.compute_programs == plain.compute_programs
     after = simulate(made, costs)
@@ -27,19 +24,11 @@ def moved(
 
 
 def test_what_is_needed_last_leaves_and_comes_back_just_in_time() -> None:
-    assert moved("gpipe", 1, 3, 2, ["offload"]) == ["0F0 0F1 0OFFLOAD1 0F2 0B0 0RELOAD1 0B1 0B2"]
+    assert moved("gpipe", 1, 3, 2) == ["0F0 0F1 0OFFLOAD1 0F2 0B0 0RELOAD1 0B1 0B2"]
 
 
 def test_a_way_goes_while_there_is_time_for_it() -> None:
     """A forward long, it begins behind its own forward and is through a forward later; the way back takes room in front
     of B1, so that 2 has to leave, too. Longer ways hide nowhere."""
-    assert moved("gpipe", 1, 4, 3, ["offload"], way=1.0) == [
-        "0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0RELOAD1 0B0 0RELOAD2 0B1 0B2 0B3"
-    ]
-    assert "OFFLOAD" not in moved("gpipe", 1, 4, 3, ["offload"], way=3.0)[0]
-
-
-@pytest.mark.parametrize(("room", "is_lent"), [(1, False), (2, True)])
-def test_only_ranks_with_room_hold_what_others_lend(room: int, is_lent: bool) -> None:
-    programs = moved("1f1b", 2, 3, [1, room], ["lend"])
-    assert ("LEND" in programs[0]) == ("HOLD" in programs[1]) == is_lent
+    assert moved("gpipe", 1, 4, 3, way=1.0) == ["0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0RELOAD1 0B0 0RELOAD2 0B1 0B2 0B3"]
+    assert "OFFLOAD" not in moved("gpipe", 1, 4, 3, way=3.0)[0]
