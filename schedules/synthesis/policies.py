@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -16,13 +15,11 @@ _BACKLOG = (1.0, None, 0.0, 2.0, 3.0)  # W put off, in ranks before this one; No
 _FILL = (1.0, 0.7, 0.4, 0.0)
 _SHIFT = (0, -1)  # forwards more than that
 _DUE = (None, 0.0)
-_READY = ((None, 0.3), (0.0, 0.0), (None, 0.6))  # which goes first, and the patience
 _FEW = 12  # policies of the first handful
 
 
 def first_policies(problem: Problem, random: Random) -> Iterator[Policy]:
     """A spread of policies that do well with equal stages, the most common ones first."""
-    yield from _divided(problem)
     has_chunks = problem.num_stages > problem.num_ranks
     shifts, dues = (_SHIFT, _DUE) if has_chunks else (_SHIFT[:1], _DUE[:1])
     grid = list(product(_AHEAD, _BACKLOG, _FILL, shifts, dues, (False, True), (0.0, 0.5)))
@@ -43,34 +40,6 @@ def first_policies(problem: Problem, random: Random) -> Iterator[Policy]:
             due=due,
             sequence=next(sequences),
         )
-
-
-def _divided(problem: Problem) -> Iterator[Policy]:
-    """Where ranks have several stages and little memory: later stages get what they need, the first one the rest."""
-    P, S, M = problem.num_ranks, problem.num_stages, problem.num_microbatches
-    if problem.memory_limit is None or S == P:
-        return
-    held = [math.fsum(row) / M for row in problem.held]
-    for part, more in product((2.0, 3.0, 1.0), (0, P // 4)):
-        ahead = [1] * S
-        for limit, own in zip(problem.memory_limit, problem.placement, strict=True):
-            first, *later = sorted(own)
-            left = limit
-            for s in later:
-                ahead[s] = max(1, min(M, int(part * (S - 1 - s) * P / S + 1)))
-                left -= ahead[s] * held[s]
-            room = int(left / held[first]) if held[first] > 0 else M
-            ahead[first] = max(1, min(M, room + more))
-        sequence = None if problem.same_microbatches else tuple(range(M))
-        for (due, patience), fill in product(_READY, _FILL):
-            yield Policy(
-                ahead=tuple(ahead),
-                backlog=(M * S // P,) * P,
-                fill=(fill,) * P,
-                patience=patience,
-                due=due,
-                sequence=sequence,
-            )
 
 
 def _sequences(problem: Problem) -> list[tuple[int, ...] | None]:

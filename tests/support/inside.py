@@ -247,7 +247,6 @@ _NAMES = {
     "schedules.progress": "where_sends_wait",
     "schedules.synthesis.batches": "BatchOrder BatchOrders",
     "schedules.synthesis.evaluate": "Orders",
-    "schedules.synthesis.exact": "solve_exactly",
     "schedules.synthesis.joint": "_neighbours",
     "schedules.synthesis.listing": "Lister",
     "schedules.synthesis.pieces": "pieces_of",

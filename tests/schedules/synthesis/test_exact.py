@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from support.inside import Orders, Problem, fits, pose, solve_exactly
+from support.inside import Orders, Problem, fits, pose
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 
 from stagewright.schedules import Costs, Op, check, simulate
 
 from . import cp_sat
+from .exact import solve_exactly
 from .instances import random_problem
 from .make_optima import read
 

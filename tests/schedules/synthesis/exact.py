@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
+from support.inside import SPLIT_OPS, Orders, Problem, fits
+from support.inside import SynthesisEvaluateEvaluator as Evaluator
+from support.inside import bounds_least_seconds as least_seconds
 
-from ..ir import Action, Op, Schedule
-from .bounds import least_seconds
-from .evaluate import Evaluator, Orders
-from .problem import SPLIT_OPS, Problem, fits
+from stagewright.schedules import Action, Op, Schedule
 
 _CLOSE = 1e-9  # relative: windows leave so much for rounding
 _EQUAL = 1e-6  # relative: HiGHS keeps constraints that well, and values within it are equal
