@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -167,6 +166,4 @@ class Building:
                 guard=self._guard,
                 verify=self._verifies,
             )
-        if self._world.distributed and self.pipeline.parts.is_traced:
-            gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
         return self.pipeline

@@ -22,7 +22,7 @@ from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
 from .slicing import SlicedLoss
 from .stages.build import CutModel
-from .stages.compiled import Compiled, refuse_changes_in_flight, refuse_graphs, refuse_split
+from .stages.compiled import Compiled, refuse_changes_in_flight, refuse_split
 from .stages.loss import LeftBehind, UntrainedLeaves, untrained
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
@@ -58,8 +58,6 @@ class Makers:
         schedule, loss_of = self.layout.schedule, self._loss_of()
         last = schedule.num_stages - 1
 
-        if self.parts.is_traced:
-            refuse_graphs(self.settings.compile)
         if schedule.moves_activations and self.settings.compile is not None:
             raise ValueError(
                 f"compile= with the schedule {schedule.name!r}, whose activations leave their rank while they wait: a "

@@ -83,8 +83,8 @@ def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTime
 def run_memory(run: PlannedRun, kind: MemoryKind, *, file: Path) -> PlannedMemory:
     """Carry out the plan in `file` for a few steps; meant for processes that were started for `kind`.
 
-    What torch and torch.export load with their first model, whichever it is, is no part of the plan: a tiny model is
-    run before the meter starts. Collective over the processes.
+    What torch loads with its first model, whichever it is, is no part of the plan: a tiny model is run before the meter
+    starts. Collective over the processes.
     """
     plan = Plan.load(file)
     say(f"{run.name}: memory {kind}")

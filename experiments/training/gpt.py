@@ -3,8 +3,7 @@
     tokens [B, T] -> Embedding -> Block -> ... -> Block -> Head -> logits [B, T, vocab]
                                   L blocks, pre-norm
 
-Shapes: B sequences, T tokens (at most `length`), D width, H heads. The module is traceable as a whole by
-torch.export with a dynamic B; T is fixed at tracing.
+Shapes: B sequences, T tokens (at most `length`), D width, H heads.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from .cut import cut_evenly
-from .export import BatchSizes
 from .fingerprint import module_form
 from .forms import Arguments, Form
 from .handed_on import HandedOn, handed_on
@@ -190,11 +189,9 @@ def _chain_cut(
 ) -> Cut:
     return Cut(
         pieces=tuple(pieces),
-        batch_sizes=BatchSizes(),
         output_form=None,
         evaluation=lambda arguments: _chain_cut(pieces, units_of, together),
         entering=lambda model, enter: _enter_in_order(units_of(model), enter),
-        is_live=True,
         together=together,
     )
 

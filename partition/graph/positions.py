@@ -1,4 +1,4 @@
-"""A model's work in a line of positions 0..n-1, operations or calls, and what a cut in front of each one would cost."""
+"""A model's work in a line of positions 0..n-1, calls, and what a cut in front of each one would cost."""
 
 from __future__ import annotations
 

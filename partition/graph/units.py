@@ -4,8 +4,8 @@
     evenly, at, by_unit -> Cut           one Piece a stage, in order
     first_run           -> StageModule   complete: what a stage runs, what it takes, what it returns
 
-Three implementations: children of an nn.Sequential (`chain`), modules of any other model with the code between them
-recorded (`recorded`), and operations of a traced graph (`trace`), for what cannot be recorded.
+Two implementations: children of an nn.Sequential (`chain`), and modules of any other model with the code between them
+recorded (`recorded`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from .export import BatchSizes
 from .forms import Arguments, Form, FormError, Tensors
 from .recorded.guards import Guards
 from .untouched import Places
@@ -71,12 +70,12 @@ class ValueRef:
 class Unit:
     """A piece of a model that is not cut further.
 
-    Children of an nn.Sequential; calls of modules with the recorded code around them; operations of a traced graph.
+    Children of an nn.Sequential; calls of modules with the recorded code around them.
 
     Arguments:
         name: unique in the model; "#2" where a module runs again.
         description: for people.
-        first, last: its place in the model's order (children, calls or operations), both included.
+        first, last: its place in the model's order (children or calls), both included.
     """
 
     name: str
@@ -86,7 +85,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Children, calls or operations in it, at least 1."""
+        """Children or calls in it, at least 1."""
         return self.last - self.first + 1
 
 
@@ -100,7 +99,7 @@ class StageModule:
         module: called with flat tensors.
         inputs: where each comes from.
         num_outputs: tensors that it returns.
-        form: of what it returns; None: a tuple of tensors, as a graph does.
+        form: of what it returns; None: a tuple of tensors, as recorded code does.
         clone_inputs: whether it changes an input in place: it then gets copies, since the input belongs to the stage
             before, or to the user.
         clone_outputs: which of its flat outputs are memory of its buffers, which the next forward may change: copies
@@ -118,9 +117,8 @@ class StageModule:
 
     @property
     def units(self) -> tuple[nn.Module, ...]:
-        """The user's modules that it calls as its cut units, in `module.units`; none where it runs a graph."""
-        units = self.module._modules.get("units")
-        return () if units is None else tuple(units.children())
+        """The user's modules that it calls as its cut units."""
+        return tuple(self.module.get_submodule("units").children())
 
     def run(self, inputs: Tensors) -> Tensors:
         """The flat outputs."""
@@ -155,7 +153,7 @@ class Piece(Protocol):
 
     @property
     def end(self) -> str:
-        """The module or graph that makes its outputs, for errors."""
+        """The module that makes its outputs, for errors."""
 
     def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
         """The module that runs it.
@@ -191,11 +189,9 @@ class Cut:
 
     Arguments:
         pieces: one a stage.
-        batch_sizes: for which the pieces are right.
         output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
         evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
         entering: within, a copy of the whole model, called once, tells of its units as the stages do.
-        is_live: whether the stages run the user's own modules.
         again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
         together: units of which the second takes what the first hands on past its arguments.
         left: where the model has left tensors beside its output, which stages may not do.
@@ -204,11 +200,9 @@ class Cut:
     """
 
     pieces: tuple[Piece, ...]
-    batch_sizes: BatchSizes
     output_form: Form | None
     evaluation: Callable[[Arguments], Cut]
     entering: Entering
-    is_live: bool
     again: Callable[[Arguments], Cut] | None = None
     together: Together = ()
     left: Places = field(default_factory=list)

@@ -184,7 +184,7 @@ def _conv_transpose(
 
 
 def _spellings() -> dict[Any, Callable[..., Any]]:
-    """By function as it is called in Python, and in graphs of torch.export."""
+    """By function as it is called in Python."""
     found: dict[Any, Callable[..., Any]] = {
         F.linear: linear,
         F.embedding: _embedding,
@@ -200,24 +200,11 @@ def _spellings() -> dict[Any, Callable[..., Any]]:
         "baddbmm": baddbmm,
     }
     for name, instead in products.items():
-        packet = getattr(_aten, name)
-        for operation in (getattr(torch, name), getattr(torch.Tensor, name), packet, packet.default):
-            found[operation] = instead
+        found[getattr(torch, name)] = found[getattr(torch.Tensor, name)] = instead
     for name in ("conv1d", "conv2d", "conv3d"):
         found[getattr(torch, name)] = _conv
     for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         found[getattr(torch, name)] = _conv_transpose
-    found[_aten.linear] = found[_aten.linear.default] = linear
-    found[_aten.embedding] = found[_aten.embedding.default] = _aten_embedding
-    found[_aten.convolution] = found[_aten.convolution.default] = _convolution
-    for packet in (_aten.conv1d, _aten.conv2d, _aten.conv3d):
-        found[packet] = found[packet.default] = found[packet.padding] = _conv
-    for packet, overload in (
-        (_aten.conv_transpose1d, "default"),
-        (_aten.conv_transpose2d, "input"),
-        (_aten.conv_transpose3d, "input"),
-    ):
-        found[packet] = found[getattr(packet, overload)] = _conv_transpose
     return found
 
 

@@ -57,7 +57,7 @@ def profile_model(
     progress: Callable[[str], None] | None = None,
     agree: Agree | None = None,
 ) -> Profile:
-    """Measure every cut unit of a model: the children of an nn.Sequential, or runs of operations of a traced graph.
+    """Measure every cut unit of a model: the children of an nn.Sequential, or the modules of any other model.
 
     Units run as stages of a pipeline would, in the model's own mode (training or evaluation) and on its device; see
     `passes`. Figures are medians of the fastest quarter of the samples. Units that are equal (classes,
@@ -84,7 +84,7 @@ def profile_model(
         progress: told what is being done.
         agree: compares the units with those of other processes; None: there are none.
 
-    Raises ValueError for a model that cannot be traced, inputs that do not fit, a loss without target, and an
+    Raises ValueError for a model that cannot be recorded, inputs that do not fit, a loss without target, and an
     optimizer that needs a closure.
     """
     tell = progress or (lambda text: None)
@@ -374,7 +374,7 @@ def _node(
         weight_grad_seconds=weight_grad,
         update_seconds=0.0 if updates is None else updates[sample.like].seconds,
         workspace_bytes=workspaces[sample.like],
-        runs_again=bool(sample.stage.units),  # operations of a graph do not, by themselves
+        runs_again=bool(sample.stage.units),  # calls between modules do not, by themselves
     )
 
 

@@ -134,7 +134,6 @@ class Passes:
 
     def _learn(self, units: ModelUnits, apart: Sequence[torch.Tensor]) -> list[Sample]:
         cut = units.by_unit({unit.name: i for i, unit in enumerate(units.units)})
-        cut.batch_sizes.check(self.num_samples)
         stash = Stash([*apart, *self._inputs])
         values: list[Tensors] = []
         samples: list[Sample] = []

@@ -8,13 +8,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...partition.graph.chain import given_stages, is_sequential
 from ...partition.graph.forms import Arguments
 from ...partition.graph.model_units import model_units
-from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.units import Agree, Cut, Entering
 from ...partition.plans.plan import Plan
 from .loss import give_loss, with_loss
@@ -34,7 +31,6 @@ class CutModel:
         names: [S] the units of each stage, for people.
         train, evaluate: the stages in both modes.
         entering: how a copy of the model tells of its units; see `Cut`.
-        is_traced: whether the stages are graphs of their own, not the user's modules.
         recomputed: the modules that run again in the backward.
         evaluate_like: the stages in evaluation for other arguments of the model, such as those of `predict`; None: a
             chain takes one kind.
@@ -46,7 +42,6 @@ class CutModel:
     train: InferredStages
     evaluate: InferredStages
     entering: Entering
-    is_traced: bool
     recomputed: RecomputedModules
     evaluate_like: Callable[[Arguments], InferredStages] | None
 
@@ -72,7 +67,7 @@ def cut_model(
 ) -> CutModel:
     """Cut a model, or take the user's stages as they are; a loss that is a module goes to the last one.
 
-    Raises ValueError for a model that cannot be recorded, traced or cut into so many stages, for wrong split points,
+    Raises ValueError for a model that cannot be recorded or cut into so many stages, for wrong split points,
     for a plan for another model, and for modules to be computed again that no stage runs.
     """
     if split_points is not None and len(split_points) != num_stages - 1:
@@ -102,8 +97,6 @@ def cut_model(
             device=device,
         )
     recomputed = RecomputedModules(recompute, root)
-    if not cut.is_live:
-        recomputed.refuse_graphs()
     microbatch = Signature.of(example)
     with recomputed.checked():
         train = InferredStages(
@@ -132,14 +125,12 @@ def cut_model(
         train=train,
         evaluate=evaluate,
         entering=cut.entering,
-        is_traced=not cut.is_live,
         recomputed=recomputed,
         evaluate_like=None
         if model is None or is_sequential(model)
         else partial(
             _evaluate_like,
             evaluation=cut.evaluation,
-            is_live=cut.is_live,
             root=root,
             loss_fn=loss_fn,
             seeder=seeder,
@@ -152,47 +143,18 @@ def _evaluate_like(
     example: Arguments,
     *,
     evaluation: Callable[[Arguments], Cut],
-    is_live: bool,
     root: nn.Module,
     loss_fn: object,
     seeder: Seeder,
     device: torch.device,
 ) -> InferredStages:
-    """The stages in evaluation mode for other arguments; those of other processes have no weights any more."""
-    if not is_live and any(parameter.is_meta for parameter in root.parameters()):
-        cut = _without_weights(evaluation, root, device, example)
-    else:
-        cut = evaluation(example)
-    found = InferredStages(cut, Signature.of(example), root=root, seeder=seeder, device=device, training=False)
+    """The stages in evaluation mode for other arguments."""
+    found = InferredStages(
+        evaluation(example), Signature.of(example), root=root, seeder=seeder, device=device, training=False
+    )
     _refuse_shared_writes(root, found)
     give_loss(loss_fn, [found.stages[-1]])
     return found
-
-
-def _without_weights(
-    evaluation: Callable[[Arguments], Cut], root: nn.Module, device: torch.device, example: Arguments
-) -> Cut:
-    """The cut made on fake tensors; then each stage holds the model's own tensors, by their names."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with mode, stand_ins(root, device):
-        cut = evaluation(example.map(torch.empty_like))
-    own = {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
-    for index, piece in enumerate(cut.pieces):
-        module = piece.link(None, index=index, inputs=example.form).module if cut.output_form is not None else None
-        for prefix, part in module.named_modules() if module is not None else ():
-            for table in (part._parameters, part._buffers):
-                for name, value in table.items():
-                    full = f"{prefix}.{name}" if prefix else name
-                    if not isinstance(value, FakeTensor):
-                        continue
-                    if full not in own:
-                        raise ValueError(
-                            f"the model makes a constant ({full}) in its forward, and its weights are spread over "
-                            f"processes: expected predict and eval_step with the arguments that the stages were built "
-                            f"for, or the constant as a buffer"
-                        )
-                    table[name] = own[full]
-    return cut
 
 
 def _cut(

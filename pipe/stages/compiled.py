@@ -115,15 +115,6 @@ def _refuse_backward(
         raise ValueError(f"{front} {what}{back and ' ' + back}: expected {instead}, or {expected}")
 
 
-def refuse_graphs(options: Mapping[str, Any] | None) -> None:
-    """ValueError for a model that runs as a traced graph, and not by its own modules."""
-    if options is not None:
-        raise ValueError(
-            "compile= is for modules, and this model runs as a traced graph, which has none: expected compile=False, "
-            "or a model that runs its own modules (the warning about its graph says what is in the way)"
-        )
-
-
 def _refuse_rerun(named: NamedRule, *, is_unit: bool) -> None:
     if named.rule != "full":
         raise ValueError(

@@ -65,11 +65,6 @@ class Recompute:
         """Whether anything is computed again."""
         return bool(self.modules) or any(kind != "none" for kind in self.stages)
 
-    @property
-    def needs_modules(self) -> bool:
-        """Whether it speaks of the user's own modules, and not of whole stages alone."""
-        return bool(self.modules) or any(kind not in ("none", "full") for kind in self.stages)
-
 
 def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
     """The option `recompute=` for so many stages. Raises ValueError for a value or a number that does not fit."""
@@ -110,7 +105,6 @@ class RecomputedModules:
 
     def __init__(self, recompute: Recompute, root: nn.Module) -> None:
         self._stages = recompute.stages
-        self._needs_modules = recompute.needs_modules
         self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
         self._rules: dict[nn.Module, NamedRule] = {}
         said: dict[nn.Module, str] = {}
@@ -146,15 +140,6 @@ class RecomputedModules:
                     f"calls (its weights may be used without it): expected modules whose forward runs, such as the one "
                     f"that it belongs to"
                 )
-
-    def refuse_graphs(self) -> None:
-        """ValueError for anything but whole stages: the model runs as a traced graph, without its own modules."""
-        if self._needs_modules:
-            raise ValueError(
-                "recompute= speaks of modules, and this model runs as a traced graph, which has none: expected "
-                "recompute='full' or 'none' for each stage, or a model that runs its own modules (the warning about "
-                "its graph says what is in the way; nn.Sequential and stages=[...] always do)"
-            )
 
     def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
         """ValueError for modules that would run again without those whose tensors they take past their arguments."""

@@ -172,8 +172,8 @@ class InferredStages:
         self._form = example.form
         self.example = self._first_walk(cut, example)
         # What a module that runs as it is does, and draws, may change when these do.
-        live = {m: None for stage in self.stages for m in stage.module.modules()} if cut.is_live else {}
-        self._modes = tuple(live) if training else ()
+        modules = {m: None for stage in self.stages for m in stage.module.modules()}
+        self._modes = tuple(modules) if training else ()
         self._known: dict[object, list[_Known]] = {self._key(example): [_Known(cut.guards, self.example)]}
         self._changes = Changes()
         if training and cut.guards is not None:
@@ -302,7 +302,6 @@ class InferredStages:
         Arguments:
             output_form: of the model, once all stages ran.
         """
-        self._cut.batch_sizes.check(inputs.num_samples)
         mode = strict_fake_mode()
         grad = torch.enable_grad() if self._training else torch.no_grad()
         runs: list[StageRun] = []

@@ -2,10 +2,9 @@
 
     any model        parameters and submodules are the same objects; nothing wants a gradient that did not
     a chain          its nn.Sequential, whose children run in its place, has no hooks
-    a traced model   its graph was made with these training flags, attributes and hooks
     compile=         a unit was compiled with the hooks in it (those on the unit itself run around it)
 
-What plain PyTorch would do with a change, a graph that was made before cannot: it is refused by name.
+What plain PyTorch would do with such a change, stages that were built before cannot: it is refused by name.
 """
 
 from __future__ import annotations
@@ -43,10 +42,6 @@ class Unchanged:
         ]
         self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
         self._parts = list(_parts(cut.root))
-        traced = dict(cut.model.named_modules()) if cut.is_traced else {}
-        self._flags = [(name, module, module.training) for name, module in traced.items()]
-        self._attributes = [place for name, module in traced.items() for place in _attributes(name, module)]
-        self._hooks = [(name, table, tuple(table)) for name, module in traced.items() for table in hook_tables(module)]
         inside = dict(_inside_units(cut)) if is_compiled else {}
         self._compiled = [
             (name, table, tuple(table)) for name, module in inside.items() for table in hook_tables(module)
@@ -83,7 +78,7 @@ class Unchanged:
         """ValueError that names what changed.
 
         Arguments:
-            training: whether flags and gradients count; an evaluation has its own flags.
+            training: whether gradients count.
         """
         for name, parameter in self._frozen if training else ():
             if parameter.requires_grad:
@@ -98,31 +93,11 @@ class Unchanged:
                     f"submodules, with new values copied in (copy_, load_state_dict), or {_AGAIN}"
                 )
         self._check_opened()
-        for name, module, flag in self._flags if training else ():
-            if module.training is not flag:
-                now, then = ("train()", "eval()") if module.training else ("eval()", "train()")
-                raise ValueError(
-                    f"{module_at(name)} is in {now} mode and was in {then} mode when the model was traced: "
-                    f"expected model.{then} before training (eval_step has its own mode), or {_AGAIN}"
-                )
-        for name, state, key, value in self._attributes:
-            found = state.get(key)
-            if found is not value and found != value:
-                raise ValueError(
-                    f"attribute {key!r} of {module_at(name)} is {found!r} and was {value!r} when the model was traced, "
-                    f"which fixed it: expected a buffer or an input for what changes, or {_AGAIN}"
-                )
         for name, hooks, known in self._compiled:
             if tuple(hooks) != known:
                 raise ValueError(
                     f"the hooks of {module_at(name)} changed after the unit that it is in was compiled, which would go "
                     f"on without the change: expected hooks on the units themselves, compile=False, or {_AGAIN}"
-                )
-        for name, hooks, known in self._hooks:
-            if tuple(hooks) != known:
-                raise ValueError(
-                    f"the hooks of {module_at(name)} changed after the model was traced, and a graph runs none: "
-                    f"expected the model as nn.Sequential or stages=[...], which run your own modules, or {_AGAIN}"
                 )
 
 
@@ -141,12 +116,6 @@ def _inside_units(cut: CutModel) -> Iterator[tuple[str, nn.Module]]:
         if is_users_compiled(unit):
             continue
         yield from ((names[each], each) for each in unit.modules() if each is not unit and each in names)
-
-
-def _attributes(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str, object], str, object]]:
-    for key, value in vars(module).items():
-        if key != "training" and not key.startswith("_") and isinstance(value, bool | int | float | str | None):
-            yield name, vars(module), key, value
 
 
 def _opened(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,8 +13,6 @@ from support.inside import (
     Arguments,
     Form,
     FormError,
-    TracedModelWarning,
-    export_model,
     first_run,
     given_stages,
     model_units,
@@ -130,7 +128,7 @@ class Structured(nn.Module):
 
 
 def run(model: nn.Module, arguments: Arguments) -> Any:
-    """Traced as one stage, and run."""
+    """Cut into one stage, and run."""
     cut = model_units(model, arguments, enter_unit=None).evenly(1)
     linked = cut.pieces[0].link(None, index=0, inputs=arguments.form)
     stage, flat, _ = first_run(cut.pieces[0], linked, arguments.tensors)
@@ -147,29 +145,6 @@ def test_a_recorded_model_takes_and_returns_structured_values(kwargs: dict[str, 
     assert found.logits["cache"] is None
     assert found.extra[:2] == (3, None)
     assert torch.equal(found.extra[2], expected.extra[2])
-
-
-def test_hooks_of_a_traced_model_see_its_own_arguments_and_output() -> None:
-    model = Structured()
-    model.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "double": True}), with_kwargs=True)
-    model.register_forward_hook(lambda module, args, output: {"hooked": output.logits["out"] + len(args)})
-    before = dict(vars(model))
-    arguments = Arguments.of(({"x": torch.randn(2, 3)},))
-    with pytest.warns(TracedModelWarning, match="the model has hooks"):
-        found = run(model, arguments)
-    assert list(found) == ["hooked"]
-    assert torch.equal(found["hooked"], arguments.call(model)["hooked"])
-    assert vars(model).items() >= before.items()
-    assert "forward" not in vars(model)
-
-
-def test_a_number_that_follows_the_batch_is_no_constant() -> None:
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return {"x": x * 2, "size": x.shape[0]}
-
-    with pytest.raises(ValueError, match=r"a number that depends on its input's shape, in \['size'\] of its output"):
-        export_model(Counts(), Arguments.of((torch.ones(4, 2),)))
 
 
 def test_transformers_outputs() -> None:

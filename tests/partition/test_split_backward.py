@@ -319,21 +319,6 @@ def test_sparse_and_complex_gradients() -> None:
         same(taken(model, x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
-def test_a_traced_graph() -> None:
-    """Operations of torch.export, before and after they are decomposed."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.ConvTranspose2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 4))
-    x = torch.randn(2, 2, 6, 6, requires_grad=True)
-    exported = torch.export.export(plain, (x.detach(),))
-    for model in (exported.module(), exported.run_decompositions().module()):
-        expected = whole(model, x)
-        weights = first_half(model, x)
-        assert made(model) == ""
-        weights.add()
-        same(taken(model, x), expected)
-
-
 def test_hooks_on_a_weight_see_its_whole_gradient_once() -> None:
     torch.manual_seed(0)
     model = Branches()

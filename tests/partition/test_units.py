@@ -1,4 +1,4 @@
-"""Cut units of traced models: where they begin, what they are called, and stages made of them."""
+"""Cut units of recorded models: where they begin, what they are called, and stages made of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import models
-from support.inside import GPT, Arguments, GPTConfig, ModelUnits, StageModule, TracedUnits, first_run, take, unit_paths
+from support.inside import GPT, Arguments, GPTConfig, ModelUnits, RecordedUnits, StageModule, first_run, take
 from torch import Tensor, nn
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 
 
-def trace(model: nn.Module, *inputs: Tensor) -> TracedUnits:
-    return TracedUnits(model, Arguments.of(inputs), enter_unit=None)
+def record(model: nn.Module, *inputs: Tensor) -> RecordedUnits:
+    return RecordedUnits(model, Arguments.of(inputs), device=torch.device("cpu"), enter_unit=None)
 
 
 def names(units: ModelUnits) -> list[str]:
@@ -108,37 +108,35 @@ class Bare(nn.Module):
         return self.act(self.linear(self.flatten(x) * 2)) + 1
 
 
-def test_a_block_of_a_gpt_makes_two_units() -> None:
-    found = names(trace(GPT(GPTConfig(layers=2, width=16, heads=2, length=16)), TOKENS))
-    blocks = [f"blocks.{i}.norm{j}" for i in range(2) for j in (1, 2)]
-    assert found == ["embedding.tokens", "embedding", *blocks, "head.norm", "head.linear"]
+def test_elements_of_lists_and_other_modules_are_units() -> None:
+    found = names(record(GPT(GPTConfig(layers=2, width=16, heads=2, length=16)), TOKENS))
+    assert found == ["embedding", "blocks.0", "blocks.1", "head"]
 
 
 def test_a_resnet_is_cut_between_its_blocks() -> None:
-    """Inside a block the skip crosses as well; its downsampling is a part of it."""
-    found = names(trace(ResNet(), torch.randn(2, 3, 8, 8)))
-    blocks = [f"layer{i}.{j}.conv1" for i in (1, 2) for j in (0, 1)]
+    found = names(record(ResNet(), torch.randn(2, 3, 8, 8)))
+    blocks = [f"layer{i}.{j}" for i in (1, 2) for j in (0, 1)]
     assert found == ["conv1", *blocks, "fc"]
 
 
 def test_two_towers_are_cut_layer_by_layer() -> None:
-    found = names(trace(Towers(), torch.randn(2, 4), torch.randn(2, 4)))
+    found = names(record(Towers(), torch.randn(2, 4), torch.randn(2, 4)))
     assert found == ["left.0", "right.first", "left.1", "right.second", "head"]
 
 
 def test_long_skips_do_not_forbid_cuts_between_modules() -> None:
-    with_skips = names(trace(models.UNet(), torch.randn(2, 8, 16)))
-    assert {"stem", "down.1.first", "middle.first", "up.1.first", "head"} < set(with_skips)
+    with_skips = names(record(models.UNet(), torch.randn(2, 8, 16)))
+    assert {"stem", "down.1", "middle", "up.1", "head"} < set(with_skips)
 
 
 def test_a_module_that_runs_again_gets_a_number() -> None:
-    assert names(trace(Shared(), torch.randn(2, 4))) == ["again", "again#2", "once", "again#3"]
+    assert names(record(Shared(), torch.randn(2, 4))) == ["again", "again#2", "once", "again#3"]
 
 
 def test_work_without_parameters_joins_its_neighbour() -> None:
-    traced = trace(Bare(), torch.randn(2, 4))
-    (unit,) = traced.units
-    assert (unit.name, unit.first, unit.size) == ("flatten", 0, len(traced.graph.nodes))
+    recorded = record(Bare(), torch.randn(2, 4))
+    (unit,) = recorded.units
+    assert (unit.name, unit.first, unit.size) == ("flatten", 0, len(recorded.flow.order))
 
 
 def test_a_model_without_modules_is_one_unit() -> None:
@@ -146,19 +144,7 @@ def test_a_model_without_modules_is_one_unit() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.relu() + 1
 
-    assert names(trace(Alone(), torch.randn(2, 4))) == ["model"]
-
-
-def test_what_only_holds_modules_counts_as_them() -> None:
-    inner = nn.Module()
-    inner.layers = nn.ModuleList([nn.Linear(2, 2)])
-    inner.norm = nn.LayerNorm(2)
-    model = nn.Module()
-    model.body = inner  # a list among its children: a stack of layers
-    model.wrapped = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
-    model.head = nn.Linear(2, 2)
-    model.nothing = None
-    assert unit_paths(model) == {"body.layers.0", "body.norm", "wrapped.0.0", "wrapped.1", "head"}
+    assert names(record(Alone(), torch.randn(2, 4))) == ["model"]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +160,11 @@ def test_what_only_holds_modules_counts_as_them() -> None:
 )
 def test_units_cover_the_graph_and_run_as_stages(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     model.eval()
-    traced = trace(model, *inputs)
-    assert traced.units == trace(model, *inputs).units
-    covered = [i for unit in traced.units for i in range(unit.first, unit.last + 1)]
-    assert covered == list(range(len(traced.graph.nodes)))
-    found = run_in_stages(traced, {unit.name: i for i, unit in enumerate(traced.units)}, *inputs)
+    recorded = record(model, *inputs)
+    assert recorded.units == record(model, *inputs).units
+    covered = [i for unit in recorded.units for i in range(unit.first, unit.last + 1)]
+    assert covered == list(range(len(recorded.flow.order)))
+    found = run_in_stages(recorded, {unit.name: i for i, unit in enumerate(recorded.units)}, *inputs)
     assert torch.equal(found, model(*inputs))
 
 
@@ -186,7 +172,7 @@ def test_stages_need_not_be_contiguous() -> None:
     """A tower a stage, though the graph runs them in turn."""
     model, inputs = Towers(), (torch.randn(2, 4), torch.randn(2, 4))
     stages = {"left.0": 0, "left.1": 0, "right.first": 1, "right.second": 1, "head": 2}
-    found = run_in_stages(trace(model, *inputs), stages, *inputs)
+    found = run_in_stages(record(model, *inputs), stages, *inputs)
     assert torch.equal(found, model(*inputs))
 
 
@@ -205,26 +191,4 @@ def test_stages_that_cannot_be(change: dict[str, int | None], message: str) -> N
     stages = {"left.0": 0, "left.1": 0, "right.first": 1, "right.second": 1, "head": 1, **change}
     given = {name: stage for name, stage in stages.items() if stage is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
-        trace(Towers(), torch.randn(2, 4), torch.randn(2, 4)).by_unit(given)
-
-
-class Chosen(nn.Module):
-    """Blocks, and a mean over as many rows as the values say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x[x.sum(dim=1) > 0].mean()
-
-
-def test_sizes_that_follow_from_values_are_refused_by_name() -> None:
-    """A bug: a TypeError from inside, for models such as ELECTRA's pretraining."""
-    units = trace(Chosen(), torch.randn(4, 3))
-    with pytest.raises(
-        ValueError, match=r"'index\w*' \(in the model's own forward\) makes a tensor whose size follows"
-    ):
-        units.evenly(2)
+        record(Towers(), torch.randn(2, 4), torch.randn(2, 4)).by_unit(given)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import GuardsChanges as Changes
-from support.inside import TracedModelWarning
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
@@ -251,5 +250,5 @@ class Counts(Net):
 def test_a_counter_in_a_dict_of_the_model_is_not_frozen() -> None:
     model = Counts()
     model.options["calls"] = 0
-    with pytest.warns(TracedModelWarning, match=r"attribute \"options\['calls'\]\" of the model is changed by its own"):
+    with pytest.raises(ValueError, match=r"attribute \"options\['calls'\]\" of the model is changed by its own"):
         make(model=model)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import TracedModelWarning
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -42,14 +41,6 @@ class Skipping(nn.Module):
         for block in self.blocks[1:]:
             x = block(x)
         return x + first
-
-
-class Hooked(Skipping):
-    """Runs as a traced graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_hook(lambda module, given, output: None)
 
 
 def chain() -> nn.Module:
@@ -208,11 +199,6 @@ def test_what_is_refused() -> None:
         message = f"'paci' updates the weights of stage 0 .* the compiler decides in the backward of {what}"
         with pytest.raises(ValueError, match=message):
             made(model, schedule="paci", compile=EAGER if model is chain else False, example_inputs=(x,))
-    with (
-        pytest.warns(TracedModelWarning),
-        pytest.raises(ValueError, match="compile= is for modules, and this model runs as a traced graph"),
-    ):
-        made(Hooked, compile=EAGER, example_inputs=(x,))
 
 
 def test_a_hook_that_a_compiled_unit_would_not_see_is_refused() -> None:

@@ -104,22 +104,6 @@ def test_mistakes(recompute: Any, message: str) -> None:
         pipeline(nn.Sequential(Unused(), Unused()).double(), recompute)
 
 
-@pytest.mark.filterwarnings("ignore::stagewright.partition.graph.model_units.TracedModelWarning")
-@pytest.mark.parametrize("recompute", ["layer", "selective", {"one": "full"}], ids=str)
-def test_a_graph_has_no_modules(recompute: Any) -> None:
-    class Traced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
-            self.register_forward_hook(lambda module, given, output: None)  # what a graph cannot do, a record neither
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.one(x))  # type: ignore[no-any-return]
-
-    with pytest.raises(ValueError, match=r"this model runs as a traced graph, .*: expected recompute='full' or 'none'"):
-        pipeline(Traced().double(), recompute)
-
-
 def test_a_plan_has_its_own_recomputation() -> None:
     with pytest.raises(ValueError, match=r"recompute"):
         PipelineModule(nn.Sequential(nn.Linear(D, D)), plan="plan.json", recompute={"*": "full"}, loss_fn=F.mse_loss)

@@ -36,14 +36,6 @@ def hook(*_: object) -> None:
     """Nothing."""
 
 
-TRACED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "flags": (lambda m: m.eval(), r"the model is in eval\(\) mode and was in train\(\) mode when the model was traced"),
-    "a flag": (lambda m: m.drop.eval(), r"module 'drop' is in eval\(\) mode .* expected model.train\(\) before"),
-    "Dropout.p": (lambda m: setattr(m.drop, "p", 0.5), r"attribute 'p' of module 'drop' is 0.5 and was 0.25 when"),
-    "an attribute": (lambda m: setattr(m, "alpha", 2.0), r"attribute 'alpha' of the model is 2.0 and was 0.5 when"),
-    "a hook": (lambda m: m.one.register_forward_hook(hook), r"the hooks of module 'one' changed after the model was"),
-    "a backward hook": (lambda m: m.register_full_backward_hook(hook), r"the hooks of the model changed"),
-}
 ANY: dict[str, tuple[Callable[[Any], object], str]] = {
     "a parameter": (
         lambda m: setattr(next(m.children()), "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
@@ -56,11 +48,9 @@ ANY: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::stagewright.partition.graph.model_units.TracedModelWarning")
-@pytest.mark.parametrize(("change", "message"), [*TRACED.values(), *ANY.values()], ids=[*TRACED, *ANY])
-def test_a_traced_model(change: Callable[[Any], object], message: str) -> None:
+@pytest.mark.parametrize(("change", "message"), ANY.values(), ids=ANY)
+def test_a_recorded_model(change: Callable[[Any], object], message: str) -> None:
     model = Net()
-    model.register_forward_hook(hook)  # so that it is traced
     pipe = make(model=model)
     pipe.train_step(X, Y)
     pipe.eval_step(X, Y)

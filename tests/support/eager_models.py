@@ -1,4 +1,4 @@
-"""Models that are no nn.Sequential and whose Python does what a traced graph loses: one a thing.
+"""Models that are no nn.Sequential and whose Python does what no graph of operations shows: one a thing.
 
 Each takes [N, WIDTH] and returns [N, WIDTH]; `blocks` are its units, `forward` is what runs between them.
 """

@@ -1,7 +1,7 @@
 """Small float64 models, each with its batches, its loss and the modules at whose entry randomness is seeded.
 
     chain   nn.Sequential: one path, no ties, so every order of stages adds gradients up in the same order
-    traced  any other module: the runtime sees it through torch.export
+    traced  any other module: the runtime records the code between its modules
     stages  a list of modules, one a stage: the runtime gets `stages=`
 
 Each of TASKS has at least 12 places to cut (P=4, V=3); SMALL_TASKS are for runs of many batches.

@@ -27,13 +27,12 @@ from support.inside import PORTS, free_ports
 
 from .pool_worker import Order, Reply, serve
 
-# What the workers' common parent loads, tracing and what test files import included, so that each of them need not:
+# What the workers' common parent loads, what test files import included, so that each of them need not:
 # five seconds of a core.
 # None of it starts a thread, which a fork would lose.
 _PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
-    "torch.export._trace",
     "stagewright.pipe",
     "stagewright.experiments.training.loop",
     "pytest",

@@ -1,15 +1,12 @@
-"""Models for `verify`: one with a place for what tracing loses, and a chain around a module."""
+"""Models for `verify`: one that does something else in a copy of it, and a chain around a module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-
-TRACED = pytest.mark.filterwarnings("ignore::stagewright.partition.graph.model_units.TracedModelWarning")
 
 
 class Reverse(torch.autograd.Function):
@@ -25,18 +22,16 @@ class Reverse(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Traced, since it has a hook itself: what is changed in `odd` is lost."""
+    """Does in `middle` what a pipeline could lose: it is told the model, whose copy is the plain module of `verify`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.front, self.odd, self.back = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.scale = 1.0
         self.register_buffer("seen", torch.zeros(4))
-        self.middle: Callable[[Tensor], Tensor] = lambda x: x
-        self.register_forward_hook(lambda module, given, output: None)
+        self.middle: Callable[[Any, Tensor], Tensor] = lambda model, x: x
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.back(self.middle(self.odd(self.front(x).tanh())))  # type: ignore[no-any-return]
+        return self.back(self.middle(self, self.odd(self.front(x).tanh())))  # type: ignore[no-any-return]
 
 
 def chain(middle: nn.Module) -> nn.Sequential:

@@ -12,11 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .calls import GlueCall, UnitCall
 from .templates import Ref, Slot
-from .values import RefusedError, Values
-
-
-class CarriedError(RefusedError):
-    """Raised where the user's code does what no graph shows either."""
+from .values import Values
 
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:

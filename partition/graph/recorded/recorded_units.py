@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..boundaries import joined
 from ..cut import cut_evenly
-from ..export import BatchSizes
 from ..fingerprint import module_form, tensor_form, value_form
 from ..forms import Arguments, Form
 from ..modes import evaluating
@@ -75,7 +73,7 @@ class RecordedUnits:
         ]
         has_parameters = [bool(flow.parameters(call)) for call in flow.order]
         found: list[Unit] = []
-        for first, end in joined(begins, has_parameters):
+        for first, end in _joined(begins, has_parameters):
             names = [call.name for i in range(first, end) if isinstance(call := flow.call(i), UnitCall)]
             kinds = [type(c.module).__name__ for i in range(first, end) if isinstance(c := flow.call(i), UnitCall)]
             calls = end - first - len(kinds)
@@ -225,11 +223,9 @@ class _How:
         ]
         return Cut(
             pieces=tuple(pieces),
-            batch_sizes=BatchSizes(),
             output_form=flow.record.output_form,
             evaluation=lambda other: self._in_evaluation()._like(flow, stage_of, num_stages, other, same_modules=False),
             entering=lambda model, enter: announcing(self.opening.roles(model), in_run_order, enter),
-            is_live=True,
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             together=flow.record.handed_on,
             left=flow.record.reads.left,
@@ -255,11 +251,28 @@ class _How:
                 )
             except RecordingError as error:
                 raise ValueError(
-                    f"{error}: so it cannot be recorded for inputs of other shapes, in evaluation mode or since it was "
-                    f"changed, as it was when the stages were built. Expected code that makes the same calls in all of "
-                    f"them, and hooks on the modules that run as they are"
+                    f"{error.reason}: so it cannot be recorded for inputs of other shapes, in evaluation mode or since "
+                    f"it was changed, as it was when the stages were built. Expected code that makes the same calls in "
+                    f"all of them, and hooks on the modules that run as they are"
                 ) from error
         return self.cut(found, stages_like(flow, stage_of, found, same_modules=same_modules), num_stages, example)
+
+
+def _joined(bounds: Sequence[int], has_parameters: Sequence[bool]) -> list[tuple[int, int]]:
+    """Runs of positions, [first, end): one without parameters joins the run before it; the first one the run behind.
+
+    Arguments:
+        bounds: where runs begin, ascending from 0.
+        has_parameters: [n] whether a position uses any.
+    """
+    ends = [*bounds[1:], len(has_parameters)]
+    kept: list[tuple[int, int]] = []
+    for first, end in zip(bounds, ends, strict=True):
+        if kept and not (any(has_parameters[first:end]) and any(has_parameters[slice(*kept[-1])])):
+            kept[-1] = (kept[-1][0], end)
+        else:
+            kept.append((first, end))
+    return kept
 
 
 def _path(call: UnitCall) -> str:

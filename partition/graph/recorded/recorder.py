@@ -17,7 +17,7 @@ from ..memory import memory_of
 from ..source_line import line_now, module_at
 from .attributes import Attributes
 from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
-from .carried import CarriedError, around_writes, follows, plain_attributes
+from .carried import around_writes, follows, plain_attributes
 from .decisions import READS, calls_behind, samples_of
 from .draws import Draws
 from .owners import Owners
@@ -322,9 +322,9 @@ class Recorder:
             if memory in self._values.slot_memory:
                 record.writes = True
                 if memory in self._unit_memory:
-                    raise CarriedError(
-                        "the code between the modules writes to a parameter or buffer of one of them: expected that "
-                        "module to do it itself, or it to be done between two steps"
+                    raise RefusedError(
+                        "the code between the modules writes to a parameter or buffer of one of them",
+                        expected="that module to do it itself, or it to be done between two steps",
                     )
             for number in self._values.over(memory):
                 if number != before:
@@ -391,9 +391,9 @@ class Recorder:
             ]
             self._stack.append(path)  # an inner module that does this can run whole
             if carried:
-                raise CarriedError(
-                    f"attribute {carried[0]!r} of {module_at(path)} brings a tensor from one forward to the next: "
-                    f"expected a buffer (register_buffer), which stages keep"
+                raise RefusedError(
+                    f"attribute {carried[0]!r} of {module_at(path)} brings a tensor from one forward to the next",
+                    expected="a buffer (register_buffer), which stages keep",
                 )
             if changed:
                 raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")

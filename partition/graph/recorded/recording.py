@@ -10,7 +10,6 @@ from ..forms import Arguments
 from ..hooks_on_all import changing_hook
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
-from .carried import CarriedError
 from .intercept import listening
 from .recorder import Recorder
 from .values import RefusedError
@@ -23,14 +22,21 @@ class RecordingError(ValueError):
     """A forward does what cannot be recorded.
 
     Arguments:
-        inside: path of the module that was opened and whose code does it.
-        is_in_graph: whether a traced graph would do it.
+        module: that was opened and whose code does it, at the path `inside` of the model.
+        reason: with the user's source line.
+        expected: in its place.
     """
 
-    def __init__(self, message: str, *, inside: str, is_in_graph: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, module: nn.Module, reason: str, *, inside: str, expected: str | None = None) -> None:
+        super().__init__(f"{type(module).__name__} cannot be recorded: {reason}. Expected {expected or _EXPECTED}")
+        self.reason = reason
         self.inside = inside
-        self.is_in_graph = is_in_graph
+
+
+_EXPECTED = (
+    "code between its modules that reads no values of tensors and changes no attributes; change that line, move it "
+    "into a module of its own, which runs as it is, or give the parts yourself: PipelineModule(stages=[...])"
+)
 
 
 def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
@@ -42,12 +48,16 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
 
     Raises RecordingError, with the user's source line, for what cannot be recorded.
     """
+    expected: str | None
     for path, module in roles.opened.items():
         hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
-            raise RecordingError(f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
+            reason = f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})"
+            expected = "hooks on the modules in it, which run as they are"
+            raise RecordingError(module, reason, inside=path, expected=expected)
         if kind := changing_hook(module, ("backward_pre", "backward")):
-            raise RecordingError(f"a hook on all modules ({kind}) changes gradients of {module_at(path)}", inside=path)
+            reason = f"a hook on all modules ({kind}) changes gradients of {module_at(path)}"
+            raise RecordingError(module, reason, inside=path, expected="such a hook on the modules in it")
     with on_fakes(model, example, device=device, training=training) as fakes:
         recorder = Recorder(model, roles, fakes.given.tensors)
         try:
@@ -55,10 +65,12 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
             with listening(recorder, heard), recorder.watching(fakes.kinds):
                 found = recorder.finish(fakes.given.call(model))
         except Exception as error:
+            if isinstance(error, RefusedError):
+                reason, expected = f"{error}{users_line(error) or recorder.line}", error.expected
+            else:
+                reason = f"{first_line(error)}{users_line(error)}"
+                expected = f"inputs that it takes (given: {example}), and {_EXPECTED}"
             inside = recorder.inside
-            reason = str(error) if isinstance(error, RefusedError) else first_line(error)
-            line = recorder.line if isinstance(error, RefusedError) and not users_line(error) else users_line(error)
-            is_in_graph = not isinstance(error, CarriedError)
-            raise RecordingError(f"{reason}{line}", inside=inside, is_in_graph=is_in_graph) from error
+            raise RecordingError(roles.opened[inside], reason, inside=inside, expected=expected) from error
     found.reads.left += fakes.left
     return found

@@ -15,7 +15,15 @@ from .templates import Constant, Ref, Slot, State, Template, is_fixed, make_temp
 
 
 class RefusedError(Exception):
-    """Raised where the user's code does what cannot be recorded."""
+    """Raised where the user's code does what cannot be recorded.
+
+    Arguments:
+        expected: in its place; None: what is expected of all such code.
+    """
+
+    def __init__(self, reason: str, *, expected: str | None = None) -> None:
+        super().__init__(reason)
+        self.expected = expected
 
 
 class Values:

@@ -114,4 +114,3 @@ class Outcome:
     error: str = ""
     is_clear: bool = False  # a ValueError of the library's own
     at: int = -1
-    is_traced: bool = False
