@@ -18,8 +18,8 @@ from typing import TypeAlias
 from ..comm import Mesh, MeshPlace, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
-from ..schedules.builders.replicas import replicate
 from ..schedules.own import OwnLike, find_own, sizes_of
+from ..schedules.transform import replicate
 from .model_options import refuse_beside
 from .parallel.sends import NO_TENSOR_AXIS, TensorAxis
 from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan

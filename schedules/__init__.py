@@ -8,8 +8,6 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .builders.flushed import flushed
-from .builders.offload import with_offload
 from .check import Report, check, check_lowered
 from .families import Family
 from .ir import Action, Collective, Edge, Op, Schedule, ScheduleError
@@ -32,6 +30,7 @@ from .timing.simulate import ideal_makespan, simulate
 from .timing.spread import Spread
 from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
+from .transform import flushed, with_offload
 
 if TYPE_CHECKING:
     from .synthesis.joint import JointSynthesis, Layer, synthesize_jointly

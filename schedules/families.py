@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .builders.placements import PLACEMENTS, rank_of_stages
 from .builders.warmup import Turns
 from .ir import Schedule
+from .placement import FAMILY_PLACEMENTS, rank_of_stages
 from .weight_rules import RULES, WeightRule
 
 
@@ -49,7 +49,7 @@ class Family:
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
         num_chunks: stages a rank, V, where it is no option.
-        placement: how its stages stand on the ranks, each on one: "cyclic" or "snake" (`builders.placements`);
+        placement: how its stages stand on the ranks, each on one: "cyclic" or "snake" (see `placement`);
             "two-way" where a rank shares its stages with another.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
@@ -90,7 +90,7 @@ class Family:
     @property
     def is_planned(self) -> bool:
         """Whether plans may be made for it: each stage stands on one rank, and a microbatch passes it whole."""
-        return self.placement in PLACEMENTS and not self.takes_slices
+        return self.placement in FAMILY_PLACEMENTS and not self.takes_slices
 
     def rank_of_stages(self, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
         """[S] rank of each stage, where each stands on one; stage s is chunk s // P there. KeyError for two ways."""

@@ -6,28 +6,15 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .builders.chimera import CHIMERA
-from .builders.dualpipe import DUALPIPE
-from .builders.dualpipe_v import DUALPIPE_V
-from .builders.eager_1f1b import EAGER_1F1B
-from .builders.gis import GIS
-from .builders.gpipe import GPIPE
+from .builders.asynchronous import PACI, PIPEDREAM, TWO_BW
+from .builders.both_ways import CHIMERA, DUALPIPE, DUALPIPE_V
 from .builders.hanayo import HANAYO
-from .builders.interleaved import INTERLEAVED
-from .builders.interleaved_zb import INTERLEAVED_ZB
-from .builders.looped_bfs import LOOPED_BFS
-from .builders.one_f_one_b import ONE_F_ONE_B
-from .builders.paci import PACI
-from .builders.pipedream import PIPEDREAM, TWO_BW
-from .builders.seq1f1b import SEQ1F1B
-from .builders.seq_zb_h1 import SEQ_ZB_H1
-from .builders.slimpipe import SLIMPIPE
-from .builders.terapipe import TERAPIPE
-from .builders.v_half import V_HALF
-from .builders.v_min import V_MIN
+from .builders.looping import GIS, INTERLEAVED, INTERLEAVED_ZB, LOOPED_BFS
+from .builders.plain import EAGER_1F1B, GPIPE, ONE_F_ONE_B
+from .builders.sliced import SEQ1F1B, SEQ_ZB_H1, SLIMPIPE, TERAPIPE
+from .builders.v_blocks import V_HALF, V_MIN
 from .builders.zb_auto import ZB_1P, ZB_2P
-from .builders.zb_h1 import ZB_H1
-from .builders.zb_h2 import ZB_H2
+from .builders.zb_h import ZB_H1, ZB_H2
 from .builders.zb_v import ZB_V
 from .families import Family
 from .ir import Schedule

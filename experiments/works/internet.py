@@ -27,7 +27,7 @@ from ...partition.plans.plan import Plan
 from ...partition.plans.to_schedule import schedule_of
 from ...partition.profile import Profile
 from ...schedules import Costs, Links, Schedule, Sum, Way, simulate
-from ...schedules.builders.late_updates import defer_updates
+from ...schedules.transform import defer_updates
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 

@@ -13,12 +13,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from ...schedules.as_one import run_as_one
-from ...schedules.builders.late_updates import defer_updates
 from ...schedules.ir import Schedule
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import Timeline
+from ...schedules.transform import defer_updates
 from ..plans.traffic import StageTraffic, links_of
 from ..topology import Floats
 from .built import BuiltSchedules, microbatches_of

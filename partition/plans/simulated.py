@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...schedules.builders.late_updates import defer_updates
 from ...schedules.ir import Schedule
 from ...schedules.timing.costs import Costs, by_owner
 from ...schedules.timing.links import Links
@@ -13,6 +12,7 @@ from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSample
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread
 from ...schedules.timing.timeline import Timeline
+from ...schedules.transform import defer_updates
 from .record import PlanRecord
 from .to_schedule import schedule_of
 from .traffic import links_of

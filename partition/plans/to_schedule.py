@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...schedules.builders.replicas import on_ranks, replicate
 from ...schedules.check import check
 from ...schedules.ir import Action, Schedule, ScheduleError
 from ...schedules.registry import build, canonical_name, family
+from ...schedules.transform import on_ranks, replicate
 from .record import PlanRecord, PlanStage
 
 DEFAULT_SCHEDULE = "1f1b"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ...comm import Collectives
 from ...schedules import Schedule, check
-from ...schedules.builders.late_updates import defer_updates
 from ...schedules.lowering.course import Course, make_course
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
+from ...schedules.transform import defer_updates
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..families import EqualStages, Family
 from ..ir import Schedule
+from ..placement import snake_placement
 from ..timing.costs import Costs
 from .greedy import Rules, list_order
-from .placements import snake_placement
 
 _COSTS = Costs(forward=1.0, backward=2.0)
 

@@ -1,12 +1,13 @@
-"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the order that follows."""
+"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the order that follows; stages in turn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..ir import Action, Op
+from ..ir import Action, Op, Schedule
+from ..placement import cyclic_placement
 
 
 class Turns(NamedTuple):
@@ -29,6 +30,19 @@ class Turns(NamedTuple):
             for op, turns in ((Op.F, self.forwards), (Op.B, self.backwards))
         )
         return pair_up(forwards, backwards, warmup=self.warmups[rank])
+
+
+def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
+    """The ranks of each stage, one each where nothing is given; ValueError unless they make `num_ranks` in all."""
+    if replicas is None:
+        return [1] * num_ranks
+    counts = list(replicas)
+    if not all(isinstance(count, int) and count >= 1 for count in counts) or sum(counts) != num_ranks:
+        raise ValueError(
+            f"replicas={tuple(counts)} on {num_ranks} ranks: expected a count of at least 1 for each stage, "
+            f"{num_ranks} in all"
+        )
+    return counts
 
 
 def plain_warmup(counts: Sequence[int], stage: int) -> int:
@@ -56,6 +70,38 @@ def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: 
         program += (forward, backward)
     program += backwards[steady:]
     return tuple(program)
+
+
+def one_by_one(
+    stage: int, indices: Sequence[int], *, warmup: int, backwards: Sequence[int] | None = None, op: Op = Op.B
+) -> tuple[Action, ...]:
+    """`pair_up` for one stage.
+
+    Arguments:
+        indices, backwards: in the order of the forwards, and of the backwards where that is another.
+        op: of the backwards.
+    """
+    last = indices if backwards is None else backwards
+    return pair_up([Action(stage, Op.F, k) for k in indices], [Action(stage, op, k) for k in last], warmup=warmup)
+
+
+def in_turn(
+    name: str,
+    programs: Iterable[tuple[Action, ...]],
+    *,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    num_slices: int = 1,
+) -> Schedule:
+    """The schedule of these programs, whose stage s stands on rank s mod P."""
+    of_ranks = tuple(programs)
+    return Schedule(
+        name=name,
+        placement=cyclic_placement(num_ranks=len(of_ranks), num_chunks=num_chunks),
+        programs=of_ranks,
+        num_microbatches=num_microbatches,
+        num_slices=num_slices,
+    )
 
 
 def put_off_weights(program: Sequence[Action], *, delay: int) -> tuple[Action, ...]:

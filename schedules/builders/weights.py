@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ..ir import Action, Op
+from ..placement import Placement
 from ..timing.costs import CostTable
 from .greedy import Listed
-from .placements import Placement
 
 
 def with_weights(

@@ -7,11 +7,10 @@ from statistics import fmean
 
 from ..families import Family
 from ..ir import Action, Op, Schedule
+from ..placement import cyclic_placement
 from ..timing.costs import Costs, CostTable
-from .automatic import best_order, read_costs, read_memory
-from .greedy import Listed, Rules
-from .placements import cyclic_placement
-from .warmup import pair_up
+from .greedy import Listed, Rules, best_order, read_costs, read_memory
+from .warmup import one_by_one
 from .weights import with_weights
 
 
@@ -70,7 +69,8 @@ def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: flo
     slopes = [*(1 + (full - 1) * step / 4 for step in range(5)), (limit - 1) / max(1, before)]
     warmups = dict.fromkeys(_warmup(slope, before, int(limit + 1e-9)) for slope in slopes)
     for warmup in warmups:
-        order = [_in_turn(rank, num_microbatches, first=first) for rank, first in enumerate(warmup)]
+        whole = range(num_microbatches)
+        order = [one_by_one(rank, whole, warmup=first - 1, op=Op.I) for rank, first in enumerate(warmup)]
         for fills in (False, True):
             yield Rules(caps=warmup, memory_limit=limit, kept=kept, fills_small_gaps=fills, order=order)
     placement = cyclic_placement(num_ranks=before + 1, num_chunks=1)
@@ -102,11 +102,6 @@ def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:
                 order.append(Action(stage, Op.F, k))
                 done[stage] = k + 1
     return order
-
-
-def _in_turn(stage: int, num_microbatches: int, *, first: int) -> tuple[Action, ...]:
-    forwards, backwards = ([Action(stage, op, k) for k in range(num_microbatches)] for op in (Op.F, Op.I))
-    return pair_up(forwards, backwards, warmup=first - 1)
 
 
 ZB_1P, ZB_2P = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import Any
 
 from ..check import check
 from ..ir import Action, Edge, Schedule, ScheduleError
-from ..synthesis.problem import PLACEMENTS, place
+from ..placement import read_placement
 from ..timing.costs import UNIT_COSTS, Costs, CostTable
 from .clash import contradiction
 from .ground import Ground, GroundRule, ground_rules
@@ -134,7 +133,7 @@ class Constraints:
             raise ValueError(f"without_backward={self.without_backward!r:.60}: expected stages, such as (0, 1)")
         if not isinstance(self.owners, list | tuple) or not all(isinstance(each, list | tuple) for each in self.owners):
             raise ValueError(f"owners={self.owners!r:.60}: expected the ranks of each stage, as [[0, 1], [1, 0]]")
-        placement = _placed(self.placement, self.num_ranks, self.num_chunks)
+        placement = read_placement(self.placement, self.num_ranks, self.num_chunks)
         return Schedule(
             name=self.name,
             placement=placement,
@@ -148,28 +147,6 @@ class Constraints:
             update_every=self.update_every,
             edges=None if self.edges is None else tuple(self.edges),
         )
-
-
-def _placed(
-    placement: str | Sequence[Sequence[int]], num_ranks: int | None, num_chunks: int | None
-) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(placement, str):
-        if not isinstance(placement, list | tuple) or not all(isinstance(own, list | tuple) for own in placement):
-            raise ValueError(
-                f"placement={placement!r:.60}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank"
-            )
-        try:
-            placed = tuple(tuple(map(operator.index, own)) for own in placement)
-        except TypeError:
-            raise ValueError(
-                f"placement={placement!r:.60}: expected the stages of each rank, as [[0, 3], [1, 2]]"
-            ) from None
-        if num_ranks not in (None, len(placed)):
-            raise ValueError(f"num_ranks={num_ranks!r} for a placement of {len(placed)}: expected {len(placed)}")
-        return placed
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks!r}: expected a whole number, at least 1")
-    return place(placement, num_ranks=num_ranks, num_chunks=num_chunks)
 
 
 def _stuck(state: State) -> ScheduleError:

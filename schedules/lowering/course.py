@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..builders.flushed import flushed
 from ..ir import Schedule
 from ..messages import Sharing
 from ..program import RankProgram
+from ..transform import flushed
 from .stream import Stream, make_stream
 
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..placement import PLACEMENTS, place
 from ..timing.costs import Costs
 from ..timing.links import Links
 from .bounds import least_seconds
 from .pieces import Pieces, pieces_of
-from .problem import PLACEMENTS, MemoryLimitError, Objective, Problem, fits, place, pose
+from .problem import MemoryLimitError, Objective, Problem, fits, pose
 
 ANY = "any"
 

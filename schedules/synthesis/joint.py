@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, combinations, pairwise
 
+from ..placement import Placement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
 from .pieces import Cut, Pieces
-from .problem import MemoryLimitError, Objective, Placement, fits, place, pose
+from .problem import MemoryLimitError, Objective, fits, pose
 from .synthesize import Synthesis, synthesize
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations

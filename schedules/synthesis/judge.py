@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..builders.offload import with_offload
 from ..ir import Schedule
 from ..timing.costs import Costs
 from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
+from ..transform import with_offload
 from .asked import Asked
 from .contest import Contest
 from .evaluate import Evaluator, Orders

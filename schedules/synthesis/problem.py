@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ..ir import Op, ScheduleError, chain
+from ..placement import Placement, read_placement
 from ..timing.costs import Costs
 from ..timing.links import Links
 
 Objective = Literal["makespan", "span"]
-Placement = tuple[tuple[int, ...], ...]
 Table = tuple[tuple[float, ...], ...]  # [S][M]
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
-PLACEMENTS = ("plain", "cyclic", "v")
 SPLIT_OPS = (Op.F, Op.I, Op.W)
 
 
@@ -172,24 +171,6 @@ def fits(amount: float, limit: float) -> bool:
     return amount <= limit + 1e-9 * (abs(limit) + 1.0)
 
 
-def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placement:
-    """A placement by its name: "plain", stage r on rank r; "cyclic", V chunks, stage s on rank s mod P; "v", two chunks
-    a rank, down the ranks and back up, so that rank 0 has the first and the last stage.
-
-    >>> place("v", num_ranks=3)
-    ((0, 5), (1, 4), (2, 3))
-    """
-    P = num_ranks
-    chunks = {"plain": 1, "v": 2}.get(name, 2 if num_chunks is None else num_chunks)
-    if name not in PLACEMENTS:
-        raise ValueError(f"placement={name!r}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank")
-    if num_chunks not in (None, chunks) or chunks < 1:
-        raise ValueError(f"num_chunks={num_chunks} for placement {name!r}: expected {max(1, chunks)}")
-    if name == "v":
-        return tuple((rank, 2 * P - 1 - rank) for rank in range(P))
-    return tuple(tuple(range(rank, P * chunks, P)) for rank in range(P))
-
-
 def pose(
     *,
     num_ranks: int | None = None,
@@ -210,7 +191,7 @@ def pose(
         num_ranks: P; may be left out where `placement` lists the stages of each rank.
         costs: of one stage action each [s].
         memory_limit: of each rank, one number or one a rank, in the unit of `activations`.
-        placement: a name (see `place`) or the stages of each rank.
+        placement: a name (see `placement`) or the stages of each rank.
         num_chunks: V, for "cyclic" (2 by default).
         activations: what a forward of a stage takes, one number or one a stage: 1, so that limits count stage
             activations, or bytes. A stage may have a row in place of its number, one number a microbatch.
@@ -223,7 +204,7 @@ def pose(
     """
     if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches!r}: expected a whole number, at least 1")
-    placed = _placed(placement, num_ranks, num_chunks)
+    placed = read_placement(placement, num_ranks, num_chunks)
     S, M = sum(map(len, placed)), num_microbatches
     table = costs.table(num_stages=S, num_indices=M)
     if any(seconds > 0 for seconds in table.tied.values()):
@@ -256,17 +237,6 @@ def pose(
     if needs_room:
         problem.check_memory()
     return problem
-
-
-def _placed(placement: str | Sequence[Sequence[int]], num_ranks: int | None, num_chunks: int | None) -> Placement:
-    if isinstance(placement, str):
-        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks!r}: expected a whole number, at least 1")
-        return place(placement, num_ranks=num_ranks, num_chunks=num_chunks)
-    placed = tuple(map(tuple, placement))
-    if num_ranks not in (None, len(placed)):
-        raise ValueError(f"num_ranks={num_ranks!r} for a placement of {len(placed)} ranks: expected {len(placed)}")
-    return placed
 
 
 def _numbers(name: str, value: float | Sequence[float], number: int, each: str) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ import inspect
 from itertools import product
 
 import pytest
-from support.inside import PLACEMENTS, RULES
+from support.inside import FAMILY_PLACEMENTS, RULES
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Family, Op, build, canonical_name, check, family
@@ -57,7 +57,7 @@ def test_a_family_says_what_its_builder_does(each: Family) -> None:
     ops = {action.op for program in built[0].programs for action in program}
     assert (Op.I in ops) == each.splits_backward
     assert {len(ranks) for ranks in built[0].owners} == {each.weight_copies}
-    known = {name: place(num_ranks=2, num_chunks=built[0].num_stages // 2) for name, place in PLACEMENTS.items()}
+    known = {name: place(num_ranks=2, num_chunks=built[0].num_stages // 2) for name, place in FAMILY_PLACEMENTS.items()}
     assert known.get(each.placement, ((0, 1), (0, 1))) == built[0].placement
     if not each.takes_chunks:
         assert {len(stages) for stages in built[0].placement} == {each.num_chunks * each.weight_copies}

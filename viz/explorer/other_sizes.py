@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...schedules import FAMILIES, Family, Schedule, build
-from ...schedules.builders.late_updates import defer_updates
-from ...schedules.builders.replicas import replicate
+from ...schedules.transform import defer_updates, replicate
 
 Build = Callable[[int], Schedule]  # of M
 

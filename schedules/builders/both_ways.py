@@ -1,4 +1,9 @@
-"""DualPipe (DeepSeek-AI, 2024): two pipelines in opposite directions, forwards paired with backwards."""
+"""Microbatches that go down the ranks and up them.
+
+Chimera (Li and Hoefler, 2021): even ones down, odd ones up, so that each stage stands on two ranks. DualPipe
+(DeepSeek-AI, 2024): likewise, with forwards paired with backwards. DualPipeV (DeepSeek-AI, 2025): one half of it, whose
+stages go down the ranks and up again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,69 @@ from typing import NamedTuple
 
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
-from .two_way import two_way
+from ..placement import snake_placement, two_way
+
+
+def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Even microbatches go down the ranks, odd ones up: each stage stands on two ranks, r and P-1-r.
+
+        rank 0 | 0F0 0F2 .   3F1 3B1 3F3 3B3 0B0 .   0B2       P=4, M=4, unit time: stage s stands on rank s for
+        rank 1 | .   1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2 .         microbatches 0 and 2, on rank 3-s for 1 and 3
+        rank 2 | .   1F1 2F0 1F3 2F2 2B0 1B1 2B2 1B3 .
+        rank 3 | 0F1 0F3 .   3F0 3B0 3F2 3B2 0B1 .   0B3
+
+    In units of P microbatches, P/2 in each direction. In slots of F = B, stage s runs the j-th forward of its direction
+    in slot s + 2j and the backward in P + 2j + (P-1-s): the two directions never meet in a slot. Units follow each
+    other every 2P slots. Fewer than P microbatches, or a remainder, leave slots empty.
+
+    Makespan of K = M/P units, with equal stages and free links: M (F+B) + (P-2)(min(F,B) + K |B-F|). The paper's bubble
+    of P-2 slots holds for F = B and any K, and for K = 1 with the longer of the two as the slot; where they differ it
+    grows with each unit. Rank r holds P/2 + 1 + min(r, P-1-r) activations, and the weights of two stages, whose
+    gradients are summed over the ranks r and P-1-r behind the last backward of each.
+
+    Raises ValueError for an odd number of ranks.
+    """
+    placement, owners = two_way(num_ranks, "chimera")
+    slots: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
+    for k in range(num_microbatches):
+        unit, within = divmod(k, num_ranks)
+        first = 2 * num_ranks * unit + 2 * (within // 2)
+        for stage, ranks in enumerate(owners):
+            own = slots[ranks[k % 2]]
+            own.append((first + stage, Action(stage, Op.F, k)))
+            own.append((first + 2 * num_ranks - 1 - stage, Action(stage, Op.B, k)))
+    return Schedule(
+        name="chimera",
+        placement=placement,
+        owners=owners,
+        programs=tuple(tuple(action for _, action in sorted(own)) for own in slots),
+        num_microbatches=num_microbatches,
+    )
+
+
+def _chimera_seconds(equal: EqualStages) -> float | None:
+    units, left = divmod(equal.num_microbatches, equal.num_ranks)
+    if left or equal.latency:
+        return None
+    forward, backward = equal.forward, equal.input_grad + equal.weight_grad
+    waits = min(forward, backward) + units * abs(backward - forward)
+    return equal.num_microbatches * equal.both + (equal.num_ranks - 2) * waits
+
+
+def _chimera_peaks(equal: EqualStages) -> tuple[int, ...] | None:
+    P = equal.num_ranks
+    return None if equal.num_microbatches % P else tuple(P // 2 + 1 + min(rank, P - 1 - rank) for rank in range(P))
+
+
+CHIMERA = Family(
+    name="chimera",
+    build=chimera,
+    placement="two-way",
+    weight_copies=2,
+    full_after=1,
+    batch_seconds=_chimera_seconds,
+    peak_activations=_chimera_peaks,
+)
 
 
 class Direction(NamedTuple):
@@ -157,7 +224,7 @@ def bubble_of_pairs(equal: EqualStages, ranks_behind: int) -> float | None:
     return max(waits) if ranks_behind else 0.0
 
 
-def _batch_seconds(equal: EqualStages) -> float | None:
+def _dualpipe_seconds(equal: EqualStages) -> float | None:
     bubble = bubble_of_pairs(equal, equal.num_ranks // 2 - 1)
     return None if bubble is None else equal.num_microbatches * equal.both + bubble
 
@@ -169,6 +236,57 @@ DUALPIPE = Family(
     weight_copies=2,
     splits_backward=True,
     full_after=2,
-    batch_seconds=_batch_seconds,
+    batch_seconds=_dualpipe_seconds,
     peak_activations=lambda equal: (equal.num_ranks + 1,) * equal.num_ranks,
+)
+
+
+def dualpipe_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """DualPipe's order over a V of 2P stages: rank r holds stage r on the way down and stage 2P-1-r on the way up.
+
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3       P=2, M=4
+        rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+
+    The weights stand once. The first and the last stage share rank 0, stages P-1 and P the last rank: nothing is sent
+    between them. As in `dualpipe`, the two halves of a pair of forward and backward run one after the other.
+
+    With equal stages, free links and W at most F and I the bubble of every rank is the largest of n (F+I-W), 2n (F-W)
+    and n (2I-W) - F, with n = P-1 and the costs of ONE chunk, whatever M is. The published (P-1)(F&B + B - 3W) is that
+    of pairs run at once, see `dualpipe`. Each rank holds 2P + 1 chunk activations, from F to the end of B or W.
+
+    Raises ValueError for fewer than 2P microbatches.
+    """
+    if num_microbatches < 2 * num_ranks:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} for schedule 'dualpipe-v' on {num_ranks} ranks: expected at least "
+            f"{2 * num_ranks} (2P), which its warm-up needs"
+        )
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    programs = []
+    for rank, (down, up) in enumerate(placement):
+        ways = Direction(down, lambda n: n), Direction(up, lambda n: n)
+        programs.append(eight_steps(ways, position=rank, length=num_ranks, each_way=num_microbatches))
+    return Schedule(
+        name="dualpipe-v",
+        placement=placement,
+        programs=tuple(programs),
+        num_microbatches=num_microbatches,
+    )
+
+
+def _dualpipe_v_seconds(equal: EqualStages) -> float | None:
+    bubble = bubble_of_pairs(equal, equal.num_ranks - 1)
+    return None if bubble is None else 2 * equal.num_microbatches * equal.both + bubble
+
+
+DUALPIPE_V = Family(
+    name="dualpipe-v",
+    build=dualpipe_v,
+    placement="snake",
+    aliases=("dualpipev", "scheduledualpipev"),
+    num_chunks=2,
+    splits_backward=True,
+    full_after=2,
+    batch_seconds=_dualpipe_v_seconds,
+    peak_activations=lambda equal: (2 * equal.num_ranks + 1,) * equal.num_ranks,
 )

@@ -1,0 +1,215 @@
+"""Schedules made of schedules: with a flush, as replicas, on other ranks, with late updates, with offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
+from .timing.costs import Costs
+from .timing.simulate import simulate
+from .weight_rules import RULES, Seen
+
+
+def flushed(schedule: Schedule) -> Schedule:
+    """The same work on the same ranks, each update group alone in the pipeline: no gradient is late.
+
+        2bw, P=2, M=2    rank 0 | F0 F1 .  B0 .  B1 U F2 F3 .  B2 ...
+                         rank 1 | .  F0 B0 F1 B1 U  . F2 B2 F3 ...
+
+    The order within a group is that in which the schedule runs it when the pipeline is empty. A forward uses the newest
+    version of its stage, which has the same number on all of them: index // group_size.
+
+    Raises ScheduleError for a schedule that flushes by itself.
+
+    >>> from stagewright.schedules import Costs, build, check, simulate
+    >>> schedule = flushed(build("pipedream", num_ranks=4, num_microbatches=8, update_every=4))
+    >>> check(schedule).peak_versions, round(simulate(schedule, Costs()).bubble, 3)
+    ((1, 1, 1, 1), 0.429)
+    """
+    if not schedule.is_asynchronous:
+        raise ScheduleError(f"schedule {schedule.name!r} flushes by itself: expected an asynchronous one such as '2bw'")
+    size, per_batch = schedule.group_size, schedule.groups_per_batch
+
+    def group(action: Action) -> int:
+        return action.index if action.op is Op.U else action.index // size
+
+    programs = []
+    for program in schedule.programs:
+        first = sorted((action for action in program if group(action) < per_batch), key=group)  # stable
+        programs.append(
+            tuple(
+                action._replace(index=action.index + batch * (per_batch if action.op is Op.U else per_batch * size))
+                for batch in range(schedule.num_batches)
+                for action in first
+            )
+        )
+    return replace(schedule, name=f"{schedule.name} with a flush", programs=tuple(programs), weight_rule="stashing")
+
+
+def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
+    """D pipelines side by side, each on a share of the batch: data parallelism as one schedule.
+
+        replica 0: rank 0 | 0F0 0F2 ...     Rank r becomes the ranks rD .. rD+D-1, microbatch k of replica q becomes
+        replica 1: rank 1 | 0F1 0F3 ...     kD + q: round-robin, as `Schedule.owner` has it. M becomes MD.
+
+    The updates of a stage's replicas are one: their gradients are summed. A stage that has several owners has D times
+    as many, each in the place of one.
+
+    Raises ValueError for D below 1.
+
+    >>> from stagewright.schedules import build
+    >>> one = build("1f1b", num_ranks=2, num_microbatches=2)
+    >>> replicate(one, 2).programs == build("1f1b", num_ranks=4, num_microbatches=4, replicas=(2, 2)).programs
+    True
+    """
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(f"num_replicas={num_replicas!r}: expected a whole number, at least 1")
+    if num_replicas == 1:
+        return schedule
+
+    def of_replica(action: Action, q: int) -> Action:
+        if action.op is Op.U:
+            return action
+        microbatch, part = divmod(action.index, schedule.num_slices)
+        return action._replace(index=(microbatch * num_replicas + q) * schedule.num_slices + part)
+
+    replicas = range(num_replicas)
+    return replace(
+        schedule,
+        placement=tuple(stages for stages in schedule.placement for _ in replicas),
+        owners=tuple(tuple(rank * num_replicas + q for rank in ranks for q in replicas) for ranks in schedule.owners),
+        programs=tuple(tuple(of_replica(a, q) for a in program) for program in schedule.programs for q in replicas),
+        num_microbatches=schedule.num_microbatches * num_replicas,
+        update_every=None if schedule.update_every is None else schedule.update_every * num_replicas,
+    )
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int], *, num_ranks: int) -> Schedule:
+    """The same on other ranks of a larger world: rank r's program runs on `ranks[r]`, the others have nothing to do.
+
+    Raises ScheduleError for ranks that stand twice, are too few, or are not below `num_ranks`.
+    """
+    if len(ranks) != schedule.num_ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks)):
+        raise ScheduleError(
+            f"ranks {tuple(ranks)} of {num_ranks} for a schedule of {schedule.num_ranks}: expected as many different "
+            f"ones from 0 to {num_ranks - 1}"
+        )
+    there = {new: old for old, new in enumerate(ranks)}
+    return replace(
+        schedule,
+        placement=tuple(schedule.placement[there[r]] if r in there else () for r in range(num_ranks)),
+        programs=tuple(schedule.programs[there[r]] if r in there else () for r in range(num_ranks)),
+        owners=tuple(tuple(ranks[rank] for rank in owners) for owners in schedule.owners),
+    )
+
+
+def defer_updates(schedule: Schedule) -> Schedule:
+    """Each update right before the first forward that uses its version; 2BW: U(t) before the first of batch t + 2.
+
+    What the update waits for (the global gradient norm, the gradients of tied weights and replicas) comes from ranks
+    that end batch t later; so nobody stands still for it. A rank then holds two sets of gradients.
+
+    Raises ScheduleError for a rule under which a forward takes the newest version there is.
+    """
+    rule = schedule.rule
+    if not rule.updates_may_wait:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} follows the rule {rule.name!r}: only the updates of "
+            f"{' or '.join(repr(each.name) for each in RULES.values() if each.updates_may_wait)} can wait"
+        )
+    return replace(schedule, programs=tuple(_defer(schedule, program) for program in schedule.programs))
+
+
+def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
+    waiting = [action for action in program if action.op is Op.U]
+    deferred: list[Action] = []
+    for action in program:
+        if action.op is Op.U:
+            continue
+        if action.op is Op.F:
+            version = schedule.rule.version(action.index, schedule.num_microbatches, Seen(0, 0))
+            due = [u for u in waiting if u.stage == action.stage and u.index < version]
+            deferred += due
+            waiting = [u for u in waiting if u not in due]
+        deferred.append(action)
+    return tuple(deferred + waiting)
+
+
+def with_offload(schedule: Schedule, *, share: float = 0.5, costs: Costs | None = None) -> Schedule:
+    """The same order, in which a share of each rank's activations waits on its host: those that live longest.
+
+        rank 0 | 0F0 0F1  2F0  2F1 . 2B0  . 2B1  0B0  0B1      interleaved, P=2, V=2, M=2: half of the stages,
+               |     0>0  0>1                0<0  0<1          which is stage 0 on rank 0
+
+    Whole stages are taken, those first whose activations live longest between forward and backward; of the one at the
+    border every so many microbatches. Each leaves right behind its forward and comes back beside the actions in front
+    of its backward: as many as take as long as that way (`costs.reload`; a forward, where that is 0). What has fewer
+    stays there.
+
+    So nobody waits while ways take no longer than that and each direction of the link keeps up: a forward, in a steady
+    state of forwards and backwards by turns. Of V chunks whose lives are in arithmetic progression (`gis`,
+    `interleaved`), the half that stays is a quarter of what there was, as a mean over time. The peak falls to a quarter
+    where groups are half as large as P (`gis` with group_size=P/2): of the P V activations of 1F1B, P V / 4 stay, and
+    two move. In groups of P the chunks that stay are there all at once, and it falls to a half; V = 1 has no stages to
+    choose from, and every other microbatch leaves.
+
+    Arguments:
+        share: of the stages of each rank, from 0 to 1.
+        costs: by which lifetimes are compared and ways hidden; F 1, B 2 where not given.
+
+    Raises ValueError for another share, ScheduleError for a schedule whose activations cannot move (see `moves`).
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"share={share!r}: expected a number from 0 to 1")
+    costs = Costs(forward=1.0, backward=2.0) if costs is None else costs
+    table, timeline = costs.table_for(schedule), simulate(schedule, costs)
+    reload = [back or min(forward) for back, forward in zip(table.reload, table.rows[Op.F], strict=True)]
+    programs = []
+    for program, trace in zip(schedule.programs, timeline.ranks, strict=True):
+        starts = {what: start for what, start, _ in trace.compute}
+        ends = {what: end for what, _, end in trace.compute}
+        lives = {(a.stage, a.index): starts[a] - ends[a._replace(op=Op.F)] for a in program if a.op in BACKWARD_OPS}
+        programs.append(
+            _with_moves(program, _longest(lives, share), [span.end - span.start for span in trace.compute], reload)
+        )
+    return replace(schedule, programs=tuple(programs))
+
+
+def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int, int]]:
+    """The (stage, microbatch) pairs that leave."""
+    by_stage: dict[int, list[int]] = {}
+    for stage, index in sorted(lives):
+        by_stage.setdefault(stage, []).append(index)
+    mean = {stage: sum(lives[stage, k] for k in own) / len(own) for stage, own in by_stage.items()}
+    left = share * len(by_stage)
+    chosen: set[tuple[int, int]] = set()
+    for stage in sorted(by_stage, key=lambda s: (-mean[s], s)):
+        part = min(1.0, max(0.0, left))
+        left -= part
+        # Evenly spread: a microbatch leaves where their number, so far, grows by one.
+        chosen |= {(stage, k) for at, k in enumerate(by_stage[stage]) if int((at + 1) * part) > int(at * part)}
+    return chosen
+
+
+def _with_moves(
+    program: Sequence[Action], chosen: set[tuple[int, int]], seconds: Sequence[float], reload: Sequence[float]
+) -> tuple[Action, ...]:
+    """The program with what is chosen and far enough from its backward leaving and coming back.
+
+    Arguments:
+        seconds: of each action of the program [s].
+        reload: of the way back, by stage [s].
+    """
+    backward = {(a.stage, a.index): at for at, a in enumerate(program) if a.op in BACKWARD_OPS}
+    before: dict[int, list[Action]] = {}
+    for at, (stage, op, index) in enumerate(program):
+        if op is not Op.F or (stage, index) not in chosen:
+            continue
+        back = backward[stage, index] - 1
+        while sum(seconds[back : backward[stage, index]]) < reload[stage] - 1e-9 and back > at:
+            back -= 1
+        if back > at + 1:
+            before.setdefault(at + 1, []).append(Action(stage, Op.OFFLOAD, index))
+            before.setdefault(back, []).append(Action(stage, Op.RELOAD, index))
+    return tuple(step for at, action in enumerate(program) for step in (*before.get(at, ()), action))
