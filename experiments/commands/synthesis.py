@@ -14,7 +14,7 @@ from ..help_text import plain_help
 from .schedule_options import LimitedOptions, one_or_several
 
 if TYPE_CHECKING:
-    from ...schedules.synthesis.search import Progress
+    from ...schedules.synthesis.incumbent import Progress
     from ...schedules.synthesis.synthesize import Synthesis, Tried
 
 AUTO = "auto"

@@ -25,8 +25,9 @@ from ...schedules.registry import build
 from ...schedules.synthesis.batches import BatchOrders, by_size, relabelled
 from ...schedules.synthesis.bounds import least_seconds
 from ...schedules.synthesis.evaluate import Evaluator, Orders
-from ...schedules.synthesis.problem import Problem, pose
-from ...schedules.synthesis.starts import fits_memory, named_orders
+from ...schedules.synthesis.problem import Problem
+from ...schedules.synthesis.request import Request
+from ...schedules.synthesis.starts import named_orders
 from ...schedules.synthesis.synthesize import synthesize
 from ...schedules.timing.costs import Costs
 from ..jobs.case import Case
@@ -70,13 +71,13 @@ def lengths(count: int, sigma: float, random: Random) -> list[float]:
 
 def problem_of(sizes: Sequence[float], *, ranks: int) -> Problem:
     """One batch to put in order."""
-    return pose(
+    return Request(
         num_ranks=ranks,
         num_microbatches=len(sizes),
         costs=Costs(input_grad=1.0, weight_grad=1.0, latency=_LATENCY, index_factors=sizes),
         activations=[list(sizes)] * ranks,
         memory_limit=ranks * max(sizes),
-    )
+    ).problem()
 
 
 def fixed_values(problems: Sequence[Problem]) -> dict[str, list[float]]:
@@ -102,7 +103,7 @@ def fixed_values(problems: Sequence[Problem]) -> dict[str, list[float]]:
         for way, sequence in zip(_WAYS, (range(count), longest, longest[::-1]), strict=True):
             for name, orders in known.items():
                 here = relabelled(evaluator, orders, dict(enumerate(sequence)))
-                if fits_memory(problem, evaluator.peaks(here)):
+                if evaluator.fits(here):
                     values[f"{name}, {way}"].append(evaluator.value(here))
     return {name: each for name, each in values.items() if len(each) == len(problems)}
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ...schedules.alive import peak_held
 from ...schedules.synthesis.batches import BatchOrder, BatchOrders
-from ...schedules.synthesis.problem import pose
+from ...schedules.synthesis.request import Request
 from ...schedules.timing.costs import Costs
 from .record import PlanRecord, PlanStage
 from .sizes import Profiles, Size, ascending, stage_laws
@@ -82,7 +82,7 @@ class Replanner:
             overhead=self._plan.overheads,
             message_overhead=self._plan.message_overheads,
         )
-        problem = pose(
+        request = Request(
             placement=self._own.placement,
             num_microbatches=len(sizes),
             costs=costs,
@@ -90,7 +90,7 @@ class Replanner:
             activations=self.held(sizes),
             links=self._links,
         )
-        found = self._orders.find(problem)
+        found = self._orders.find(request.problem())
         order = tuple(" ".join(map(str, program)) for program in found.schedule.programs)
         return replace(found, schedule=schedule_of(replace(self._plan, order=order)))
 

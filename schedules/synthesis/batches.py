@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from ..ir import Schedule
 from .evaluate import Evaluator, Orders
+from .incumbent import Budget
 from .listing import Policy
 from .problem import SPLIT_OPS, Problem
 from .search import Search
-from .starts import fits_memory
 
 # Actions that a search may put in order, all its orders together: what a few of these take does not grow with a batch.
 _COLD, _WARM = 400_000, 40_000
@@ -71,21 +71,16 @@ class BatchOrders:
         """
         problem.check_memory()
         is_first = self._orders is None
-        search = Search(
-            problem,
-            bound=0.0,
-            seed=self._seed,
-            evaluations=self._cold if is_first else self._warm,
-            has_named=is_first,
-        )
+        budget = Budget(evaluations=self._cold if is_first else self._warm, seed=self._seed)
+        search = Search(problem, budget, bound=0.0, has_named=is_first)
         fixed = search.evaluator.orders(self.fixed)
-        fits = fits_memory(problem, search.evaluator.peaks(fixed))
+        fits = search.evaluator.fits(fixed)
         ranking = by_size(problem)
         moved_to = dict(zip(self._ranking, ranking, strict=False))
         starts = [fixed] if fits else []
         if self._orders is not None:
             before = relabelled(search.evaluator, self._orders, moved_to)
-            if fits_memory(problem, search.evaluator.peaks(before)):
+            if search.evaluator.fits(before):
                 starts.append(before)
         orders = search.run(starts, [_policy_for(policy, moved_to) for policy in self._policies])
         fixed_value = search.evaluator.value(fixed) if fits else None

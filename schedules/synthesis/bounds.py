@@ -164,8 +164,7 @@ class _Reach:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = _least_tables(problem)
-        limits = problem.memory_limit or (math.inf,) * problem.num_ranks
-        self.limits = [limit + 1e-9 * (abs(limit) + 1.0) for limit in limits]  # as `fits` has it
+        self.limits = problem.limits
         self.stages = [
             _Stage(
                 rank=rank,

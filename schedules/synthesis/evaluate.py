@@ -7,6 +7,7 @@ runs until its next input is missing, and who makes that input wakes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class Evaluator:
 
     Attributes, each by code: `seconds`; `delay`, from the end until the result has arrived; `slot`, where the arrival
     is noted (-1: of a W, nobody waits), `need`, the slot that an action waits for (-1: none); `rank`; `change`, of
-    what its rank holds [memory].
+    what its rank holds [memory]. `limits`, by rank, see `Problem.limits`.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -61,6 +62,7 @@ class Evaluator:
         held = [n for row in problem.held for n in row]
         kept = [n for row in problem.kept for n in row]
         freed = [k - h for h, k in zip(held, kept, strict=True)]
+        self.limits = problem.limits
         self.change = [*held, *freed, *(-k for k in kept), *(-h for h in held)]
 
     def code(self, op: Op, stage: int, microbatch: int) -> int:
@@ -159,6 +161,22 @@ class Evaluator:
         if problem.objective == "makespan":
             return max(last)
         return max(end - first for end, first in zip(last, firsts, strict=True))
+
+    def has_room(self, rank: int, order: Sequence[int]) -> bool:
+        """Whether a rank never holds more than it may."""
+        limit, change = self.limits[rank], self.change
+        if limit == math.inf:
+            return True
+        now = 0.0
+        for code in order:
+            now += change[code]
+            if now > limit:
+                return False
+        return True
+
+    def fits(self, orders: Sequence[Sequence[int]]) -> bool:
+        """Whether no rank does."""
+        return all(map(self.has_room, range(len(orders)), orders))
 
     def peaks(self, orders: Sequence[Sequence[int]]) -> list[float]:
         """[P] the most memory that each rank holds at once."""

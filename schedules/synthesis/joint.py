@@ -12,8 +12,10 @@ from itertools import accumulate, combinations, pairwise
 from ..placement import Placement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
-from .pieces import Cut, Pieces
-from .problem import MemoryLimitError, Objective, fits, pose
+from .incumbent import Budget
+from .pieces import Cut, pieces_of
+from .problem import MemoryLimitError, Objective, fits
+from .request import Request
 from .synthesize import Synthesis, synthesize
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
@@ -139,47 +141,40 @@ def synthesize_jointly(
         raise ValueError(f"seconds={seconds!r}: expected a time budget above 0")
     if not placements or isinstance(placements, str):
         raise ValueError(f"placements={placements!r}: expected at least one name, such as ['plain', 'v']")
-    search = _Search(
-        layers,
+    request = Request(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        latency=latency,
+        costs=Costs(
+            forward=[layer.forward for layer in layers],
+            input_grad=[layer.input_grad for layer in layers],
+            weight_grad=[layer.weight_grad for layer in layers],
+            latency=latency,
+        ),
         memory_limit=memory_limit,
         objective=objective,
-        evaluations=evaluations,
-        seconds=seconds,
-        seed=seed,
+        activations=tuple(layer.activation for layer in layers),
     )
+    search = _Search(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=seed))
     return search.run(tuple(dict.fromkeys(placements)), cuts)
 
 
 class _Search:
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        *,
-        num_ranks: int,
-        num_microbatches: int,
-        latency: float,
-        memory_limit: float | Sequence[float] | None,
-        objective: Objective,
-        evaluations: int,
-        seconds: float,
-        seed: int,
-    ) -> None:
-        self.layers, self.num_ranks, self.num_microbatches = layers, num_ranks, num_microbatches
-        self.pieces = Pieces(
-            costs=Costs(
-                forward=[each.forward for each in layers],
-                input_grad=[each.input_grad for each in layers],
-                weight_grad=[each.weight_grad for each in layers],
-                latency=latency,
-            ),
-            activations=tuple(each.activation for each in layers),
-            kept_share=(1.0,) * len(layers),
+    """A search among cuts.
+
+    Arguments:
+        request: for stages of one layer each, on no placement yet.
+        budget: seconds of all, evaluations of one schedule.
+    """
+
+    def __init__(self, layers: Sequence[Layer], request: Request, budget: Budget) -> None:
+        assert request.num_ranks is not None
+        self.layers, self.request, self.budget, self.num_ranks = layers, request, budget, request.num_ranks
+        self.pieces = pieces_of(
+            request.costs, activations=request.activations, kept_share=1.0, num_ranks=request.num_ranks
         )
-        self.memory_limit, self.objective, self.evaluations, self.seed = memory_limit, objective, evaluations, seed
-        self.until = time.monotonic() + seconds
+        self.until = time.monotonic() + budget.seconds
+        self.evaluations = budget.evaluations or 1
+        memory_limit, num_ranks = request.memory_limit, request.num_ranks
         limits = math.inf if memory_limit is None else memory_limit
         self.limits = [limits] * num_ranks if isinstance(limits, int | float) else list(limits)
         if len(self.limits) != num_ranks:
@@ -200,8 +195,8 @@ class _Search:
                 starts.append((name, cut))
         if not starts:
             raise MemoryLimitError(
-                f"memory_limit={self.memory_limit}: no cut of {len(self.layers)} layers on {self.num_ranks} ranks was "
-                f"found within it, for one microbatch; expected at least {self.smallest_memory():g}"
+                f"memory_limit={self.request.memory_limit}: no cut of {len(self.layers)} layers on {self.num_ranks} "
+                f"ranks was found within it, for one microbatch; expected at least {self.smallest_memory():g}"
             )
         separate = self.best()
         bounds = self.explore(starts, cuts)
@@ -242,33 +237,22 @@ class _Search:
     # --- one cut ---
 
     def bound(self, name: str, cut: Cut) -> float:
-        stages = self.pieces.joined(cut)
-        return least_seconds(
-            pose(
-                num_ranks=self.num_ranks,
-                num_microbatches=self.num_microbatches,
-                costs=stages.costs,
-                memory_limit=self.memory_limit,
-                placement=name,
-                objective=self.objective,
-                activations=stages.activations,
-            )
-        )
+        return least_seconds(self.request.of_pieces(self.pieces.joined(cut), name).problem())
 
     def schedule(self, name: str, cut: Cut, evaluations: int) -> None:
         """Search for the schedule of a cut; what it found before stays where that is no worse."""
-        stages = self.pieces.joined(cut)
+        request = self.request.of_pieces(self.pieces.joined(cut), name)
         found = synthesize(
             num_ranks=self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            costs=stages.costs,
-            memory_limit=self.memory_limit,
+            num_microbatches=request.num_microbatches,
+            costs=request.costs,
+            memory_limit=request.memory_limit,
             placement=name,
-            objective=self.objective,
-            activations=stages.activations,
+            objective=request.objective,
+            activations=request.activations,
             evaluations=evaluations,
             seconds=max(0.1, self.until - time.monotonic()),
-            seed=self.seed,
+            seed=self.budget.seed,
         )
         before = self.found.get((name, cut))
         if before is None or found.value < before.value:

@@ -47,10 +47,8 @@ class Lister:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
         problem = self.problem = evaluator.problem
-        self.limits = problem.memory_limit or (float("inf"),) * problem.num_ranks
-        self.limits = tuple(limit + 1e-9 * (abs(limit) + 1.0) for limit in self.limits)
+        self.limits = problem.limits
         self.held = [n for row in problem.held for n in row]
-        self.kept = [n for row in problem.kept for n in row]
         self.ways = self._ways()
         # Up to here a forward leaves enough for the other forwards of any one microbatch, so that it is always safe.
         largest = [max(row) for row in problem.held]
@@ -78,8 +76,7 @@ class Lister:
         SM = S * M
         seconds, delay, rank_of = ev.seconds, ev.delay, problem.rank_of
         sequence = policy.sequence or tuple(range(M))
-        held, kept, limits = self.held, self.kept, self.limits
-        roomy = self.roomy
+        held, change, limits, roomy = self.held, ev.change, self.limits, self.roomy
         ahead, backlog, fill = policy.ahead, policy.backlog, policy.fill
         forward_first, patience = policy.forward_first, policy.patience
         period = max(problem.work) / M
@@ -164,14 +161,12 @@ class Lister:
                 code = waiting[rank][begun[rank]]
                 begun[rank] += 1
                 end = now + seconds[code]
-                memory[rank] -= kept[code - 2 * SM]
             else:
                 if chosen:
                     s = gradient
                     at = s * M + sequence[ni[s]]
                     ni[s] += 1
                     code = SM + at
-                    memory[rank] += kept[at] - held[at]
                     waiting[rank].append(at + 2 * SM)
                     user, table = (at - M, there_i) if s else (-1, there_i)
                 else:
@@ -179,7 +174,6 @@ class Lister:
                     at = s * M + sequence[nf[s]]
                     nf[s] += 1
                     code = at
-                    memory[rank] += held[at]
                     user, table = (at + M, there_f) if s < S - 1 else (at, there_i)
                 end = now + seconds[code]
                 if user >= 0:
@@ -190,6 +184,7 @@ class Lister:
                         wake[other] = max(arrival, free[other])
                         heappush(events, (wake[other], other))
             orders[rank].append(code)
+            memory[rank] += change[code]
             left[rank] -= 1
             free[rank] = end
             wake[rank] = end if left[rank] else infinity

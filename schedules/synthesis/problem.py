@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from ..ir import Op, ScheduleError, chain
-from ..placement import Placement, read_placement
-from ..timing.costs import Costs
-from ..timing.links import Links
+from ..ir import Op, ScheduleError
+from ..placement import Placement
 
 Objective = Literal["makespan", "span"]
 Table = tuple[tuple[float, ...], ...]  # [S][M]
@@ -67,7 +66,7 @@ class Problem:
     rank_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank_of", _ranks_of_stages(self.placement))
+        object.__setattr__(self, "rank_of", ranks_of_stages(self.placement))
         if not self.update:
             object.__setattr__(self, "update", (0.0,) * self.num_stages)
         if self.objective not in OBJECTIVES:
@@ -142,6 +141,17 @@ class Problem:
             max(math.fsum(self.held[s][k] for s in own) for k in range(self.num_microbatches)) for own in self.placement
         )
 
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """[P] the most that each rank may hold, with what rounding may add; infinite without a limit."""
+        if self.memory_limit is None:
+            return (math.inf,) * self.num_ranks
+        return tuple(map(_with_rounding, self.memory_limit))
+
+    def fits(self, peaks: Sequence[float]) -> bool:
+        """Whether each rank holds at most what it may."""
+        return all(map(operator.le, peaks, self.limits))
+
     def check_memory(self) -> None:
         """Raises MemoryLimitError, with the smallest limit that can be met, where there is no schedule."""
         limits = self.memory_limit
@@ -156,7 +166,7 @@ class Problem:
                 )
 
 
-def _ranks_of_stages(placement: Placement) -> tuple[int, ...]:
+def ranks_of_stages(placement: Placement) -> tuple[int, ...]:
     rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
     stages = sorted(stage for own in placement for stage in own)
     if not placement or not all(placement) or stages != list(range(len(stages))):
@@ -168,110 +178,8 @@ def _ranks_of_stages(placement: Placement) -> tuple[int, ...]:
 
 def fits(amount: float, limit: float) -> bool:
     """Whether an amount of memory is within a limit, but for rounding."""
-    return amount <= limit + 1e-9 * (abs(limit) + 1.0)
+    return amount <= _with_rounding(limit)
 
 
-def pose(
-    *,
-    num_ranks: int | None = None,
-    num_microbatches: int,
-    costs: Costs,
-    memory_limit: float | Sequence[float] | None = None,
-    placement: str | Sequence[Sequence[int]] = "plain",
-    num_chunks: int | None = None,
-    objective: Objective = "makespan",
-    activations: float | Sequence[float | Sequence[float]] = 1.0,
-    kept_share: float | Sequence[float] = 1.0,
-    links: Links | None = None,
-    needs_room: bool = True,
-) -> Problem:
-    """The problem behind the arguments of `synthesize`.
-
-    Arguments:
-        num_ranks: P; may be left out where `placement` lists the stages of each rank.
-        costs: of one stage action each [s].
-        memory_limit: of each rank, one number or one a rank, in the unit of `activations`.
-        placement: a name (see `placement`) or the stages of each rank.
-        num_chunks: V, for "cyclic" (2 by default).
-        activations: what a forward of a stage takes, one number or one a stage: 1, so that limits count stage
-            activations, or bytes. A stage may have a row in place of its number, one number a microbatch.
-        kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
-        links: their latency and transfer seconds come on top of the latency in `costs`; messages that queue for a link
-            are not looked at.
-        needs_room: whether a limit that no order meets by itself is an error.
-
-    Raises ValueError for whatever does not fit.
-    """
-    if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches!r}: expected a whole number, at least 1")
-    placed = read_placement(placement, num_ranks, num_chunks)
-    S, M = sum(map(len, placed)), num_microbatches
-    table = costs.table(num_stages=S, num_indices=M)
-    if any(seconds > 0 for seconds in table.tied.values()):
-        raise ValueError("costs with tied sums: expected costs without tied=, which no order of F, I and W changes")
-
-    def seconds(op: Op) -> Table:
-        return tuple(row * (M // len(row)) for row in table.rows[op])
-
-    delay = _Delays(_ranks_of_stages(placed), table.latency, links)
-    held = _rows("activations", activations, S, M)
-    share = _numbers("kept_share", kept_share, S, "stage")
-    if not all(0 <= part <= 1 for part in share):
-        raise ValueError(f"kept_share={kept_share!r:.60}: expected numbers from 0 to 1")
-    problem = Problem(
-        placement=placed,
-        num_microbatches=M,
-        forward=seconds(Op.F),
-        input_grad=seconds(Op.I),
-        weight_grad=seconds(Op.W),
-        backward=seconds(Op.B),
-        forward_delay=tuple(delay(s, s + 1) for s in range(S)),
-        gradient_delay=tuple(delay(s, s - 1) for s in range(S)),
-        held=held,
-        kept=tuple(tuple(h * part for h in row) for row, part in zip(held, share, strict=True)),
-        memory_limit=None if memory_limit is None else _numbers("memory_limit", memory_limit, len(placed), "rank"),
-        update=table.update,
-        norm=table.norm,
-        objective=objective,
-    )
-    if needs_room:
-        problem.check_memory()
-    return problem
-
-
-def _numbers(name: str, value: float | Sequence[float], number: int, each: str) -> tuple[float, ...]:
-    given = (value,) * number if isinstance(value, int | float) else tuple(value)
-    if len(given) != number or not all(isinstance(n, int | float) and n >= 0 and math.isfinite(n) for n in given):
-        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {number}, one a {each}")
-    return tuple(map(float, given))
-
-
-def _rows(name: str, value: float | Sequence[float | Sequence[float]], S: int, M: int) -> Table:
-    """[S][M] of one number, one a stage, or a row a stage."""
-    each = [value] * S if isinstance(value, int | float) else list(value)
-    if len(each) != S:
-        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one a stage")
-    return tuple(_numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
-
-
-class _Delays:
-    """Seconds from stage to stage where they stand on two ranks: the sender's latency, and what a free link takes."""
-
-    def __init__(self, rank_of: tuple[int, ...], latency: Sequence[float], links: Links | None) -> None:
-        self.rank_of, self.latency, self.links = rank_of, latency, links
-        self.edges = {(edge.src, edge.dst): at for at, edge in enumerate(chain(len(rank_of)))}
-
-    def __call__(self, src: int, dst: int) -> float:
-        if not 0 <= dst < len(self.rank_of) or self.rank_of[src] == self.rank_of[dst]:
-            return 0.0
-        delay = self.latency[src]
-        if self.links is None:
-            return delay
-        way = self.links.way(self.rank_of[src], self.rank_of[dst])
-        return delay + way.latency + self._bytes(src, dst) * way.seconds_per_byte
-
-    def _bytes(self, src: int, dst: int) -> float:
-        assert self.links is not None
-        back = self.links.activation_bytes if self.links.gradient_bytes is None else self.links.gradient_bytes
-        size = self.links.activation_bytes if src < dst else back
-        return float(size) if isinstance(size, int | float) else size[self.edges[min(src, dst), max(src, dst)]]
+def _with_rounding(limit: float) -> float:
+    return limit + 1e-9 * (abs(limit) + 1.0)

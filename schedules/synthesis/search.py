@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
 from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
+from .incumbent import Budget, Incumbent, Progress
 from .listing import Lister, Policy
 from .policies import changed, changed_weights, first_policies
 from .problem import Problem
 from .slides import OrderSearch
-from .starts import fits_memory, fuse, made_orders, named_orders, split
+from .starts import fuse, made_orders, named_orders, split
 from .weights import refill
-
-Stopped = Literal["optimal", "seconds", "evaluations", "tried"]
 
 _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round
@@ -27,26 +23,6 @@ _SMALL = 500  # actions of a problem in which slides find what policies cannot
 _BEFORE = 6  # policies that come before the named schedules, where there is a start
 _NEAR = 1.1  # a named schedule within this of the best is worth a second try
 _ELITES = 4
-CLOSE = 1e-9  # a value so near to the bound, in parts of it, meets it: limits of memory leave as much for rounding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """A point of a search: the best value so far [s], its gap, and what it took.
-
-    Arguments:
-        seconds: since the search began.
-        evaluations: orders that were tried.
-        value: of the objective [s].
-        gap: (value - lower bound) / lower bound.
-        source: what found it: a family, "given", "policy", "weights", "slides".
-    """
-
-    seconds: float
-    evaluations: int
-    value: float
-    gap: float
-    source: str
 
 
 class _BudgetError(Exception):
@@ -56,36 +32,29 @@ class _BudgetError(Exception):
 class Search:
     """One search.
 
-    Arguments: see `synthesize`; `bound` that no value can be below [s], 0 where nobody asked; `costs` for families that
-    are made for them; `has_named`, whether named families are tried at all, which takes their building.
+    Arguments:
+        bound: that no value can be below [s]; 0 where nobody asked.
+        costs: for families that are made for them.
+        has_named: whether named families are tried at all, which takes their building.
 
-    Attributes: `best`, the best orders so far; `policies`, the best ones, the very best first; `history`, each
-    improvement; `stopped`, why it ended.
+    Attributes: `incumbent`, the best orders so far; `elites`, those of the least values, the best first, with each B as
+    I and W; `policies`, the best ones, the very best first.
     """
 
     def __init__(
         self,
         problem: Problem,
+        budget: Budget,
         *,
         bound: float,
         costs: Costs | None = None,
-        seed: int = 0,
-        seconds: float = math.inf,
-        evaluations: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         has_named: bool = True,
     ) -> None:
-        self.problem, self.bound, self.costs, self.random = problem, bound, costs, Random(seed)
+        self.problem, self.costs, self.has_named, self.random = problem, costs, has_named, Random(budget.seed)
         self.evaluator = Evaluator(problem)
         self.lister = Lister(self.evaluator)
-        self.seconds, self.most, self.on_progress = seconds, evaluations, on_progress
-        self.has_named = has_named
-        self.began = time.monotonic()
-        self.evaluations = 0
-        self.value = math.inf
-        self.best: Orders | None = None
-        self.history: list[Progress] = []
-        self.stopped: Stopped = "seconds"
+        self.incumbent: Incumbent[Orders] = Incumbent(budget, bound=bound, on_progress=on_progress)
         self._elites: list[tuple[float, int, Orders]] = []
         self._policies: list[tuple[float, int, Policy]] = []
 
@@ -97,9 +66,17 @@ class Search:
                 self._round()
         except _BudgetError:
             pass
-        assert self.best is not None
-        self._fuse()
-        return self.best
+        return self._fuse()
+
+    @property
+    def value(self) -> float:
+        """Of the best orders so far [s]."""
+        return self.incumbent.value
+
+    @property
+    def evaluations(self) -> int:
+        """Orders that were tried."""
+        return self.incumbent.evaluations
 
     # --- parts of a search ---
 
@@ -216,50 +193,22 @@ class Search:
             self._elites.sort(key=lambda each: each[:2])
             del self._elites[_ELITES:]
         if value < self.value:
-            assert fits_memory(self.problem, self.evaluator.peaks(orders)), f"{source} exceeds the memory"
-            self.value, self.best = value, [list(order) for order in orders]
-            point = Progress(
-                seconds=self.elapsed,
-                evaluations=self.evaluations + 1,
-                value=value,
-                gap=self.gap,
-                source=source,
-            )
-            self.history.append(point)
-            if self.on_progress is not None:
-                self.on_progress(point)
+            assert self.evaluator.fits(orders), f"{source} exceeds the memory"
+            self.incumbent.offer(value, [list(order) for order in orders], source, spent=1)
         self._count()
         return value
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self.began
-
-    @property
-    def gap(self) -> float:
-        """How far the best value is above the bound, in parts of it."""
-        return max(0.0, self.value - self.bound) / self.bound if self.bound > 0 else math.inf
-
     def _count(self) -> None:
-        self.evaluations += 1
-        if self.value <= self.bound * (1 + CLOSE):
-            self.stopped = "optimal"
-            raise _BudgetError
-        if self.best is None:
-            return
-        if self.most is not None and self.evaluations >= self.most:
-            self.stopped = "evaluations"
-            raise _BudgetError
-        if self.elapsed >= self.seconds:
-            self.stopped = "seconds"
+        self.incumbent.evaluations += 1
+        if self.incumbent.is_over:
             raise _BudgetError
 
-    def _fuse(self) -> None:
-        """Run an I and its W as one, rank by rank, where that takes no longer."""
-        assert self.best is not None
-        whole = fuse(self.evaluator, self.best)
-        for rank, order in enumerate(whole):
-            orders = [*self.best[:rank], order, *self.best[rank + 1 :]]
+    def _fuse(self) -> Orders:
+        """The best orders; an I and its W run as one, rank by rank, where that takes no longer."""
+        best = self.incumbent.answer
+        assert best is not None
+        for rank, order in enumerate(fuse(self.evaluator, best)):
+            orders = [*best[:rank], order, *best[rank + 1 :]]
             if (value := self.evaluator.value(orders)) <= self.value:
-                self.value, self.best = value, orders
+                self.incumbent.value, best = value, orders
+        return best

@@ -28,8 +28,6 @@ class OrderSearch:
         self.evaluator = evaluator
         problem = self.problem = evaluator.problem
         S, M = problem.num_stages, problem.num_microbatches
-        limits = problem.memory_limit or (math.inf,) * problem.num_ranks
-        self.limits = [limit + 1e-9 * (abs(limit) + 1.0) for limit in limits]
         # Place of an action on its microbatch's way through the pipeline and back; a W stands beside its I.
         way = [(s, 2 * S - 1 - s, 2 * S - 0.5 - s, 2 * S - 1 - s) for s in range(S)]
         self.way = [way[s][op] for op in range(4) for s in range(S) for _ in range(M)]
@@ -81,7 +79,7 @@ class OrderSearch:
         """The orders after a random move, and their times; None where it deadlocks or exceeds the memory."""
         if not self.alike and random.random() < _EXCHANGES:
             changed = self._exchanged(orders, random)
-            found = self.evaluator.play(changed) if all(map(self._fits, range(len(changed)), changed)) else None
+            found = self.evaluator.play(changed) if self.evaluator.fits(changed) else None
             return None if found is None else (changed, found)
         if critical and random.random() < _CRITICAL:
             rank, at = critical[int(random.random() * len(critical))]
@@ -137,18 +135,7 @@ class OrderSearch:
             return None
         moved = order.copy()
         moved.insert(to, moved.pop(at))
-        return moved if self._fits(rank, moved) else None
-
-    def _fits(self, rank: int, order: list[int]) -> bool:
-        limit, change = self.limits[rank], self.evaluator.change
-        if limit == math.inf:
-            return True
-        now = 0.0
-        for code in order:
-            now += change[code]
-            if now > limit:
-                return False
-        return True
+        return moved if self.evaluator.has_room(rank, moved) else None
 
     def critical(self, orders: Orders, times: Times) -> list[tuple[int, int]]:
         """(rank, position) of the actions on a chain that determines the value, last first."""

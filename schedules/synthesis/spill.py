@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from ..ir import BACKWARD_OPS, Action, Op, Schedule
 from ..timing.costs import Costs, CostTable
 from ..timing.timeline import Timeline, in_time
-from .problem import Problem, Table, fits
+from .problem import Problem, Table
 
 MoveKind = Literal["offload"]
 MOVE_KINDS: tuple[MoveKind, ...] = ("offload",)
@@ -127,7 +127,6 @@ def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = 
 class _Spill:
     def __init__(self, timeline: Timeline, problem: Problem, table: CostTable) -> None:
         self.schedule, self.problem, self.table = timeline.schedule, problem, table
-        self.limits = problem.memory_limit or (math.inf,) * problem.num_ranks
         self.ranks = []
         for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
             spans = trace.compute[: len(program)]  # updates stand behind
@@ -135,7 +134,7 @@ class _Spill:
             self.ranks.append(_Rank(program=program, starts=[span.start for span in spans], turns=turns))
 
     def run(self) -> Schedule:
-        for own, limit in zip(self.ranks, self.limits, strict=True):
+        for own, limit in zip(self.ranks, self.problem.limits, strict=True):
             self._plan(own, limit)
         return replace(self.schedule, programs=tuple(map(self._program, self.ranks)))
 
@@ -161,7 +160,7 @@ class _Spill:
     def _evict(self, own: _Rank, limit: float, at: int, deadline: float, now: float) -> float:
         """Let leave by the deadline what is needed last, until the rest fits; returns how much has left."""
         gone = 0.0
-        while not fits(now - gone, limit):
+        while now - gone > limit:
             best: _Way | None = None
             for what in own.here:
                 if best is not None and own.backward[what] <= best.back_at:

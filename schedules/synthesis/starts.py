@@ -9,13 +9,6 @@ from ..ir import chain
 from ..registry import FAMILIES
 from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
-from .problem import Problem, fits
-
-
-def fits_memory(problem: Problem, peaks: list[float]) -> bool:
-    """Whether each rank holds at most what it may."""
-    limits = problem.memory_limit
-    return limits is None or all(map(fits, peaks, limits))
 
 
 def named_orders(evaluator: Evaluator) -> Iterator[tuple[str, Orders]]:
@@ -54,7 +47,7 @@ def _fitting(evaluator: Evaluator, family: Family, options: dict[str, object]) -
         orders = evaluator.orders(schedule)
     except ValueError:  # a family that has no schedule of these sizes, or not on this placement
         return
-    if schedule.edges == chain(problem.num_stages) and fits_memory(problem, evaluator.peaks(orders)):
+    if schedule.edges == chain(problem.num_stages) and evaluator.fits(orders):
         yield family.name, orders
         if (parts := split(evaluator, orders)) != orders:
             yield family.name, parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +10,10 @@ from ..timing.costs import Costs
 from ..timing.links import Links
 from ..timing.timeline import Timeline
 from ..wording import count, duration
-from .asked import Asked, asked
-from .contest import Contest
-from .judge import Judged
+from .incumbent import Budget, Progress, Stopped
+from .portfolio import Judged, Portfolio
 from .problem import MemoryLimitError, Objective, Problem
-from .rounds import Rounds
-from .search import Progress, Stopped
+from .request import Request
 from .spill import MOVE_KINDS, MoveKind
 
 
@@ -181,7 +178,7 @@ def synthesize(
     if isinstance(moves, str) or not set(moves) <= set(MOVE_KINDS):
         raise ValueError(f"moves={moves!r:.60}: expected some of {', '.join(MOVE_KINDS)}, such as ['offload']")
     has_more = memory_limit is not None and bool(moves or recompute is not None)
-    problems = asked(
+    request = Request(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         costs=costs,
@@ -192,55 +189,40 @@ def synthesize(
         activations=activations,
         kept_share=kept_share,
         links=links,
-        may_leave=has_more,
     )
-
-    def has_start(each: Asked) -> bool:
-        return start is not None and each.problem.placement == start.placement
-
-    whole = [each for each in problems if each.bound_whole < math.inf]
-    whole.sort(key=lambda each: (not has_start(each), each.bound_whole))
-    problems.sort(key=lambda each: (not has_start(each), each.bound))
-    contest: Contest[Judged] = Contest(
-        bound=min(each.bound for each in problems),
-        seconds=seconds / 2 if has_more and whole else seconds,
-        evaluations=evaluations,
-        on_progress=on_progress,
-    )
-    rounds = Rounds(contest, seed=seed)
-    values: dict[str, float | None] = {}
-    for at, each in enumerate(whole):
-        if at == 0 or not (contest.is_over or contest.promises_nothing(each.bound_whole)):
-            values[each.placement] = rounds.plain(each, None if at else start, left=len(whole) - at)
-    won = contest.answer
-    is_settled = won is None or contest.is_over or contest.promises_nothing(won.asked.bound_whole)
-    if len(whole) > 1 and won is not None and not is_settled:
-        rounds.plain(won.asked, won.schedule, left=1)  # with what others did not need
+    problems = request.problems(may_leave=has_more)
+    budget = Budget(seconds=seconds, evaluations=evaluations, seed=seed)
+    portfolio = Portfolio(problems, budget, start=start, has_more=has_more, on_progress=on_progress)
+    portfolio.search_as_asked()
     if has_more:
-        contest.more(seconds=seconds, evaluations=evaluations)
-        rounds.beyond(problems, offloads=bool(moves), recompute=recompute)
-    found = contest.answer
-    if found is None:
+        portfolio.search_beyond(offloads=bool(moves), recompute=recompute)
+    if portfolio.incumbent.answer is None:
         raise MemoryLimitError(
             f"memory_limit={memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
-            f"expected at least {rounds.least:g}, the least that was found to do"
+            f"expected at least {portfolio.least:g}, the least that was found to do"
         )
-    values[found.asked.placement] = contest.value
-    S = found.asked.problem.num_stages
+    return _result(portfolio, portfolio.incumbent.answer)
+
+
+def _result(portfolio: Portfolio, found: Judged) -> Synthesis:
+    incumbent, (posed, variant, timeline) = portfolio.incumbent, found
+    values = portfolio.values | {posed.placement: incumbent.value}
     return Synthesis(
-        problem=found.asked.problem,
-        costs=found.costs,
-        schedule=found.schedule,
-        timeline=found.timeline,
-        recompute=tuple("full" if s < found.num_recomputed else "none" for s in range(S)),
-        value=contest.value,
-        lower_bound=contest.bound,
-        stopped=contest.stopped,
-        history=tuple(contest.history),
-        seconds=contest.elapsed,
-        evaluations=contest.evaluations,
+        problem=posed.problem,
+        costs=variant.costs,
+        schedule=timeline.schedule,
+        timeline=timeline,
+        recompute=tuple(
+            "full" if stage < variant.num_recomputed else "none" for stage in range(posed.problem.num_stages)
+        ),
+        value=incumbent.value,
+        lower_bound=incumbent.bound,
+        stopped=incumbent.stopped,
+        history=tuple(incumbent.history),
+        seconds=incumbent.elapsed,
+        evaluations=incumbent.evaluations,
         placements=tuple(
             Tried(placement=each.placement, lower_bound=each.bound, value=values.get(each.placement))
-            for each in sorted(problems, key=lambda each: each.bound)
+            for each in sorted(portfolio.problems, key=lambda each: each.bound)
         ),
     )

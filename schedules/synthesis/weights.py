@@ -30,10 +30,7 @@ def refill(
     problem = evaluator.problem
     SM = problem.num_stages * problem.num_microbatches
     seconds, delay, slot, need = evaluator.seconds, evaluator.delay, evaluator.slot, evaluator.need
-    held = [n for row in problem.held for n in row]
-    kept = [n for row in problem.kept for n in row]
-    limits = problem.memory_limit or (float("inf"),) * problem.num_ranks
-    limits = tuple(limit + 1e-9 * (abs(limit) + 1.0) for limit in limits)
+    change, limits = evaluator.change, evaluator.limits
     fixed = [[code for code in order if code < 2 * SM] for order in orders]
     waiting: list[list[int]] = [[] for _ in orders]
     arrived = [_NOT_YET] * evaluator.num_slots
@@ -53,21 +50,19 @@ def refill(
                 break
             while begun < len(own):
                 weight = own[begun]
-                is_short = code < SM and memory[rank] + held[code] > limits[rank]
+                is_short = code < SM and memory[rank] + change[code] > limits[rank]
                 if not is_short and len(own) - begun <= backlog[rank] and arrival - now < fill[rank] * seconds[weight]:
                     break
                 now += seconds[weight]
-                memory[rank] -= kept[weight - 2 * SM]
+                memory[rank] += change[weight]
                 new[rank].append(weight)
                 begun += 1
             now = (arrival if arrival > now else now) + seconds[code]
-            if code < SM:
-                memory[rank] += held[code]
-                if memory[rank] > limits[rank]:
-                    return None
-            else:
-                memory[rank] += kept[code - SM] - held[code - SM]
+            memory[rank] += change[code]
+            if code >= SM:
                 own.append(code + SM)
+            elif memory[rank] > limits[rank]:
+                return None
             new[rank].append(code)
             at[rank] += 1
             arrived[slot[code]] = now + delay[code]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from support.inside import Objective, Problem, pose
+from support.inside import Objective, Problem
+from support.posed import pose
 
 from stagewright.schedules import Costs
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from support.inside import BatchOrder, BatchOrders, Problem, pose
+from support.inside import BatchOrder, BatchOrders, Problem
+from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, Schedule, build, check, simulate, synthesize
 

@@ -6,8 +6,9 @@ import math
 from itertools import pairwise
 
 import pytest
-from support.inside import Objective, pose
+from support.inside import Objective
 from support.inside import bounds_least_seconds as least_seconds
+from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, build, simulate
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import Objective, Problem, chain, place, pose
+from support.inside import Objective, Problem, chain, place
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
+from support.posed import pose
 
 from stagewright.schedules import (
     Action,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from support.inside import Orders, Problem, fits, pose
+from support.inside import Orders, Problem, fits
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
+from support.posed import pose
 
 from stagewright.schedules import Costs, Op, check, simulate
 

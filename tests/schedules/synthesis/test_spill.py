@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.inside import peaks_in_time, pose, with_moves
+from support.inside import peaks_in_time, with_moves
+from support.posed import pose
 
 from stagewright.schedules import Costs, build, check, simulate
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support.inside import Lister, Objective, OrderSearch, Search, changed, first_policies, fits_memory, pose
+from support.inside import Budget, Lister, Objective, OrderSearch, Search, changed, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
+from support.posed import pose
 
 from stagewright.schedules import FAMILIES, Costs, MemoryLimitError, Op, Schedule, build, check, simulate, synthesize
 
@@ -150,7 +151,7 @@ def test_8_ranks_in_a_second_and_each_batch_in_a_tenth(limit: int) -> None:
 def found_of(number: int, evaluations: int) -> float:
     problem = random_problem(number)
     bound = least_seconds(problem)
-    search = Search(problem, bound=bound, evaluations=evaluations)
+    search = Search(problem, Budget(evaluations=evaluations), bound=bound)
     value = search.evaluator.value(search.run())
     assert value == search.value >= bound * (1 - 1e-9)
     return value
@@ -204,12 +205,12 @@ def test_orders_of_any_policy_are_complete_and_fit(placement: str) -> None:
             policy = changed(policy, problem, random)
         orders = Lister(evaluator).build(policy)
         check(evaluator.schedule(orders))
-        assert fits_memory(problem, evaluator.peaks(orders))
+        assert evaluator.fits(orders)
         for found in OrderSearch(evaluator).anneal(orders, random, steps=150):
             if found is not None:
                 check(evaluator.schedule(found[1]))
                 assert evaluator.value(found[1]) == found[0]
-                assert fits_memory(problem, evaluator.peaks(found[1]))
+                assert evaluator.fits(found[1])
 
 
 def test_a_given_start_is_never_lost() -> None:

@@ -1,0 +1,123 @@
+"""The best answer so far, of one search or of several, and what may still be spent on a better one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
+
+Stopped = Literal["optimal", "seconds", "evaluations", "tried"]
+Answer = TypeVar("Answer")
+
+_CLOSE = 1e-9  # a value so near to the bound, in parts of it, meets it: limits of memory leave as much for rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A point of a search: the best value so far [s], its gap, and what it took.
+
+    Arguments:
+        seconds: since the search began.
+        evaluations: orders that were tried.
+        value: of the objective [s].
+        gap: (value - lower bound) / lower bound.
+        source: what found it: a family, "given", "policy", "weights", "slides", "moves", "recompute".
+    """
+
+    seconds: float
+    evaluations: int
+    value: float
+    gap: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a search may spend, and the seed of its random choices.
+
+    Arguments:
+        seconds, evaluations: at most so many; None: any number.
+    """
+
+    seconds: float = math.inf
+    evaluations: int | None = None
+    seed: int = 0
+
+    def after(self, evaluations: int) -> Budget:
+        """As much again, behind so many evaluations."""
+        return self if self.evaluations is None else replace(self, evaluations=evaluations + self.evaluations)
+
+
+class Incumbent(Generic[Answer]):
+    """The best answer so far, and what may still be spent on a better one.
+
+    Arguments:
+        bound: that no answer can be below [s]; 0 where nobody asked.
+        on_progress: is told each improvement.
+
+    Attributes: `value` and `answer`, the best so far; `history`, each improvement; `evaluations`, spent.
+    """
+
+    def __init__(self, budget: Budget, *, bound: float, on_progress: Callable[[Progress], None] | None = None) -> None:
+        self.budget, self.bound, self.on_progress = budget, bound, on_progress
+        self.began = time.monotonic()
+        self.evaluations = 0
+        self.value = math.inf
+        self.answer: Answer | None = None
+        self.history: list[Progress] = []
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the bound is met, or the budget spent once there is an answer."""
+        return self.stopped != "tried" and (self.value < math.inf or self.stopped == "optimal")
+
+    @property
+    def stopped(self) -> Stopped:
+        """Why it would end now; "tried": for want of something to try."""
+        if self.promises_nothing(self.bound):
+            return "optimal"
+        most = self.budget.evaluations
+        if most is not None and self.evaluations >= most:
+            return "evaluations"
+        return "seconds" if self.elapsed >= self.budget.seconds else "tried"
+
+    def promises_nothing(self, bound: float) -> bool:
+        """Whether what cannot be below a bound cannot be better than what there is."""
+        return self.value <= bound * (1 + _CLOSE)
+
+    def share(self, searches: int) -> Budget:
+        """The budget of the next search, of so many that are to come."""
+        most = self.budget.evaluations
+        return replace(
+            self.budget,
+            seconds=max(0.0, (self.budget.seconds - self.elapsed) / searches),
+            evaluations=None if most is None else max(1, (most - self.evaluations) // searches),
+        )
+
+    def tell(self, value: float, source: str, *, spent: int = 0) -> None:
+        """A search has found a value that may be an improvement, after so many evaluations that are not counted yet."""
+        if self.history and value >= self.history[-1].value:
+            return
+        point = Progress(
+            seconds=self.elapsed,
+            evaluations=self.evaluations + spent,
+            value=value,
+            gap=max(0.0, value - self.bound) / self.bound if self.bound > 0 else math.inf,
+            source=source,
+        )
+        self.history.append(point)
+        if self.on_progress is not None:
+            self.on_progress(point)
+
+    def offer(self, value: float, answer: Answer, source: str, *, spent: int = 0) -> None:
+        """Keep an answer if it is the best so far."""
+        self.tell(value, source, spent=spent)
+        if value < self.value:
+            self.value, self.answer = value, answer

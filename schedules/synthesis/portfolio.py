@@ -1,0 +1,200 @@
+"""The searches behind one `synthesize`: each placement by itself, then with what else may make its orders fit.
+
+Where links queue, or activations leave or are made again, the simulator has the last word on an order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain as joined
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..ir import Schedule
+from ..timing.links import Links
+from ..timing.simulate import simulate
+from ..timing.timeline import Timeline
+from ..transform import with_offload
+from .evaluate import Evaluator, Orders
+from .incumbent import Budget, Incumbent, Progress
+from .problem import Problem
+from .request import Posed
+from .search import Search
+from .spill import peaks_in_time, with_moves
+from .starts import made_orders, named_orders
+from .variants import Variant, recomputing, whole, with_more_room
+
+
+class Judged(NamedTuple):
+    """A simulated schedule for one of the problems, and the variant that its order was found for."""
+
+    posed: Posed
+    variant: Variant
+    timeline: Timeline
+
+
+class Portfolio:
+    """Searches for one answer.
+
+    Arguments:
+        problems: of which one is to be solved.
+        budget: of all searches together, for orders as they are asked for, and once more beyond these: but of the
+            seconds half.
+        start: a schedule to begin with.
+        has_more: whether they will be searched beyond.
+        on_progress: is told each improvement.
+
+    Attributes: `values`, by placement, the best that was found there [s], None where nothing could win; `least`, the
+    least that the fullest rank held in an order that did not fit.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Posed],
+        budget: Budget,
+        *,
+        start: Schedule | None,
+        has_more: bool,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.start, self.budget = start, budget
+        self.solvable = [posed for posed in problems if posed.bound_whole < math.inf]
+        self.solvable.sort(key=lambda posed: (not self._is_for(posed), posed.bound_whole))
+        self.problems = sorted(problems, key=lambda posed: (not self._is_for(posed), posed.bound))
+        self.incumbent: Incumbent[Judged] = Incumbent(
+            replace(budget, seconds=budget.seconds / 2) if has_more and self.solvable else budget,
+            bound=min(posed.bound for posed in problems),
+            on_progress=on_progress,
+        )
+        self.values: dict[str, float | None] = {}
+        self.least = math.inf
+
+    def _is_for(self, posed: Posed) -> bool:
+        """Whether the start stands on this placement."""
+        return self.start is not None and posed.problem.placement == self.start.placement
+
+    def search_as_asked(self) -> None:
+        """Search for orders that fit as they are, on each placement, then with what others did not need."""
+        incumbent, many = self.incumbent, len(self.solvable)
+        for at, posed in enumerate(self.solvable):
+            if at == 0 or not (incumbent.is_over or incumbent.promises_nothing(posed.bound_whole)):
+                self.values[posed.placement] = self._plain(posed, None if at else self.start, left=many - at)
+        won = incumbent.answer
+        if many == 1 or won is None or incumbent.is_over or incumbent.promises_nothing(won.posed.bound_whole):
+            return
+        self._plain(won.posed, won.timeline.schedule, left=1)
+
+    def search_beyond(self, *, offloads: bool, recompute: float | Sequence[float] | None) -> None:
+        """Search each problem once more with activations that leave, and with stages that recompute."""
+        self.incumbent.budget = self.budget.after(self.incumbent.evaluations)
+        kinds = [True] * offloads + [False] * (recompute is not None)
+        tasks = [(posed, moves) for posed in self.problems for moves in kinds]
+        for at, (posed, moves) in enumerate(tasks):
+            if self.incumbent.promises_nothing(posed.bound):
+                continue
+            problem, costs = posed.problem, posed.costs
+            if moves:
+                free = Variant(problem=replace(problem, memory_limit=None), costs=costs, offloads=True)
+                evaluator = Evaluator(free.problem)
+                for name, orders in joined(named_orders(evaluator), made_orders(evaluator, costs)):
+                    self._judge(posed, free, evaluator, orders, f"{name}, moves")
+                self._search_each(posed, list(with_more_room(problem, costs)), "moves", len(tasks) - at)
+            elif recompute is not None:
+                shares = _shares(recompute, problem.num_stages)
+                self._search_each(posed, list(recomputing(problem, costs, shares)), "recompute", len(tasks) - at)
+
+    def _plain(self, posed: Posed, start: Schedule | None, *, left: int) -> float | None:
+        """Search for orders that fit as they are; returns the best value [s], None where none of them can win.
+
+        Arguments:
+            left: searches that have to share what there is, this one among them.
+        """
+        queues = _queues(posed.links, posed.problem)
+        variant = Variant(problem=posed.problem, costs=posed.costs)
+        search = self._search(variant, left, bound=posed.bound_whole, tells=not queues)
+        evaluator = search.evaluator
+        starts = [] if start is None else [evaluator.orders(start)]
+        if not all(map(evaluator.fits, starts)):
+            most = max(evaluator.peaks(starts[0]))
+            raise ValueError(f"start={start!r} holds up to {most:g} on a rank: expected at most memory_limit")
+        orders = search.run(starts)
+        self.incumbent.evaluations += search.evaluations
+        source = search.incumbent.history[-1].source
+        if not queues:
+            timeline = simulate(evaluator.schedule(orders), posed.costs, posed.links)
+            self.incumbent.offer(search.value, Judged(posed, variant, timeline), source)
+            return search.value
+        offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
+        named = joined(named_orders(evaluator), made_orders(evaluator, posed.costs))
+        values = [self._judge(posed, variant, evaluator, each, name) for name, each in joined(offers, named)]
+        return min(values) if min(values) < math.inf else None
+
+    def _search_each(self, posed: Posed, variants: Sequence[Variant], source: str, left: int) -> None:
+        """Search each of some problems beside the one that was asked, and judge what is best there."""
+        for at, variant in enumerate(variants):
+            if not self.incumbent.is_over:
+                search = self._search(variant, left * (len(variants) - at), bound=posed.bound)
+                orders = search.run()
+                self.incumbent.evaluations += search.evaluations
+                for each in (orders, *search.elites):
+                    self._judge(posed, variant, search.evaluator, each, source)
+
+    def _search(self, variant: Variant, left: int, *, bound: float, tells: bool = False) -> Search:
+        incumbent = self.incumbent
+
+        def tell(point: Progress) -> None:
+            incumbent.tell(point.value, point.source, spent=point.evaluations)
+
+        on_progress = tell if tells else None
+        return Search(variant.problem, incumbent.share(left), bound=bound, costs=variant.costs, on_progress=on_progress)
+
+    def _judge(self, posed: Posed, variant: Variant, evaluator: Evaluator, orders: Orders, source: str) -> float:
+        """Offer an order for what it is worth once simulated, or what is made of it where it does not fit.
+
+        Returns its value [s]; infinite where nothing of it fits, or where it takes too long even if nothing is in its
+        way.
+        """
+        if evaluator.value(orders) >= self.incumbent.value:
+            return math.inf
+        self.incumbent.evaluations += 1
+        timeline = simulate(evaluator.schedule(orders), variant.costs, posed.links)
+        smaller = self._with_less_memory(Judged(posed, variant, timeline), evaluator, orders)
+        while not posed.problem.fits(peaks := peaks_in_time(timeline, posed.problem, variant.waiting)):
+            schedule = next(smaller, None)
+            if schedule is None:
+                self.least = min(self.least, max(peaks))
+                return math.inf
+            timeline = simulate(schedule, variant.costs, posed.links)
+        value: float = getattr(timeline, posed.problem.objective)
+        self.incumbent.offer(value, Judged(posed, variant, timeline), source)
+        return value
+
+    @staticmethod
+    def _with_less_memory(judged: Judged, evaluator: Evaluator, orders: Orders) -> Iterator[Schedule]:
+        """Schedules of the same order that need less memory."""
+        posed, variant, timeline = judged
+        if variant.offloads:
+            yield with_moves(timeline, posed.problem, variant.costs)
+            yield with_offload(timeline.schedule, costs=variant.costs)
+        if variant.num_recomputed:
+            yield evaluator.schedule(whole(evaluator, orders, variant.num_recomputed))
+
+
+def _shares(recompute: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
+    shares = (recompute,) * num_stages if isinstance(recompute, int | float) else tuple(recompute)
+    if len(shares) != num_stages or not all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares):
+        raise ValueError(f"recompute={recompute!r:.60}: expected a part from 0 to 1, or {num_stages}, one a stage")
+    return shares
+
+
+def _queues(links: Links | None, problem: Problem) -> bool:
+    """Whether links may take longer than each message alone: these, or sums of gradients, may share them."""
+    if links is None:
+        return False
+    if links.sums:
+        return True
+    ranks = problem.rank_of
+    ways = [links.way(*pair) for a, b in pairwise(ranks) if a != b for pair in ((a, b), (b, a))]
+    return any(way.seconds_per_byte > 0 for way in ways)

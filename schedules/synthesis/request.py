@@ -1,0 +1,226 @@
+"""The question put to `synthesize`: one problem, or one for each placement that it may choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..ir import Op, chain
+from ..placement import PLACEMENTS, place, read_placement
+from ..timing.costs import Costs
+from ..timing.links import Links
+from .bounds import least_seconds
+from .pieces import Pieces, pieces_of
+from .problem import MemoryLimitError, Objective, Problem, Table, fits, ranks_of_stages
+
+ANY = "any"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posed:
+    """A problem, with what its schedules are simulated with.
+
+    Arguments:
+        placement: its name, or "given".
+        costs, links: of the stages of this placement.
+        bound: what none of its schedules can beat [s]; where activations may leave, whatever the memory.
+        bound_whole: the same of those in which nothing leaves its rank; infinite where none meets the limit.
+    """
+
+    placement: str
+    problem: Problem
+    costs: Costs
+    links: Links | None
+    bound: float
+    bound_whole: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a schedule is wanted for.
+
+    Arguments:
+        num_ranks: P; may be left out where `placement` lists the stages of each rank.
+        costs: of one stage action each [s].
+        memory_limit: of each rank, one number or one a rank, in the unit of `activations`.
+        placement: a name (see `placement`), "any", or the stages of each rank.
+        num_chunks: V, for "cyclic" (2 by default).
+        activations: what a forward of a stage takes, one number or one a stage: 1, so that limits count stage
+            activations, or bytes. A stage may have a row in place of its number, one number a microbatch.
+        kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
+        links: their latency and transfer seconds come on top of the latency in `costs`; messages that queue for a link
+            are not looked at.
+    """
+
+    num_ranks: int | None = None
+    num_microbatches: int
+    costs: Costs
+    memory_limit: float | Sequence[float] | None = None
+    placement: str | Sequence[Sequence[int]] = "plain"
+    num_chunks: int | None = None
+    objective: Objective = "makespan"
+    activations: float | Sequence[float | Sequence[float]] = 1.0
+    kept_share: float | Sequence[float] = 1.0
+    links: Links | None = None
+
+    def problem(self, *, needs_room: bool = True) -> Problem:
+        """The problem on a placement that is given; ValueError for whatever does not fit.
+
+        Arguments:
+            needs_room: whether a limit that no order meets by itself is an error.
+        """
+        M = self.num_microbatches
+        if not isinstance(M, int) or isinstance(M, bool) or M < 1:
+            raise ValueError(f"num_microbatches={M!r}: expected a whole number, at least 1")
+        placed = read_placement(self.placement, self.num_ranks, self.num_chunks)
+        S = sum(map(len, placed))
+        table = self.costs.table(num_stages=S, num_indices=M)
+        if any(seconds > 0 for seconds in table.tied.values()):
+            raise ValueError("costs with tied sums: expected costs without tied=, which no order of F, I and W changes")
+
+        def seconds(op: Op) -> Table:
+            return tuple(row * (M // len(row)) for row in table.rows[op])
+
+        delay = _Delays(ranks_of_stages(placed), table.latency, self.links)
+        held = _rows("activations", self.activations, S, M)
+        share = _numbers("kept_share", self.kept_share, S, "stage")
+        if not all(0 <= part <= 1 for part in share):
+            raise ValueError(f"kept_share={self.kept_share!r:.60}: expected numbers from 0 to 1")
+        limit = self.memory_limit
+        problem = Problem(
+            placement=placed,
+            num_microbatches=M,
+            forward=seconds(Op.F),
+            input_grad=seconds(Op.I),
+            weight_grad=seconds(Op.W),
+            backward=seconds(Op.B),
+            forward_delay=tuple(delay(s, s + 1) for s in range(S)),
+            gradient_delay=tuple(delay(s, s - 1) for s in range(S)),
+            held=held,
+            kept=tuple(tuple(h * part for h in row) for row, part in zip(held, share, strict=True)),
+            memory_limit=None if limit is None else _numbers("memory_limit", limit, len(placed), "rank"),
+            update=table.update,
+            norm=table.norm,
+            objective=self.objective,
+        )
+        if needs_room:
+            problem.check_memory()
+        return problem
+
+    def problems(self, *, may_leave: bool) -> list[Posed]:
+        """All that it may be, in the order of PLACEMENTS.
+
+        Arguments:
+            may_leave: whether activations may leave their rank, so that a limit binds less.
+
+        Raises ValueError for whatever does not fit, MemoryLimitError where none of them can meet the limit.
+        """
+        if self.placement != ANY:
+            name = self.placement if isinstance(self.placement, str) else "given"
+            return [self._posed(name, may_leave=may_leave)]
+        if not isinstance(self.num_ranks, int) or isinstance(self.num_ranks, bool) or self.num_ranks < 1:
+            raise ValueError(f"num_ranks={self.num_ranks!r}: expected a whole number, at least 1")
+        if self.links is not None:
+            _check_links(self.links)
+        pieces = pieces_of(
+            self.costs, activations=self.activations, kept_share=self.kept_share, num_ranks=self.num_ranks
+        )
+        found, refused = [], []
+        for name in PLACEMENTS:
+            chunks = self.num_chunks if name == "cyclic" else None
+            stages = pieces.stages(sum(map(len, place(name, num_ranks=self.num_ranks, num_chunks=chunks))))
+            if stages is None:
+                continue
+            try:
+                found.append(self.of_pieces(stages, name, num_chunks=chunks)._posed(name, may_leave=may_leave))
+            except MemoryLimitError as error:
+                refused.append(error)
+        if not found:
+            if refused:
+                raise refused[0]
+            raise ValueError(
+                f"numbers of {len(pieces.activations)} pieces for {self.num_ranks} ranks: expected {self.num_ranks}, "
+                f"or a multiple of that"
+            )
+        return found
+
+    def of_pieces(self, stages: Pieces, placement: str, *, num_chunks: int | None = None) -> Request:
+        """The same for stages that are made of pieces of the model."""
+        return replace(
+            self,
+            placement=placement,
+            num_chunks=num_chunks,
+            costs=stages.costs,
+            activations=stages.activations,
+            kept_share=stages.kept_share,
+        )
+
+    def _posed(self, name: str, *, may_leave: bool) -> Posed:
+        problem = self.problem(needs_room=not may_leave)
+        if may_leave:
+            _check_one_stage(problem)
+        whole = least_seconds(problem) if problem.fits(problem.smallest_memory) else math.inf
+        bound = least_seconds(replace(problem, memory_limit=None)) if may_leave else whole
+        return Posed(
+            placement=name, problem=problem, costs=self.costs, links=self.links, bound=bound, bound_whole=whole
+        )
+
+
+def _check_one_stage(problem: Problem) -> None:
+    """Raises MemoryLimitError where a rank cannot hold what a backward needs."""
+    limits = problem.memory_limit or (math.inf,) * problem.num_ranks
+    for rank, (limit, own) in enumerate(zip(limits, problem.placement, strict=True)):
+        if not fits(needed := max(max(problem.held[s]) for s in own), limit):
+            least = max(map(max, problem.held))
+            raise MemoryLimitError(
+                f"memory_limit={limit:g} on rank {rank}: no schedule can meet it, since one stage's activations of one "
+                f"microbatch take {needed:g} there; expected at least {least:g}"
+            )
+
+
+def _check_links(links: Links) -> None:
+    """Raises ValueError for what is one number a stage, whatever the stages."""
+    for name in ("activation_bytes", "gradient_bytes"):
+        if isinstance(getattr(links, name), Sequence):
+            raise ValueError(f"{name} with several numbers beside placement='any': expected one for all messages")
+    if links.sums:
+        raise ValueError("links with sums beside placement='any': expected a placement, whose stages they are of")
+
+
+def _numbers(name: str, value: float | Sequence[float], number: int, each: str) -> tuple[float, ...]:
+    given = (value,) * number if isinstance(value, int | float) else tuple(value)
+    if len(given) != number or not all(isinstance(n, int | float) and n >= 0 and math.isfinite(n) for n in given):
+        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {number}, one a {each}")
+    return tuple(map(float, given))
+
+
+def _rows(name: str, value: float | Sequence[float | Sequence[float]], S: int, M: int) -> Table:
+    """[S][M] of one number, one a stage, or a row a stage."""
+    each = [value] * S if isinstance(value, int | float) else list(value)
+    if len(each) != S:
+        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one a stage")
+    return tuple(_numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
+
+
+class _Delays:
+    """Seconds from stage to stage where they stand on two ranks: the sender's latency, and what a free link takes."""
+
+    def __init__(self, rank_of: tuple[int, ...], latency: Sequence[float], links: Links | None) -> None:
+        self.rank_of, self.latency, self.links = rank_of, latency, links
+        self.edges = {(edge.src, edge.dst): at for at, edge in enumerate(chain(len(rank_of)))}
+
+    def __call__(self, src: int, dst: int) -> float:
+        if not 0 <= dst < len(self.rank_of) or self.rank_of[src] == self.rank_of[dst]:
+            return 0.0
+        delay = self.latency[src]
+        if self.links is None:
+            return delay
+        way = self.links.way(self.rank_of[src], self.rank_of[dst])
+        return delay + way.latency + self._bytes(src, dst) * way.seconds_per_byte
+
+    def _bytes(self, src: int, dst: int) -> float:
+        assert self.links is not None
+        back = self.links.activation_bytes if self.links.gradient_bytes is None else self.links.gradient_bytes
+        size = self.links.activation_bytes if src < dst else back
+        return float(size) if isinstance(size, int | float) else size[self.edges[min(src, dst), max(src, dst)]]

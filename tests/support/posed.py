@@ -1,0 +1,12 @@
+"""Problems of the search, of one placement each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.inside import Problem, Request
+
+
+def pose(*, needs_room: bool = True, **request: Any) -> Problem:
+    """The problem of a `Request`."""
+    return Request(**request).problem(needs_room=needs_room)
