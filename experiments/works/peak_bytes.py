@@ -97,8 +97,7 @@ def _most(step: Callable[[], None], parameters: Iterable[Tensor], *, beside: int
     import torch
     import torch.distributed as dist
 
-    from ...partition.profiler.live_bytes import LiveBytes
-    from ...partition.profiler.memory import bytes_of
+    from ...partition.profiler.memory import LiveBytes, bytes_of
 
     step()
     step()

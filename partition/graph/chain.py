@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cut import cut_evenly
+from .cut import cut_evenly, forbid
 from .fingerprint import module_form
 from .forms import Arguments, Form
 from .handed_on import HandedOn, handed_on
-from .positions import forbid
 from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Together, Unit, ValueRef, check_stages
 
 

@@ -6,7 +6,7 @@ unit 1: shared.append(x)            unit 3: y + shared.pop()            (1, 3) b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .fake_run import on_fakes
+from .fakes import on_fakes
 from .forms import Arguments, Form, FormError
 from .made_up import call_for_shapes
+from .memory import Operations, written
 
 
 class HandedOn(NamedTuple):
@@ -76,7 +76,7 @@ def _is_users(module: nn.Module) -> bool:
     return has_hooks or "forward" in vars(module) or not type(module).__module__.startswith("torch.nn.")
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch:
     """Sees which unit makes, changes and takes which tensor.
 
     Attributes:
@@ -85,7 +85,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.unit = 0
         self.found: set[HandedOn] = set()
         self._maker: dict[int, int] = {}  # by id of the tensor
@@ -104,7 +103,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def call(self, unit: nn.Module, *arguments: object) -> object:
         """What the unit under way returns."""
-        with self:
+        with Operations(self._operation):
             return unit(*arguments)
 
     def counts(self, changed: Sequence[tuple[int, str]]) -> None:
@@ -122,17 +121,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 what = f"a tensor of shape {tuple(tensor.shape)}"
                 self.found.add(HandedOn(min(maker, self.unit), max(maker, self.unit), what))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        changed = [
-            each
-            for argument, each in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written = {id(tensor) for tensor in _tensors(changed)}  # whom a counter's value concerns reads it
-        self.takes([tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in written])
-        result = func(*args, **(kwargs or {}))
+    def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        changed = list(written(function, args, kwargs))
+        changed_ids = set(map(id, changed))  # whom a counter's value concerns reads it
+        self.takes([tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in changed_ids])
+        result = function(*args, **kwargs)
         self._makes((result, changed))
         return result
 

@@ -22,8 +22,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from .fakes import original_of
 from .memory import memory_of
-from .stand_ins import original_of
 from .untouched import Kept
 
 _READS_VALUES = (

@@ -1,13 +1,17 @@
-"""Ways in which modules run: evaluation mode, and as they were written where torch.compile made something of them."""
+"""Ways in which modules run: in evaluation mode, as they were written where torch.compile made something of them, and
+with hooks on all modules (`register_module_forward_hook` and its like), which modules that stages do not call miss.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 from torch import nn
+
+from .untouched import untouched
 
 
 @contextmanager
@@ -29,3 +33,17 @@ def uncompiled() -> AbstractContextManager[None]:
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")
     return stance
+
+
+_X = torch.zeros(1)
+_GIVEN = {"forward_pre": ((_X,),), "forward": ((_X,), _X), "backward_pre": ((_X,),), "backward": ((_X,), (_X,))}
+
+
+def changing_hook(module: nn.Module, kinds: Collection[str] = tuple(_GIVEN)) -> str | None:
+    """The kind of such a hook that gives something for this module, and so changes what flows; None: all only look."""
+    for kind in kinds:
+        for hook in vars(torch.nn.modules.module)[f"_global_{kind}_hooks"].values():
+            with suppress(Exception), untouched(hook, device=_X.device):  # one that needs more cannot be asked
+                if hook(module, *_GIVEN[kind]) is not None:
+                    return f"{kind.replace('_', ' ')} hook"
+    return None

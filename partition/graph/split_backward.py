@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .memory import parts_of
-from .weight_operands import Compute
 from .weight_ops import INSTEAD, Instead
+from .weight_products import Compute
 
 
 class _Owed(NamedTuple):

@@ -30,8 +30,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from .generators import GeneratorStates
-
 _MOST = 10_000  # entries of a container that are looked into
 _NUMBERS = bool | int | float | None
 _FIXED = (bool, int, float, type(None), str, bytes, type)
@@ -260,3 +258,39 @@ def is_users_module(module: str | None) -> bool:
         return False
     path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return not any(library in path for library in _LIBRARIES)
+
+
+def torch_generators(device: torch.device) -> list[torch.Generator]:
+    """The CPU's, and that of a CUDA device."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
+class GeneratorStates:
+    """Where all generators stand when this is made.
+
+    Arguments:
+        device: whose generator counts beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = [(generator, generator.get_state()) for generator in torch_generators(device)]
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Let them stand there again."""
+        for generator, state in self._torch:
+            generator.set_state(state)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+def python_and_numpy() -> tuple[object, ...]:
+    """Where Python's and numpy's generators stand: equal as long as nobody draws."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()

@@ -16,8 +16,19 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .weight_operands import Compute, Operands, Split, is_weight, later_or_now, operands, recorded
-from .weight_products import addmm, baddbmm, linear, matmul
+from .weight_products import (
+    Compute,
+    Operands,
+    Split,
+    addmm,
+    baddbmm,
+    is_weight,
+    later_or_now,
+    linear,
+    matmul,
+    operands,
+    recorded,
+)
 
 _aten = torch.ops.aten
 
@@ -124,88 +135,21 @@ def _of_convolution(
     return [each for each, is_later in zip(found, later, strict=True) if is_later]
 
 
-def _convolution(
-    split: Split,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Any:
-    if not is_weight(weight) or input.dim() != weight.dim():
+def _convolution(split: Split, *, input: Any, weight: Any, bias: Any, padding: Any, **how: Any) -> Any:
+    if not is_weight(weight) or input.dim() != weight.dim() or (isinstance(padding, str) and padding != "valid"):
         return None
     given = operands(split, input, weight, bias)
     if given is None:
         return None
-    num = weight.dim() - 2
-    sizes = [_each(value, num) for value in (stride, padding, dilation, output_padding)]
-    how = (*sizes[:3], transposed, sizes[3], groups)
-    return _Convolution.apply(split, how, given, given.x, weight, bias)  # type: ignore[no-untyped-call]
+    pads = 0 if padding == "valid" else padding
+    sizes = [_each(value, weight.dim() - 2) for value in (how["stride"], pads, how["dilation"], how["output_padding"])]
+    numbers = (*sizes[:3], how["transposed"], sizes[3], how["groups"])
+    return _Convolution.apply(split, numbers, given, given.x, weight, bias)  # type: ignore[no-untyped-call]
 
 
 def _each(value: Any, num: int) -> list[int]:
     found = [value] if isinstance(value, int) else list(value)
     return found * num if len(found) == 1 else found
-
-
-def _conv(
-    split: Split,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    if isinstance(padding, str):
-        if padding != "valid":
-            return None
-        padding = 0
-    return _convolution(split, input, weight, bias, stride, padding, dilation, False, 0, groups)
-
-
-def _conv_transpose(
-    split: Split,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    return _convolution(split, input, weight, bias, stride, padding, dilation, True, output_padding, groups)
-
-
-def _spellings() -> dict[Any, Callable[..., Any]]:
-    """By function as it is called in Python."""
-    found: dict[Any, Callable[..., Any]] = {
-        F.linear: linear,
-        F.embedding: _embedding,
-        torch.embedding: _aten_embedding,
-        torch.convolution: _convolution,
-        torch.Tensor.__matmul__: matmul,
-    }
-    products: dict[str, Callable[..., Any]] = {
-        "matmul": matmul,
-        "mm": matmul,
-        "bmm": matmul,
-        "addmm": addmm,
-        "baddbmm": baddbmm,
-    }
-    for name, instead in products.items():
-        found[getattr(torch, name)] = found[getattr(torch.Tensor, name)] = instead
-    for name in ("conv1d", "conv2d", "conv3d"):
-        found[getattr(torch, name)] = _conv
-    for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
-        found[getattr(torch, name)] = _conv_transpose
-    return found
 
 
 class Instead:
@@ -226,4 +170,47 @@ class Instead:
         return len(args) <= self._most and (not kwargs or kwargs.keys() <= self._names)
 
 
-INSTEAD = {operation: Instead(call) for operation, call in _spellings().items()}
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+
+
+class _Convolve(Instead):
+    """The same of a convolution, whose arguments have these names."""
+
+    def __init__(self, names: str, **fixed: bool) -> None:
+        self._in_order = tuple(names.split())
+        self._names, self._most = frozenset(self._in_order), len(self._in_order)
+        self._fixed = _DEFAULTS | fixed
+
+    def call(self, split: Split, *args: Any, **kwargs: Any) -> Any:
+        return _convolution(split, **(self._fixed | dict(zip(self._in_order, args, strict=False)) | kwargs))
+
+
+def _spellings() -> dict[Any, Instead]:
+    """By function as it is called in Python."""
+    found: dict[Any, Instead] = {
+        F.linear: Instead(linear),
+        F.embedding: Instead(_embedding),
+        torch.embedding: Instead(_aten_embedding),
+        torch.convolution: _Convolve("input weight bias stride padding dilation transposed output_padding groups"),
+        torch.Tensor.__matmul__: Instead(matmul),
+    }
+    products: dict[str, Callable[..., Any]] = {
+        "matmul": matmul,
+        "mm": matmul,
+        "bmm": matmul,
+        "addmm": addmm,
+        "baddbmm": baddbmm,
+    }
+    for name, instead in products.items():
+        found[getattr(torch, name)] = found[getattr(torch.Tensor, name)] = Instead(instead)
+    for dims in (1, 2, 3):
+        found[getattr(torch, f"conv{dims}d")] = _Convolve(
+            "input weight bias stride padding dilation groups", transposed=False
+        )
+        found[getattr(torch, f"conv_transpose{dims}d")] = _Convolve(
+            "input weight bias stride padding output_padding groups dilation", transposed=True
+        )
+    return found
+
+
+INSTEAD = _spellings()

@@ -22,12 +22,10 @@ from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
 from ..graph.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
-from .clock import Clock, clock_for
-from .estimate import Estimate, typical
+from .clock import Clock, Estimate, clock_for, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, make_optimizers_of_copies
-from .passes import Passes, Sample
-from .state import profiled
+from .passes import Passes, Sample, profiled
 from .traffic import Traffic
 
 WARM_UP = 2  # passes that do not count

@@ -24,8 +24,10 @@ from ..graph.forms import Arguments, Form, Tensors
 from ..graph.source_line import first_line, users_line
 from ..graph.split_backward import SplitBackward, WeightGradients
 from ..graph.units import ModelUnits, StageModule, Unit
+from ..graph.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
+from .optimizers import HOOKS
 from .traffic import Sums, Traffic
 
 
@@ -252,3 +254,27 @@ def _gradient(output: torch.Tensor) -> torch.Tensor:
     """A gradient for an output: a loss counts once; otherwise small numbers, no zeros, the same each time."""
     dense = torch.empty_like(output)
     return dense.fill_(1.0 if output.dim() == 0 else 1e-3)
+
+
+@contextmanager
+def profiled(*roots: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within: every trainable parameter has a zero gradient to add to and no hook; the model may be run forth and back.
+
+    Afterwards gradients, and all that `untouched` keeps, are what they were.
+    """
+    gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
+    # Emptied in place: autograd holds the tables themselves.
+    tables_of_hooks = [table for p, _ in gradients for name in HOOKS if (table := getattr(p, name, None))]
+    hooks = [(table, dict(table)) for table in tables_of_hooks]
+    with untouched(*roots, device=device):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            for table, _ in hooks:
+                table.clear()
+            yield
+        finally:
+            for table, entries in hooks:
+                table.update(entries)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

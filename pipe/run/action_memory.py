@@ -16,8 +16,7 @@ from typing import Protocol, cast
 import torch
 
 from ...partition.graph.forms import Tensors
-from ...partition.profiler.live_bytes import LiveBytes
-from ...partition.profiler.memory import bytes_of
+from ...partition.profiler.memory import LiveBytes, bytes_of
 from ...schedules import Action, Message, MessageKind, Op
 from ...schedules.ir import BACKWARD_OPS
 from .engine import Engine

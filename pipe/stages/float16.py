@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...partition.graph.stand_ins import original_of
+from ...partition.graph.fakes import original_of
 
 
 def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
 
-from ...partition.graph.generators import torch_generators
+from ...partition.graph.untouched import torch_generators
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...comm import TensorSpec
+from ...partition.graph.fakes import stand_ins, strict_fake_mode
 from ...partition.graph.first_run import first_run, fresh_leaves, run_and_watch, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.made_up import wanting_gradient
@@ -24,8 +25,6 @@ from ...partition.graph.memory import memory_of
 from ...partition.graph.modes import evaluating, uncompiled
 from ...partition.graph.recorded.guards import Changes, Guards
 from ...partition.graph.source_line import first_line, users_line
-from ...partition.graph.stand_ins import stand_ins
-from ...partition.graph.strict_fakes import strict_fake_mode
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import Places, untouched
 from .autocast import Autocast

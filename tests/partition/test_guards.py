@@ -280,9 +280,21 @@ class FromAList(nn.Module):
         return self.layers[1](kept.pop())
 
 
-def test_a_record_holds_no_parameters() -> None:
+class FromAnObject(FromAList):
+    """Of a class of which the model has one, too, so that reads of it are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config(value=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](Config(value=self.layers[0](x)).value)
+
+
+@pytest.mark.parametrize("make", [FromAList, FromAnObject])
+def test_a_record_holds_no_parameters(make: Callable[[], FromAList]) -> None:
     """A process lets those of other processes' stages go."""
-    model = FromAList()
+    model = make()
     watched = weakref.ref(model.layers[0].weight)
     example = Arguments.of((torch.zeros(3, 2),))
     found = record(model, roles_of(model), example, device=torch.device("cpu"), training=True)

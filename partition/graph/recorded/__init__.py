@@ -2,19 +2,17 @@
 
 which      modules that are units, and modules that are opened
 intercept  calls of modules, of torch's functions, of autograd functions and of checkpointing, seen while a model runs
-attributes who writes and reads what lies in objects and modules
+attributes who writes and reads what lies in objects and modules, and what a forward leaves behind
+reads what lies in objects and modules
 reads      what the code between units reads while it is recorded
-walk       over all that it has read: what is compared before each batch
 guards     of a record: whether what it has read is as it was
 templates  arguments with references in the places of tensors
 calls      a record: calls of units, and of torch's functions between them
-decisions  on numbers that are drawn between units
-values     of a forward that is being recorded, by number
-owners     who made which tensor, and what units work on that nobody passed to them
-draws      under which number each call is seeded
-carried    what a forward leaves behind in attributes and buffers
+values     of a forward that is being recorded, by number, who made which tensor, what units work on unpassed
+draws      under which number each call is seeded, and decisions on numbers that are drawn between units
+words      a record in words and an order that are the same in every process
 recorder   listens, and makes one
 recording  the forward it listens to, on fake tensors, and its errors with the user's line
-flow       what needs what in it, and where a cut may stand
+flow       what needs what in it, where a cut may stand, and the stages of another record
 program    a stage of it, compiled to Python
 """

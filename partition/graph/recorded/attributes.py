@@ -1,4 +1,4 @@
-"""Reads and writes of attributes while a model is recorded: of objects that the forward made, and of modules.
+"""Reads and writes of attributes while a model is recorded, and what a forward leaves behind in them.
 
 What calls of units leave in an object, others may read: both must stand on one stage. What the code between the units
 writes is done once, while it is recorded: who reads it in a stage would find what was there before.
@@ -6,32 +6,23 @@ writes is done once, while it is recorded: who reads it in a stage would find wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from .calls import GlueCall, UnitCall
+from .intercept import Patches
+from .templates import Ref, Slot
+from .values import Values
 
 _MISSING = object()
 _PLAIN = bool | int | float | str
-
-
-class Patches(ExitStack):
-    """Methods of classes that have others within; put back in the reverse order, since several may share one."""
-
-    def put(self, kind: type, name: str, make: Callable[[Any], Any]) -> bool:
-        """Give a class what `make` makes of its method; False for a class of an extension."""
-        original, own = getattr(kind, name), kind.__dict__.get(name, _MISSING)
-        try:
-            setattr(kind, name, make(original))
-        except TypeError:
-            return False
-        if own is _MISSING:
-            self.callback(delattr, kind, name)
-        else:
-            self.callback(setattr, kind, name, own)
-        return True
 
 
 class Attributes:
@@ -132,3 +123,43 @@ class Attributes:
 def _is_as_before(before: object, now: object) -> bool:
     """Whether nobody could tell; who reads a tensor is found by what is done with it."""
     return before is now or isinstance(now, torch.Tensor) or (isinstance(before, _PLAIN) and before == now)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Attributes of simple types, and such entries of dicts; lists and sets as copies."""
+    kinds = bool | int | float | str | None
+    found = {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
+    for name, table in vars(module).items():
+        if type(table) is dict and not name.startswith("_"):
+            found |= {f"{name}[{key!r}]": value for key, value in table.items() if isinstance(value, kinds)}
+    return found | {key: copy.copy(value) for key, value in vars(module).items() if type(value) in (list, set)}
+
+
+def follows(value: object, values: Values, calls: Sequence[UnitCall | GlueCall]) -> bool:
+    """Whether a tensor in `value` follows from inputs, parameters or units, unlike a mask that is made once."""
+    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    todo = [number for x in tensors if (number := values.number_of(x)) is not None]
+    while todo:
+        made_by = values.made_by[todo.pop()]
+        call = calls[made_by] if made_by >= 0 else None
+        if call is None or isinstance(call, UnitCall):
+            return True
+        for each in call.templates():
+            if isinstance(each, Slot) and each.table == "_parameters":
+                return True
+            if isinstance(each, Ref):
+                todo.append(each.number)
+    return False
+
+
+def around_writes(calls: Sequence[UnitCall | GlueCall]) -> Iterator[tuple[int, int, str]]:
+    """Pairs of calls that take a buffer which the code between the units writes to: one stage makes them all."""
+    taking: dict[Slot, list[int]] = {}
+    for i, call in enumerate(calls):
+        for each in call.templates():
+            if isinstance(each, Slot):
+                taking.setdefault(each, []).append(i)
+    for slot, takers in taking.items():
+        if any(calls[i].writes for i in takers):
+            for first, second in pairwise(takers):
+                yield first, second, f"both take buffer {slot.key!r}, which changes"

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from torch import nn
 
-from ..positions import crossing, forbid
+from ..cut import crossing, forbid
 from .calls import DRAWS, GlueCall, Record, UnitCall
-from .templates import Constant, Ref, Slot, State
+from .templates import Ref, Slot, State
 
 
 class Flow:
@@ -160,6 +160,40 @@ class Flow:
         """Whether another record has the same calls in the same order."""
         return self.steps == other.steps
 
+    # Stages
+
+    def travelling(self, stage_of: Mapping[int, int], stage: int, num_stages: int) -> list[int]:
+        """Numbers of the values that a stage makes and later ones take."""
+        taken = {number for call, its_stage in stage_of.items() if its_stage > stage for number in self.values[call]}
+        if stage < num_stages - 1:
+            taken |= set(self.results)
+        return sorted(n for n in taken if n in self.maker and stage_of.get(self.maker[n]) == stage)
+
+    def needed(self, stage_of: Mapping[int, int], stage: int, *, is_last: bool) -> tuple[list[int], list[int]]:
+        """Values that come from elsewhere, and the calls that the stage makes."""
+        given: set[int] = set()
+        calls: set[int] = set()
+        todo = [call for call, its in stage_of.items() if its == stage]
+
+        def want(number: int) -> None:
+            maker = self.maker.get(number)
+            if maker is not None and (maker in self.everywhere or stage_of[maker] == stage):
+                todo.append(maker)
+            else:
+                given.add(number)
+
+        for number in self.results if is_last else ():
+            want(number)
+        while todo:
+            call = todo.pop()
+            if call in calls:
+                continue
+            calls.add(call)
+            todo += [each for each in self.record.calls[call].behind if each in self.everywhere]
+            for number in self.values[call]:
+                want(number)
+        return sorted(given), sorted(calls)
+
     @cached_property
     def steps(self) -> list[object]:
         """Units and functions that are called, in order."""
@@ -169,6 +203,40 @@ class Flow:
         ]
 
 
-def constants(flow: Flow, call: int) -> list[object]:
-    """Objects among the arguments of a call."""
-    return [each.value for each in flow.record.calls[call].templates() if isinstance(each, Constant)]
+def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow, *, same_modules: bool) -> dict[int, int]:
+    """The stage of each call of `other`: by number where the calls are the same, else by the modules between them.
+
+    Arguments:
+        same_modules: whether the same modules have to run, since each is on a rank already.
+
+    Raises ValueError, by name, where other modules run, or what they need would flow back.
+    """
+    if flow.same_calls(other):
+        return {call: stage_of[mine] for call, mine in zip(other.order, flow.order, strict=True)}
+    units = {call.name: stage_of[i] for i in flow.order if isinstance(call := flow.record.calls[i], UnitCall)}
+    names = [call.name for i in other.order if isinstance(call := other.record.calls[i], UnitCall)]
+    odd = sorted(set(units) ^ set(names))
+    if odd and same_modules:
+        how = "runs now and did not" if odd[0] in names else "does not run now and did"
+        raise ValueError(
+            f"module {odd[0]!r} {how} when the stages were built: the forward runs other modules for inputs "
+            f"of other shapes, or since the model was changed. Expected the same modules for every batch, so that each "
+            f"has its stage"
+        )
+    holders = {id(p): stage for call, stage in sorted(stage_of.items(), reverse=True) for p in flow.parameters(call)}
+    last = max(stage_of.values())
+    found: dict[int, int] = {}
+    for i in other.order:
+        call = other.record.calls[i]
+        least = max((found[source] for source in other.sources(i) if source in found), default=0)
+        held = [holders[id(p)] for p in other.parameters(i) if id(p) in holders]
+        found[i] = units[call.name] if isinstance(call, UnitCall) and call.name in units else max([least, *held])
+        if found[i] < least or found[i] > last:
+            raise ValueError(
+                f"{other.name_of(i)!r}{call.line} needs what a later stage makes, for inputs of other shapes or in "
+                f"evaluation mode: expected values to flow as when the stages were built, or split points elsewhere"
+            )
+    why = other.parted(found)
+    if why is not None:
+        raise ValueError(why)
+    return found

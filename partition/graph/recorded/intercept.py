@@ -19,6 +19,25 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+_MISSING = object()
+
+
+class Patches(ExitStack):
+    """Methods of classes that have others within; put back in the reverse order, since several may share one."""
+
+    def put(self, kind: type, name: str, make: Callable[[Any], Any]) -> bool:
+        """Give a class what `make` makes of its method; False for a class of an extension."""
+        original, own = getattr(kind, name), kind.__dict__.get(name, _MISSING)
+        try:
+            setattr(kind, name, make(original))
+        except TypeError:
+            return False
+        if own is _MISSING:
+            self.callback(delattr, kind, name)
+        else:
+            self.callback(setattr, kind, name, own)
+        return True
+
 
 class Listener(Protocol):
     """Told of calls; each method makes the call, and returns what it gave."""

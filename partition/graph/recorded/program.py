@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
@@ -21,12 +22,118 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..units import EnterUnit, OutputError
+from ..fingerprint import module_form, tensor_form, value_form
+from ..forms import Form
+from ..units import MODEL_INPUT, EnterUnit, Linked, OutputError, StageModule, ValueRef
 from .calls import Call, Context, GlueCall, Region, UnitCall
 from .flow import Flow
 from .templates import Constant, Parts, Ref, Slot, State, Template, is_written_out, walk
 
 _NUMBERS = count()
+
+
+def make_piece(
+    flow: Flow,
+    stage_of: Mapping[int, int],
+    stage: int,
+    num_stages: int,
+    *,
+    numbers: Mapping[int, int | None],
+    enter_unit: EnterUnit | None,
+) -> RecordedPiece:
+    """A stage of a record: it makes the calls that `stage_of` puts on it, and others that all stages make."""
+    given, own = flow.needed(stage_of, stage, is_last=stage == num_stages - 1)
+    outputs: Sequence[Template] = flow.record.results
+    if stage < num_stages - 1:
+        outputs = [Ref(number) for number in flow.travelling(stage_of, stage, num_stages)]
+
+    def source(number: int) -> ValueRef:
+        maker = flow.maker.get(number)
+        if maker is None:
+            return ValueRef(MODEL_INPUT, number)
+        producer = stage_of[maker]
+        return ValueRef(producer, flow.travelling(stage_of, producer, num_stages).index(number))
+
+    return RecordedPiece(
+        flow=flow,
+        calls=tuple(own),
+        given=tuple(given),
+        inputs=tuple(map(source, given)),
+        outputs=tuple(outputs),
+        numbers=numbers,
+        enter_unit=enter_unit,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPiece:
+    """One stage of a recorded model.
+
+    Arguments:
+        flow: of the record.
+        calls: that it makes, ascending.
+        given: numbers of the values that it takes.
+        inputs: where they come from.
+        outputs: that it returns.
+        numbers: of its calls, for random numbers.
+    """
+
+    flow: Flow
+    calls: tuple[int, ...]
+    given: tuple[int, ...]
+    inputs: tuple[ValueRef, ...]
+    outputs: tuple[Template, ...]
+    numbers: Mapping[int, int | None]
+    enter_unit: EnterUnit | None
+
+    @property
+    def name(self) -> str:
+        """See Piece."""
+        own = [call for call in self.calls if call in self.flow.position]
+        names = [call.name for i in own if isinstance(call := self.flow.record.calls[i], UnitCall)]
+        names = names or [self.flow.name_of(call) for call in own] or ["nothing"]  # without labels, a loss is gone
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+    @property
+    def end(self) -> str:
+        """See Piece."""
+        return self.name
+
+    def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
+        """See Piece."""
+        module = Program(
+            self.flow,
+            self.calls,
+            inputs=self.given,
+            outputs=self.outputs,
+            numbers=self.numbers,
+            enter_unit=self.enter_unit,
+        )
+        return Linked(module=module, inputs=self.inputs, is_flat=True)
+
+    def form(self) -> object:
+        """See Piece."""
+        number = {value: i for i, value in enumerate(self.given)}
+
+        def text(template: Template) -> object:
+            if isinstance(template, Ref):
+                return "value", number[template.number]
+            if isinstance(template, Slot):
+                return tensor_form(template.tensor())
+            if isinstance(template, Constant):
+                return value_form(template.value)
+            if isinstance(template, State):
+                return template.kind, tuple(map(text, template.attributes.values()))
+            return template.kind, tuple(map(text, template.parts)), template.keys
+
+        found: list[Any] = []
+        for i in self.calls:
+            call = self.flow.record.calls[i]
+            what = module_form(call.module) if isinstance(call, UnitCall) else call.function
+            found.append((what, text(call.args), text(call.kwargs), call.context, call.region is not None))
+            for made in call.made():
+                number[made] = len(number)
+        return tuple(found), tuple(map(text, self.outputs))
 
 
 class Program(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ..source_line import is_ours, is_users
 from ..untouched import Places
-from .attributes import Patches
+from .intercept import Patches
 
 # They look one name up in `__dict__`, which is noted already.
 _LOOK_UPS = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
@@ -38,7 +39,8 @@ class Reads:
         is_within_call: whether a unit or a function of torch is under way, which a stage calls again.
 
     Attributes:
-        names: that were read, by id of the object; `owners` holds these objects.
+        names: that were read, by id of the object, as long as that is there: what the forward made holds fakes.
+        names_of: the same by class.
         kinds: classes whose objects were watched; others count as read whole.
         codes: that ran, with their globals.
         environ: keys.
@@ -54,7 +56,8 @@ class Reads:
         self.codes: dict[CodeType, dict[str, Any]] = {}
         self.environ: set[str] = set()
         self.tensors: list[torch.Tensor] = []
-        self.owners: list[object] = []
+        self.names_of: dict[type, set[str]] = {}
+        self._owners: dict[int, object] = {}  # by id: what is read of, held weakly where it can be
         self.left: Places = []
         self._changed: dict[int, tuple[list[Any], list[Any]]] = {}  # lists, by id, and what they held
 
@@ -94,13 +97,21 @@ class Reads:
                 while frame.f_code.co_name == "get" and _is_ours(frame.f_code.co_filename):
                     frame = frame.f_back  # another patch of the same class
                 if frame.f_code not in _LOOK_UPS and not _is_ours(frame.f_code.co_filename):
-                    if id(owner) not in self.names:
-                        self.names[id(owner)] = set()
-                        self.owners.append(owner)
-                    self.names[id(owner)].add(name)
+                    self._note(owner, name)
             return original(owner, name)
 
         return get
+
+    def _note(self, owner: object, name: str) -> None:
+        key = id(owner)
+        if key not in self.names:
+            self.names[key] = set()
+            try:
+                self._owners[key] = weakref.ref(owner, lambda _: self.names.pop(key, None))
+            except TypeError:  # of a class with slots alone
+                self._owners[key] = owner
+        self.names[key].add(name)
+        self.names_of.setdefault(type(owner), set()).add(name)
 
     def _getting_variable(self, original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
         def get(environ: Any, key: str) -> str:

@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..cut import cut_evenly
-from ..fingerprint import module_form, tensor_form, value_form
-from ..forms import Arguments, Form
+from ..cut import contiguous, cut_evenly, stages_by_unit, starts_at
+from ..forms import Arguments
 from ..modes import evaluating
-from ..positions import contiguous, stages_by_unit, starts_at
-from ..units import MODEL_INPUT, Agree, Cut, EnterUnit, Linked, StageModule, Step, Unit, ValueRef
+from ..units import Agree, Cut, EnterUnit, Step, Unit
 from .announce import announcing
 from .calls import Record, UnitCall
-from .canonical import in_canonical_order
-from .flow import Flow
+from .flow import Flow, stages_like
 from .guards import Guards
-from .like import stages_like
-from .program import Program
+from .program import make_piece
 from .recording import RecordingError, record
-from .templates import Constant, Ref, Slot, State, Template
 from .which import Roles, has_parts, roles_of
-from .words import Words, digest
+from .words import Words, digest, in_canonical_order
 
 StageOf = Mapping[int, int]  # by call
 
@@ -218,7 +212,7 @@ class _How:
         numbers = flow.numbers(stage_of)
         in_run_order = [numbers[i] for i in flow.record.as_run or range(len(flow.record.calls)) if i in numbers]
         pieces = [
-            _piece(flow, stage_of, stage, num_stages, numbers=numbers, enter_unit=self.enter_unit)
+            make_piece(flow, stage_of, stage, num_stages, numbers=numbers, enter_unit=self.enter_unit)
             for stage in range(num_stages)
         ]
         return Cut(
@@ -288,143 +282,3 @@ def _above(points: Collection[str], flow: Flow) -> set[str]:
         above = [".".join(parts[:end]) for end in range(1, len(parts))]
         found |= set(above[next(i for i, path in enumerate(above) if path in units) :])
     return found
-
-
-# Stages
-
-
-def _piece(
-    flow: Flow,
-    stage_of: StageOf,
-    stage: int,
-    num_stages: int,
-    *,
-    numbers: Mapping[int, int | None],
-    enter_unit: EnterUnit | None,
-) -> RecordedPiece:
-    given, own = _needed(flow, stage_of, stage, is_last=stage == num_stages - 1)
-    outputs: Sequence[Template] = flow.record.results
-    if stage < num_stages - 1:
-        outputs = [Ref(number) for number in _travelling(flow, stage_of, stage, num_stages)]
-
-    def source(number: int) -> ValueRef:
-        maker = flow.maker.get(number)
-        if maker is None:
-            return ValueRef(MODEL_INPUT, number)
-        producer = stage_of[maker]
-        return ValueRef(producer, _travelling(flow, stage_of, producer, num_stages).index(number))
-
-    return RecordedPiece(
-        flow=flow,
-        calls=tuple(own),
-        given=tuple(given),
-        inputs=tuple(map(source, given)),
-        outputs=tuple(outputs),
-        numbers=numbers,
-        enter_unit=enter_unit,
-    )
-
-
-def _travelling(flow: Flow, stage_of: StageOf, stage: int, num_stages: int) -> list[int]:
-    """Numbers of the values that a stage makes and later ones take."""
-    taken = {number for call, its_stage in stage_of.items() if its_stage > stage for number in flow.values[call]}
-    if stage < num_stages - 1:
-        taken |= set(flow.results)
-    return sorted(n for n in taken if n in flow.maker and stage_of.get(flow.maker[n]) == stage)
-
-
-def _needed(flow: Flow, stage_of: StageOf, stage: int, *, is_last: bool) -> tuple[list[int], list[int]]:
-    """Values that come from elsewhere, and the calls that the stage makes."""
-    given: set[int] = set()
-    calls: set[int] = set()
-    todo = [call for call, its in stage_of.items() if its == stage]
-
-    def want(number: int) -> None:
-        maker = flow.maker.get(number)
-        if maker is not None and (maker in flow.everywhere or stage_of[maker] == stage):
-            todo.append(maker)
-        else:
-            given.add(number)
-
-    for number in flow.results if is_last else ():
-        want(number)
-    while todo:
-        call = todo.pop()
-        if call in calls:
-            continue
-        calls.add(call)
-        todo += [each for each in flow.record.calls[call].behind if each in flow.everywhere]
-        for number in flow.values[call]:
-            want(number)
-    return sorted(given), sorted(calls)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedPiece:
-    """One stage of a recorded model.
-
-    Arguments:
-        flow: of the record.
-        calls: that it makes, ascending.
-        given: numbers of the values that it takes.
-        inputs: where they come from.
-        outputs: that it returns.
-        numbers: of its calls, for random numbers.
-    """
-
-    flow: Flow
-    calls: tuple[int, ...]
-    given: tuple[int, ...]
-    inputs: tuple[ValueRef, ...]
-    outputs: tuple[Template, ...]
-    numbers: Mapping[int, int | None]
-    enter_unit: EnterUnit | None
-
-    @property
-    def name(self) -> str:
-        """See Piece."""
-        own = [call for call in self.calls if call in self.flow.position]
-        names = [call.name for i in own if isinstance(call := self.flow.record.calls[i], UnitCall)]
-        names = names or [self.flow.name_of(call) for call in own] or ["nothing"]  # without labels, a loss is gone
-        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-    @property
-    def end(self) -> str:
-        """See Piece."""
-        return self.name
-
-    def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
-        """See Piece."""
-        module = Program(
-            self.flow,
-            self.calls,
-            inputs=self.given,
-            outputs=self.outputs,
-            numbers=self.numbers,
-            enter_unit=self.enter_unit,
-        )
-        return Linked(module=module, inputs=self.inputs, is_flat=True)
-
-    def form(self) -> object:
-        """See Piece."""
-        number = {value: i for i, value in enumerate(self.given)}
-
-        def text(template: Template) -> object:
-            if isinstance(template, Ref):
-                return "value", number[template.number]
-            if isinstance(template, Slot):
-                return tensor_form(template.tensor())
-            if isinstance(template, Constant):
-                return value_form(template.value)
-            if isinstance(template, State):
-                return template.kind, tuple(map(text, template.attributes.values()))
-            return template.kind, tuple(map(text, template.parts)), template.keys
-
-        found: list[Any] = []
-        for i in self.calls:
-            call = self.flow.record.calls[i]
-            what = module_form(call.module) if isinstance(call, UnitCall) else call.function
-            found.append((what, text(call.args), text(call.kwargs), call.context, call.region is not None))
-            for made in call.made():
-                number[made] = len(number)
-        return tuple(found), tuple(map(text, self.outputs))

@@ -15,15 +15,12 @@ from ..forms import Form
 from ..made_up import call_for_shapes
 from ..memory import memory_of
 from ..source_line import line_now, module_at
-from .attributes import Attributes
+from .attributes import Attributes, around_writes, follows, plain_attributes
 from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
-from .carried import around_writes, follows, plain_attributes
-from .decisions import READS, calls_behind, samples_of
-from .draws import Draws
-from .owners import Owners
+from .draws import READS, Draws, calls_behind, samples_of
 from .reads import Reads
 from .templates import Constant, Parts, Ref, Slot, Template
-from .values import RefusedError, Values
+from .values import Owners, RefusedError, Values
 from .which import Roles
 
 _HOOKED = {
@@ -57,7 +54,7 @@ class Recorder:
         self._together: list[tuple[int, int, str]] = []
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
-        self._owners = Owners(self._draws, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
+        self._owners = Owners(self._draws.note, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
         self._values = Values(model, what=self._owners.what, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
@@ -288,20 +285,7 @@ class Recorder:
             assert refused is not None
             raise refused
         _refuse_fakes_in_closures(args, kwargs)
-        common: dict[str, Any] = {
-            "args": templates[0],
-            "kwargs": templates[1],
-            "context": modes.differing(self._around),
-            "region": self._regions[-1] if self._regions else None,
-            "line": line_now(),
-            "results": {},
-            "structure": structure,
-            "changed": {},
-            "behind": frozenset(
-                self._values.last_write[memory] for x in given if (memory := memory_of(x)) in self._values.last_write
-            ),
-        }
-        record = build(common)
+        record = build(self._fields(templates, given, modes, structure))
         self._calls.append(record)
         if is_random():
             record.enters = self._draws.number(me)
@@ -311,6 +295,27 @@ class Recorder:
             if isinstance(leaf, torch.Tensor):
                 record.results[place] = self._values.new(leaf, call=me)
         return result
+
+    def _fields(
+        self,
+        templates: tuple[Template, Template],
+        given: Sequence[torch.Tensor],
+        modes: Modes,
+        structure: pytree.TreeSpec,
+    ) -> dict[str, Any]:
+        """Those that both kinds of calls have; what it gives is noted later."""
+        behind = (self._values.last_write.get(memory_of(x)) for x in given)
+        return {
+            "args": templates[0],
+            "kwargs": templates[1],
+            "context": modes.differing(self._around),
+            "region": self._regions[-1] if self._regions else None,
+            "line": line_now(),
+            "results": {},
+            "structure": structure,
+            "changed": {},
+            "behind": frozenset(call for call in behind if call is not None),
+        }
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
         memory = memory_of(tensor)

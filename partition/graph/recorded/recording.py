@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..fake_run import on_fakes
+from ..fakes import on_fakes
 from ..forms import Arguments
-from ..hooks_on_all import changing_hook
+from ..modes import changing_hook
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
 from .intercept import listening

@@ -1,0 +1,155 @@
+"""Fake tensors: for a module's parameters and buffers, strict about types, and models run on them for their shapes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from .forms import Arguments
+from .memory import Operations
+from .modes import uncompiled
+from .untouched import Places, untouched
+
+_STATISTICS = ("running_mean", "running_var")
+_ORIGINAL = "_stands_in_for"
+
+
+def original_of(fake: torch.Tensor) -> torch.Tensor | None:
+    """The parameter or buffer in whose place a fake stands; None for any other tensor."""
+    original: torch.Tensor | None = getattr(fake, _ORIGINAL, None)
+    return original
+
+
+@contextmanager
+def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
+    """Within a fake mode: fake tensors stand in for every parameter and buffer.
+
+    Yields a set that holds, afterwards, the ids of the real tensors that the forward would have written to.
+    """
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (table, name, value)
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+        for name, value in table.items()
+        if value is not None
+    ]
+    fakes = _fakes_of([value for _, _, value in places], device)
+    recurrent = [(part, part._flat_weights) for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for table, name, value in places:
+        table[name] = fakes[id(value)]
+    for rnn, _ in recurrent:  # it keeps its parameters in a list of its own too
+        rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+    written: set[int] = set()
+    statistics: set[int] = set()  # that a normalisation updates, by id, since it counts no version of them
+
+    def watch(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if names := _names_of_normalisation(function):
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if given.get("training", given.get("train", False)):
+                statistics.update(id(given[name]) for name in _STATISTICS if given.get(name) is not None)
+        return function(*args, **kwargs)
+
+    # It sees each operation, and takes a sixth of its time. What wants a gradient is never a statistic.
+    has_statistics = any(not fake.requires_grad for fake in fakes.values())
+    try:
+        with Operations(watch) if has_statistics else nullcontext():
+            yield written
+    finally:
+        for table, name, value in places:
+            fake = fakes[id(value)]
+            if table.get(name) is not fake or fake._version or id(fake) in statistics:
+                written.add(id(value))
+            table[name] = value
+        for rnn, flat in recurrent:
+            rnn._flat_weights = flat
+
+
+def _fakes_of(values: Sequence[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
+    """A fake for each tensor, by the tensor's id.
+
+    Made around the mode, which gives the same at ten times the cost: a model has as many parameters as operations.
+    """
+    originals = {id(value): value for value in values}
+    with unset_fake_temporarily() as mode:
+        assert mode is not None, "outside of a fake mode"
+        fakes: dict[int, torch.Tensor] = {
+            key: FakeTensor(
+                mode, torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta"), device
+            )
+            for key, value in originals.items()
+        }
+    for key, fake in fakes.items():
+        value = originals[key]
+        if isinstance(value, nn.Parameter):
+            fake.requires_grad_(value.requires_grad)
+            fake._is_param = True  # what nn.Parameter() makes of a tensor of another class
+        setattr(fake, _ORIGINAL, value)
+    return fakes
+
+
+@cache  # asked at each operation of each stage
+def _names_of_normalisation(func: Any) -> tuple[str, ...]:
+    """Names of the arguments of an operation that may update statistics; none of any other."""
+    names = tuple(formal.name for formal in func._schema.arguments) if isinstance(func, torch._ops.OpOverload) else ()
+    return names if any(name in names for name in _STATISTICS) else ()
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot}
+_PRODUCTS |= {_aten.convolution, _aten._cdist_forward, _aten.index_add}
+_NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit}
+_NORMS |= {_aten._native_batch_norm_legit_functional, _aten.cudnn_batch_norm}
+_REDUCED = {torch.float16, torch.bfloat16}  # that norms take beside weights in float32
+
+
+def strict_fake_mode() -> FakeTensorMode:
+    """A FakeTensorMode, in which products and norms of tensors of several types are a RuntimeError, as on real ones."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    carry_out = mode.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = getattr(func, "overloadpacket", None)
+        if operation in _PRODUCTS or operation in _NORMS:
+            kinds = dict.fromkeys(x.dtype for x in args if isinstance(x, torch.Tensor))
+            if len(kinds) > 1 and (operation in _PRODUCTS or kinds.keys().isdisjoint(_REDUCED)):
+                raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
+        return carry_out(func, types, args, kwargs)
+
+    mode.dispatch = dispatch  # type: ignore[method-assign]  # operators of a higher order know no class but its own
+    return mode
+
+
+class FakeRun(NamedTuple):
+    """Fakes that a model may be called with, the classes of what it reaches; at the end, where it left tensors."""
+
+    given: Arguments
+    kinds: set[type]
+    left: Places
+
+
+@contextmanager
+def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, training: bool) -> Iterator[FakeRun]:
+    """Within, the model may be called, with arguments like those of the example.
+
+    Arguments:
+        training: whether a graph is built.
+    """
+    with ExitStack() as stack:
+        kept = stack.enter_context(untouched(model, device=device))
+        left: Places = []
+        stack.callback(lambda: left.extend(kept.new_tensors()))
+        stack.enter_context(uncompiled())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.enable_grad() if training else torch.no_grad())
+        given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
+        stack.enter_context(stand_ins(model, device))
+        yield FakeRun(given, kept.kinds, left)
