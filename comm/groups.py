@@ -48,7 +48,7 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     world = World(rank=_environment("RANK"), size=size)
     limit, gloo = timedelta(seconds=timeout), backend_for(device) == "gloo"
     address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    place = Place.here(address) if gloo else None
+    place = Place.here() if gloo else None
     try:
         store, places = _meet(world, limit, "" if place is None else place.to_json())
     except Exception as error:

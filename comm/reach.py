@@ -34,26 +34,15 @@ class Place:
     Arguments:
         host: its name.
         address: at which gloo will listen there.
-        way: the interface of the host's way to the rendezvous; empty where nobody knows.
-        is_way: whether it has that address.
     """
 
     host: str
     address: str
-    way: str
-    is_way: bool
 
     @classmethod
-    def here(cls, rendezvous: str) -> Place:
-        """The place of this process.
-
-        Arguments:
-            rendezvous: address and port, with a colon between.
-
-        Raises ValueError for a GLOO_SOCKET_IFNAME that names no interface with an address.
-        """
-        address, way = gloo_address(), _way(rendezvous)
-        return cls(host=socket.gethostname(), address=address, way=way, is_way=interfaces().get(way) == address)
+    def here(cls) -> Place:
+        """The place of this process. Raises ValueError for a GLOO_SOCKET_IFNAME that names no interface."""
+        return cls(host=socket.gethostname(), address=gloo_address())
 
     def to_json(self) -> str:
         """One line."""
@@ -173,7 +162,7 @@ def refusals(targets: Mapping[str, tuple[str, int]], *, seconds: float) -> dict[
     return found
 
 
-def _story(first: dict[str, Place], failed: dict[str, dict[str, str]]) -> str:
+def _story(first: Mapping[str, Place], failed: Mapping[str, Mapping[str, str]]) -> str:
     lines = [
         f"{host} does not reach {other} at {first[other].address} ({why})"
         for host, others in failed.items()
@@ -181,24 +170,8 @@ def _story(first: dict[str, Place], failed: dict[str, dict[str, str]]) -> str:
     ]
     if not lines:
         return ""
-    aimed = [first[other] for other in dict.fromkeys(other for others in failed.values() for other in others)]
-    wrong = [each for each in aimed if not each.is_way and each.way]
-    if wrong:
-        told = "; ".join(f"on {each.host} type GLOO_SOCKET_IFNAME={each.way}" for each in wrong)
-        want = f"expected the address of a network that all hosts share: {told} in front of the command"
-    else:
-        want = "expected that nothing (a firewall, say) stands between: gloo connects to any free TCP port"
-    return f"{'; '.join(lines)}: {want}"
-
-
-def _way(rendezvous: str) -> str:
-    """The interface of this host's way to the rendezvous; where that is this host, the first one to other hosts."""
-    there = interfaces()
-    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        address, _, port = rendezvous.rpartition(":")
-        probe.connect((address, int(port)))
-        at = probe.getsockname()[0]
-        found = next((name for name, address in there.items() if address == at), "")
-        if found and not at.startswith("127."):
-            return found
-    return next((name for name, address in there.items() if not address.startswith("127.")), "")
+    return (
+        f"{'; '.join(lines)}: expected the address of a network that all hosts share (its interface: type "
+        f"GLOO_SOCKET_IFNAME=eth0 in front of the command), and that nothing, such as a firewall, stands between: gloo "
+        f"connects to any free TCP port"
+    )
