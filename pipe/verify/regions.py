@@ -2,7 +2,7 @@
 
     region     the least part of the model that takes and gives whole tensors: a column and its row in their module
     inputs     those of the first microbatch that the region sees in the pipeline; dropout is off
-    compared   outputs, gradients of inputs and of weights; then, inside, which module is the first that departs
+    compared   outputs, gradients of inputs and of weights
 
 All members of a group do the same in the same order, so that the sums among them meet.
 """
@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from ..parallel.tensor_option import describe
 from ..stages.calls import Calls
 from .compare import differs, graph_of, size, tolerance_of
 
-_BLOCKS = (1, 2, 3)  # of what a member may hold a part
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
@@ -39,10 +36,12 @@ class Region:
 
     Arguments:
         plain: their copies, made before the cut, without weights.
+        cuts: how those that are divided are, for people.
     """
 
     modules: Mapping[str, nn.Module]
     plain: Mapping[str, nn.Module]
+    cuts: str
 
     @property
     def name(self) -> str:
@@ -63,11 +62,15 @@ class Regions:
             id(p): nn.Parameter(p.data.new_empty(0), requires_grad=p.requires_grad) for p in model.parameters()
         }
         plain = copy.deepcopy(model, empty)
-        self._styles = styles
         self._regions = [
             Region(
                 modules={name: model.get_submodule(name) for name in names},
                 plain={name: plain.get_submodule(name) for name in names},
+                cuts=", ".join(
+                    f"{name!r} by {describe(style)!r}"
+                    for name, style in styles.items()
+                    if not isinstance(style, Local) and any(f"{name}.".startswith(f"{part}.") for part in names)
+                ),
             )
             for names in _parts(model, styles)
         ]
@@ -101,7 +104,7 @@ class Regions:
         full: Callable[[str, Tensor], Tensor],
         together: Callable[[object], Sequence[object]],
     ) -> str | None:
-        """Error of the first module that departs, by its name. Collective over the tensor group.
+        """Error of the innermost region that departs, by its name. Collective over the tensor group.
 
         A region whose inputs are no whole tensors, since styles of the user's divide what lies around it, is left out.
 
@@ -139,47 +142,7 @@ class Regions:
             for plain in region.plain.values():
                 for empty in plain.parameters():
                     empty.data, empty.grad = empty.data.new_empty(0), None
-        floor = 1e-3 * max((size(g) for g in expected.weights.values() if g is not None), default=0.0)
-        return self._first(expected, found, share, floor) or _whole(region.name, expected, found)
-
-    def _first(
-        self, expected: _Outcome, found: _Outcome, share: Callable[[str, Tensor], Share], floor: float
-    ) -> str | None:
-        gradients = partial(differs, tolerance=expected.tolerance, floor=floor)
-        outputs = partial(differs, tolerance=expected.tolerance)
-        for name in expected.ended:
-            plain, own = expected.calls[name], found.calls.get(name)
-            if own is None or _part_differs(plain.given, own.given, outputs):
-                continue
-            what = _part_differs(plain.out, own.out, outputs)
-            if not what:
-                continue
-            return self._named(name, f"its output {what}", "its forward is not that of its part")
-        for name, plain in reversed(expected.calls.items()):
-            own = found.calls.get(name)
-            if own is None or _part_differs(plain.out_gradient, own.out_gradient, gradients):
-                continue
-            what = _part_differs(plain.given_gradient, own.given_gradient, gradients)
-            if what:
-                return self._named(name, f"the gradient of its input {what}", "it is the sum over the tensor group")
-            for key in plain.weights:
-                gradient, held = expected.weights[key], found.weights.get(key)
-                if gradient is None or held is None:
-                    what = None if (gradient is None) == (held is None) else "is there in one of the two"
-                else:
-                    what = gradients(share(key, held).take(gradient), held)
-                if what:
-                    return self._named(name, f"the gradient of {key!r} {what}", "it is the sum over the tensor group")
-        return None
-
-    def _named(self, name: str, what: str, cause: str) -> str:
-        style = self._styles.get(name)
-        how = f"cut by {describe(style)!r}" if style is not None else "whole on each process of the tensor group"
-        return (
-            f"verify: module {name!r}, {how}: {what}. Likely cause: {cause}, and this one leaves it out. Expected the "
-            f"plain module's results: a style whose backward sums what the members contributed, or 'column', 'row', "
-            f"'sequence' or 'auto' for it"
-        )
+        return _difference(region, expected, found, share)
 
 
 def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[str, ...]]:
@@ -209,23 +172,10 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
-    """A module's first floating tensors, in and out, with their gradients, and the names of its own weights."""
-
-    given: Tensor | None = None
-    out: Tensor | None = None
-    given_gradient: Tensor | None = None
-    out_gradient: Tensor | None = None
-    weights: Sequence[str] = ()
-
-
-@dataclass(slots=True, kw_only=True)
 class _Outcome:
     out: Sequence[Tensor] = ()
     gradients: Sequence[Tensor | None] = ()
     weights: dict[str, Tensor | None] = field(default_factory=dict)
-    calls: dict[str, _Call] = field(default_factory=dict)  # in the order in which they begin
-    ended: list[str] = field(default_factory=list)
     tolerance: float = 0.0  # of the shortest type that is computed in
 
 
@@ -234,12 +184,9 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
     outcome = _Outcome()
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
-    with ExitStack() as stack, torch.enable_grad():
-        for name, module in modules.items():
+    with torch.enable_grad():
+        for module in modules.values():
             module.eval()
-            for below, inner in module.named_modules():
-                own = f"{name}.{below}" if below else name
-                stack.enter_context(_noted(own, inner, outcome))
         for parameter, _ in kept:
             parameter.grad = None
         try:
@@ -263,86 +210,28 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
     return outcome
 
 
-@contextmanager
-def _noted(name: str, module: nn.Module, outcome: _Outcome) -> Iterator[None]:
-    """Within: what the module's first call takes and gives is noted, and the gradients of both."""
-    call = _Call(weights=[f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)])
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if name in outcome.calls:
-            return args, kwargs
-        outcome.calls[name] = call
-        done = False
-
-        def mine(x: Tensor) -> Tensor:
-            nonlocal done
-            if done or type(x) is not Tensor or not x.requires_grad:
-                return x
-            done = True
-            own = x.view_as(x)  # what others do with x is none of this module's
-            call.given = own.detach()
-            own.register_hook(partial(_note_gradient, call, "given_gradient"))  # type: ignore[no-untyped-call]
-            return own
-
-        return mapped((args, kwargs), mine, objects=False)  # type: ignore[no-any-return]
-
-    def after(_: nn.Module, args: Any, out: Any) -> None:
-        tensors = [x for x in _tensors(out) if type(x) is Tensor and x.requires_grad]
-        if tensors and call.out is None:
-            outcome.ended.append(name)
-            call.out = tensors[0].detach()
-            tensors[0].register_hook(partial(_note_gradient, call, "out_gradient"))  # type: ignore[no-untyped-call]
-
-    handles = [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _note_gradient(call: _Call, name: str, gradient: Tensor) -> None:
-    setattr(call, name, gradient.detach())
-
-
-def _part_differs(plain: Tensor | None, own: Tensor | None, differs: Callable[..., str | None]) -> str | None:
-    """How far `own` is from the plain tensor, or from a part of it; None where it is one of them, or cannot be told."""
-    if plain is None or own is None or plain.dim() != own.dim():
-        return None
-    unequal = [dim for dim, (a, b) in enumerate(zip(plain.shape, own.shape, strict=True)) if a != b]
-    if not unequal:
-        return differs(plain, own)
-    dim = unequal[0]
-    if len(unequal) > 1 or own.shape[dim] == 0 or plain.shape[dim] % own.shape[dim]:
-        return None
-    count, what = plain.shape[dim] // own.shape[dim], ""
-    for blocks in _BLOCKS:
-        if own.shape[dim] % blocks:
-            continue
-        parts = [block.chunk(count, dim) for block in plain.chunk(blocks, dim)]
-        for index in range(count):
-            found = differs(torch.cat([part[index] for part in parts], dim), own)
-            if found is None:
-                return None
-            what = what or found
-    return what
-
-
-def _whole(name: str, expected: _Outcome, found: _Outcome) -> str | None:
-    """A difference that no module inside shows."""
-    pairs = [("its output", expected.out, found.out), ("a gradient of its inputs", expected.gradients, found.gradients)]
-    for what, theirs, ours in pairs:
-        floor = 1e-3 * max((size(x) for x in theirs if x is not None), default=0.0)
-        for one, other in zip(theirs, ours, strict=False):
+def _difference(
+    region: Region, expected: _Outcome, found: _Outcome, share: Callable[[str, Tensor], Share]
+) -> str | None:
+    """Outputs, then backwards, each compared with the part that is here."""
+    weights: list[tuple[str, Tensor | None, Tensor | None]] = []
+    for key, gradient in reversed(expected.weights.items()):
+        held = found.weights.get(key)
+        part = gradient if gradient is None or held is None else share(key, held).take(gradient)
+        weights.append((f"the gradient of {key!r}", part, held))
+    outputs = [("its output", *pair) for pair in zip(expected.out, found.out, strict=False)]
+    inputs = [("a gradient of its inputs", *pair) for pair in zip(expected.gradients, found.gradients, strict=False)]
+    for pairs in (outputs, inputs, weights):
+        floor = 1e-3 * max((size(one) for _, one, _ in pairs if one is not None), default=0.0)
+        for what, one, other in pairs:
             if one is None or other is None:
-                continue
-            how = differs(one, other, tolerance=expected.tolerance, floor=floor)
+                how = None if one is other or pairs is not weights else "is there in one of the two"
+            else:
+                how = differs(one, other, tolerance=expected.tolerance, floor=floor)
             if how:
                 return (
-                    f"verify: module {name!r}, parts of which the tensor group divides: {what} {how}. Expected the "
+                    f"verify: module {region.name!r}, parts of which the tensor group divides ({region.cuts}): {what} "
+                    f"{how}. Likely cause: one of these styles leaves out a sum over the tensor group. Expected the "
                     f"plain module's results: other styles for the modules in it, or 'auto'"
                 )
     return None

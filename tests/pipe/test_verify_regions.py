@@ -1,4 +1,4 @@
-"""Modules that a tensor group divides, each beside the plain module: a forgotten sum of gradients is named."""
+"""Modules that a tensor group divides, each beside the plain module: a forgotten sum of gradients is found."""
 
 from __future__ import annotations
 
@@ -109,15 +109,18 @@ OPTIONS: dict[str, tuple[Any, str | None]] = {
             "blocks.1.up": "column",
             "blocks.1.down": "row",
         },
-        "module 'blocks.0.up', cut by 'ForgetfulColumn': the gradient of its input differs from the plain module's",
+        "module 'blocks.0', parts of which the tensor group divides ('blocks.0.attention.qkv' by 'column x3', "
+        "'blocks.0.attention.out' by 'row', 'blocks.0.up' by 'ForgetfulColumn', 'blocks.0.down' by 'row'): a gradient "
+        "of its inputs differs from the plain module's",
     ),
     "norm": (
         ATTENTION | {"blocks.1.norm2": ForgetfulPositions()},
-        "module 'blocks.1.norm2', cut by 'ForgetfulPositions': the gradient of 'blocks.1.norm2.",
+        "the gradient of 'blocks.1.norm2.",
     ),
     "bias": (
         {"blocks.0.up": "column", "blocks.0.down": TwiceBias()},
-        "module 'blocks.0.down', cut by 'TwiceBias': its output differs from the plain module's",
+        "module 'blocks.0', parts of which the tensor group divides ('blocks.0.up' by 'column', 'blocks.0.down' by "
+        "'TwiceBias'): its output differs from the plain module's",
     ),
 }
 
@@ -153,7 +156,7 @@ def verdict(name: str) -> str | None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", OPTIONS)
-def test_named_by_module(gloo: Pool, name: str) -> None:
+def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
     expected = OPTIONS[name][1]
     for found in gloo.run(verdict, ranks=2, args=(name,)):
         assert (found is None) == (expected is None), found
@@ -190,4 +193,6 @@ def test_the_first_batch_of_a_pipeline(gloo: Pool) -> None:
     assert len({loss for _, loss in told}) == 1
     told = gloo.run(trained, ranks=4, args=({"blocks.1.up": ForgetfulColumn(), "blocks.1.down": "row"}, 0.1))
     assert len({story for story, _ in told}) == 1
-    assert "module 'blocks.1.up', cut by 'ForgetfulColumn': the gradient of its input" in (told[0][0] or "")
+    assert "'blocks.1.up' by 'ForgetfulColumn', 'blocks.1.down' by 'row'): a gradient of its inputs" in (
+        told[0][0] or ""
+    )
