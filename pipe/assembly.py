@@ -194,7 +194,7 @@ def _evaluation(
         stages=stages_of,
         links=connected.links if ground.layout.place.world.distributed else None,
         sharding=ground.layout.sharding,
-        unsharding=connected.update.unsharding,
+        shards=connected.update.shards,
         device=settings.device,
         make_engine=partial(makers.engine, EvaluationWorker),
         make_reader=makers.reader,

@@ -28,7 +28,7 @@ from .stages.stage import Stage
 from .stages.wiring import Wiring, stage_edges
 from .update.flush import batch_programs
 from .update.rank_update import RankUpdate
-from .update.unsharding import Unsharding
+from .update.shards import Shards
 
 StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
 
@@ -92,7 +92,7 @@ class EvaluationModes:
         stages: of this process.
         links: that processes are connected by; None: in one process.
         sharding: whether weights are gathered.
-        unsharding: by local rank, of these weights.
+        shards: of these weights.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EvaluationModes:
         stages: StagesOf,
         links: frozenset[Link] | None,
         sharding: Sharding,
-        unsharding: Mapping[int, Unsharding],
+        shards: Shards,
         device: torch.device,
         make_engine: Callable[[Mode, Mapping[int, RankUpdate], StagesOf], Engine],
         make_reader: _MakeReader,
@@ -114,7 +114,7 @@ class EvaluationModes:
         self._parts = parts
         self._stages = stages
         self._links = links
-        self._sharding, self._unsharding = sharding, unsharding
+        self._sharding, self._shards = sharding, shards
         self._device = device
         self._make_engine = make_engine
         self._make_reader = make_reader
@@ -127,7 +127,7 @@ class EvaluationModes:
         smaller = mode.schedule.forward_only(num_microbatches=num_microbatches)
         mode = replace(mode, schedule=smaller)
         programs = batch_programs(smaller, Sharing(loss=has_loss, collectives=self._sharding.collectives()))
-        updates = {rank: RankUpdate(rank, smaller, unsharding=self._unsharding.get(rank)) for rank in stages}
+        updates = {rank: RankUpdate(rank, smaller, shards=self._shards) for rank in stages}
         return Forwards(
             engine=self._make_engine(mode, updates, stages),
             ranks=list(updates.values()),

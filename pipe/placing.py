@@ -21,7 +21,7 @@ from .batch.given import Given
 from .batch.sequence import Slice
 from .layout import Layout
 from .modes import Mode, wire
-from .parallel.group_shares import GroupShares, divide_over_group, refuse_divided
+from .parallel.member_shards import MemberShards, divide_over_group, refuse_divided
 from .parallel.sends import WholeOutputs
 from .parallel.tensor_option import read_tensor_parallel
 from .settings import Settings
@@ -235,7 +235,7 @@ def place_stages(ground: Ground) -> Placed:
     )
 
 
-def _count_parameters(parts: CutModel, group: GroupShares) -> tuple[int, ...]:
+def _count_parameters(parts: CutModel, group: MemberShards) -> tuple[int, ...]:
     full = {id(p): group.full_numel(name, p) for name, p in parts.root.named_parameters()}
     return tuple(sum(full.get(id(p), p.numel()) for p in each.module.parameters()) for each in parts.train.stages)
 

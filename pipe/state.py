@@ -50,7 +50,7 @@ class State:
         """See PipelineModule.state_dict."""
         self.training.confirm()
         self.update.refuse_reading("state_dict")
-        if not self.update.unsharding:
+        if not self.update.shards.apart:
             return self.ownership.state_dict()
         with self.guard.together(), self.update.whole_weights():
             return {name: value.detach() for name, value in self.ownership.state_dict().items()}
@@ -127,7 +127,7 @@ class State:
         return Contents(
             ownership=self.ownership,
             stages=self._first(),
-            parts=self.update.parts_apart(),
+            parts=self.update.shards.parts if self.update.shards.apart else {},
             first=frozenset(name for name, stages in owned if stages[0] in self.first_stages),
             schedule=self.update.schedule,
             seed=self.seed,
@@ -149,7 +149,7 @@ class State:
         for _, optimizers, versions in self.update.stages:
             tensors += versions.tensors() if versions is not None else ()
             tensors += optimizers.tensors()
-        tensors += self.update.part_tensors()
+        tensors += self.update.shards.tensors()
         dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())

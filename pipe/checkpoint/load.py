@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm import Collectives
-from ..parallel.share import Share
+from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
 from ..update.interface import StageState
@@ -105,12 +105,12 @@ class _Fitting:
         self._process = {"process": collectives.rank, "num_processes": collectives.size}
         ownership = contents.ownership
         self._sources = _sources(checkpoint, ownership)
-        for name, _, share in contents.held():
-            checkpoint.check(self._sources[name], share)
+        for name, _, shard in contents.held():
+            checkpoint.check(self._sources[name], shard)
         for one in stages:
             if one.versions is not None:
-                for key, share in self._older(one.versions).values():
-                    checkpoint.check(key, share)
+                for key, shard in self._older(one.versions).values():
+                    checkpoint.check(key, shard)
         self._optimizers = None if checkpoint.manifest.kind == "weights" else SavedOptimizers(checkpoint)
         if self._optimizers is not None:
             for one in stages:
@@ -132,8 +132,8 @@ class _Fitting:
             for key, state in self._others.items():
                 self._contents.others[key].load_state_dict(state)
         with torch.no_grad():
-            for name, tensor, share in self._contents.held():
-                tensor.copy_(checkpoint.read(self._sources[name], share))
+            for name, tensor, shard in self._contents.held():
+                tensor.copy_(checkpoint.read(self._sources[name], shard))
             for one in self._stages:
                 if one.versions is not None:
                     self._take_versions(one.versions)
@@ -145,11 +145,11 @@ class _Fitting:
 
     def _take_versions(self, versions: WeightVersions) -> None:
         for parameter, name in zip(versions.own, versions.names, strict=True):
-            share = self._contents.ownership.share(name)
-            parameter.data.copy_(self.checkpoint.read(self._sources[name], share))
+            shard = self._contents.ownership.shard(name)
+            parameter.data.copy_(self.checkpoint.read(self._sources[name], shard))
         older: dict[int, dict[str, torch.Tensor]] = {}
-        for (number, name), (key, share) in self._older(versions).items():
-            older.setdefault(number, {})[name] = self.checkpoint.read(key, share)
+        for (number, name), (key, shard) in self._older(versions).items():
+            older.setdefault(number, {})[name] = self.checkpoint.read(key, shard)
         versions.restore(self._newest, older)
 
     @property
@@ -161,12 +161,12 @@ class _Fitting:
     def _is_same_rule(self) -> bool:
         return bool(self.checkpoint.value("rule") == rule_of(self._contents.schedule))
 
-    def _older(self, versions: WeightVersions) -> dict[tuple[int, str], tuple[str, Share]]:
-        """Older versions of these parameters in the checkpoint: by number and name, key and share."""
+    def _older(self, versions: WeightVersions) -> dict[tuple[int, str], tuple[str, Shard]]:
+        """Older versions of these parameters in the checkpoint: by number and name, key and shard."""
         if not self._is_same_rule:
             return {}
         return {
-            (number, name): (keys[name], self._contents.ownership.share(name))
+            (number, name): (keys[name], self._contents.ownership.shard(name))
             for number, keys in self.checkpoint.manifest.versions.items()
             for name in versions.names
             if name in keys
@@ -260,7 +260,7 @@ def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:
                     f"model: expected a checkpoint of a model whose weights are tied, too"
                 )
         sources |= dict.fromkeys(names, key)
-        _check_kind(checkpoint, key, first, shape=ownership.share(first).full, dtype=dtypes[first])
+        _check_kind(checkpoint, key, first, shape=ownership.shard(first).full, dtype=dtypes[first])
     return sources
 
 

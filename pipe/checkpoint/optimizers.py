@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..parallel.share import Share
+from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..update.optimizers import StageOptimizers
 from .values import Json, encode
@@ -24,20 +24,20 @@ class HeldEntry:
     """State that an optimizer keeps for a parameter under `entry`.
 
     Arguments:
-        share: of a tensor; None for any other value.
-        is_like_parameter: whether the share is that of the parameter here; else each process has all of it.
+        shard: of a tensor; None for any other value.
+        is_like_parameter: whether the shard is that of the parameter here; else each process has all of it.
     """
 
     name: str
     entry: str
     value: Any
-    share: Share | None
+    shard: Shard | None
     is_like_parameter: bool = False
 
 
-def state_share(stage: StageOptimizers, name: str, ownership: Ownership) -> Share:
-    """Part of a parameter for which the stage's optimizer here keeps state."""
-    return stage.share(name, ownership.share(name))
+def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shard:
+    """ShardedParameter of a parameter for which the stage's optimizer here keeps state."""
+    return stage.shard(name, ownership.shard(name))
 
 
 def held_state(stage: StageOptimizers, ownership: Ownership) -> Iterator[HeldEntry]:
@@ -48,7 +48,7 @@ def held_state(stage: StageOptimizers, ownership: Ownership) -> Iterator[HeldEnt
     for optimizer in stage.optimizers:
         for parameter, state in optimizer.state.items():
             name = stage.names[id(parameter)]
-            share = state_share(stage, name, ownership)
+            shard = state_shard(stage, name, ownership)
             for entry, value in state.items():
                 if not isinstance(entry, str):
                     raise ValueError(
@@ -56,15 +56,15 @@ def held_state(stage: StageOptimizers, ownership: Ownership) -> Iterator[HeldEnt
                         f"key of each entry of its state"
                     )
                 if not isinstance(value, torch.Tensor):
-                    yield HeldEntry(name=name, entry=entry, value=value, share=None)
-                elif tuple(value.shape) == share.local:
-                    yield HeldEntry(name=name, entry=entry, value=value, share=share, is_like_parameter=True)
-                elif share.is_whole or value.numel() == 1:
-                    yield HeldEntry(name=name, entry=entry, value=value, share=Share.whole(tuple(value.shape)))
+                    yield HeldEntry(name=name, entry=entry, value=value, shard=None)
+                elif tuple(value.shape) == shard.local:
+                    yield HeldEntry(name=name, entry=entry, value=value, shard=shard, is_like_parameter=True)
+                elif shard.is_whole or value.numel() == 1:
+                    yield HeldEntry(name=name, entry=entry, value=value, shard=Shard.whole(tuple(value.shape)))
                 else:
                     raise ValueError(
                         f"optimizer {type(optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for "
-                        f"{name!r}, of which this process has a part of shape {share.local}: expected state of the "
+                        f"{name!r}, of which this process has a part of shape {shard.local}: expected state of the "
                         f"parameter's shape, which another number of processes can divide anew, or whole parameters"
                     )
 

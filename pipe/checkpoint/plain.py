@@ -18,7 +18,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 
 from ...comm.store_exchange import Alone
-from ..parallel.share import Share
+from ..parallel.shard import Shard
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import persist
@@ -35,7 +35,7 @@ PathLike = str | os.PathLike[str]
 
 
 def read_checkpoint(folder: PathLike) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers under their original names, on the CPU; tied names share one tensor.
+    """The model's parameters and buffers under their original names, on the CPU; tied names shard one tensor.
 
     Arguments:
         folder: of pipe.save, whose latest checkpoint is meant, or one of its checkpoints.
@@ -72,7 +72,7 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
         for key in dict.fromkeys(sources.values()):
             if checkpoint.record(key).dtype == "complex128":
                 raise ValueError(f"{path}: safetensors have no complex128, as {key!r} is: expected {TORCH[0]}")
-            checkpoint.check(key, Share.whole(checkpoint.record(key).shape))
+            checkpoint.check(key, Shard.whole(checkpoint.record(key).shape))
         entries = [_entry(checkpoint, name, key) for name, key in sources.items()]
         _write(path, lambda out: write_tensors(out, entries, {"format": "pt"}))
         return
@@ -93,7 +93,7 @@ def import_checkpoint(weights: Mapping[str, torch.Tensor] | PathLike, folder: Pa
     """Make a checkpoint of a plain model's weights, for `pipe.load`: optimizers and step then begin anew.
 
     Arguments:
-        weights: state dict, or a file of one, of safetensors or torch.save. Tensors that share memory are tied.
+        weights: state dict, or a file of one, of safetensors or torch.save. Tensors that shard memory are tied.
         folder: where it becomes the latest checkpoint.
 
     Returns the checkpoint. Raises ValueError for what is no state dict, and where the folder cannot be written.
@@ -138,7 +138,7 @@ def _entry(checkpoint: Checkpoint, name: str, key: str) -> Entry:
         name=name,
         dtype=record.dtype,
         shape=record.shape,
-        make=lambda: checkpoint.read(key, Share.whole(record.shape)),
+        make=lambda: checkpoint.read(key, Shard.whole(record.shape)),
     )
 
 

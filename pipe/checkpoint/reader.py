@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..parallel.share import Share
+from ..parallel.shard import Shard
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, Piece, TensorRecord
 from .tensor_file import MappedFile, header_hash
@@ -76,22 +76,22 @@ class Checkpoint:
         """The manifest's record of a tensor."""
         return self.manifest.tensors[key]
 
-    def check(self, key: str, share: Share) -> None:
+    def check(self, key: str, shard: Shard) -> None:
         """Check all that `read` will take of a tensor: nothing else may be read."""
-        for piece in self._pieces(key, share):
+        for piece in self._pieces(key, shard):
             if piece not in self._checked:
                 self._check(key, piece)
                 self._checked.add(piece)
 
-    def read(self, key: str, share: Share) -> torch.Tensor:
-        """The local tensor of a share, on the CPU: a view of the file where it lies there in one piece."""
-        pieces = self._pieces(key, share)
-        if len(pieces) == 1 and share.is_whole:
+    def read(self, key: str, shard: Shard) -> torch.Tensor:
+        """The local tensor of a shard, on the CPU: a view of the file where it lies there in one piece."""
+        pieces = self._pieces(key, shard)
+        if len(pieces) == 1 and shard.is_whole:
             return self._tensor(key, pieces[0])
-        local = torch.empty(share.local, dtype=DTYPES[self.record(key).dtype])
+        local = torch.empty(shard.local, dtype=DTYPES[self.record(key).dtype])
         for piece in pieces:
             source = self._tensor(key, piece)
-            for box in share.boxes:
+            for box in shard.boxes:
                 low = [max(a, b) for a, b in zip(box.start, piece.start, strict=True)]
                 high = [
                     min(a + n, b + m) for a, n, b, m in zip(box.start, box.sizes, piece.start, piece.sizes, strict=True)
@@ -104,17 +104,17 @@ class Checkpoint:
 
     def full(self, key: str) -> torch.Tensor:
         """A whole tensor, checked."""
-        share = Share.whole(self.record(key).shape)
-        self.check(key, share)
-        return self.read(key, share)
+        shard = Shard.whole(self.record(key).shape)
+        self.check(key, shard)
+        return self.read(key, shard)
 
-    def _pieces(self, key: str, share: Share) -> list[Piece]:
-        """The pieces that a share needs, of a tensor of its shape."""
+    def _pieces(self, key: str, shard: Shard) -> list[Piece]:
+        """The pieces that a shard needs, of a tensor of its shape."""
         record = self.record(key)
-        assert record.shape == share.full, key
-        if share.is_whole:
+        assert record.shape == shard.full, key
+        if shard.is_whole:
             return list(record.pieces)
-        return [piece for piece in record.pieces if any(_meets(box.start, box.sizes, piece) for box in share.boxes)]
+        return [piece for piece in record.pieces if any(_meets(box.start, box.sizes, piece) for box in shard.boxes)]
 
     def _check(self, key: str, piece: Piece) -> None:
         found = hashlib.sha256(tensor_bytes(self._tensor(key, piece))).hexdigest()

@@ -16,11 +16,11 @@ from urllib.parse import unquote
 
 import torch
 
-from ..parallel.share import Share
+from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..update.delay_correction import LAST_UPDATE
 from ..update.optimizers import StageOptimizers
-from .optimizers import options_of_group, state_share
+from .optimizers import options_of_group, state_shard
 from .reader import Checkpoint
 from .values import decode, encode
 
@@ -146,7 +146,7 @@ class SavedOptimizers:
                         )
                 for name in (stage.names[id(parameter)] for parameter in group["params"]):
                     for key in self._tensors.get(name, {}).values():
-                        self._checkpoint.check(key, self._share(stage, name, key, ownership))
+                        self._checkpoint.check(key, self._shard(stage, name, key, ownership))
             self._schedule(stage, position)
 
     def load_into(self, stage: StageOptimizers, ownership: Ownership) -> None:
@@ -251,23 +251,23 @@ class SavedOptimizers:
         for entry, key in self._tensors.get(name, {}).items():
             if entry == LAST_UPDATE and not stage.corrects(name):
                 continue
-            value = self._checkpoint.read(key, self._share(stage, name, key, ownership))
+            value = self._checkpoint.read(key, self._shard(stage, name, key, ownership))
             at_host = entry == "step" and not (group.get("capturable") or group.get("fused"))  # as torch has it
             found[entry] = value.to("cpu" if at_host else parameter.device, copy=True)
         return found
 
-    def _share(self, stage: StageOptimizers, name: str, key: str, ownership: Ownership) -> Share:
+    def _shard(self, stage: StageOptimizers, name: str, key: str, ownership: Ownership) -> Shard:
         """The part of a tensor of the state that this process needs."""
-        share, shape = state_share(stage, name, ownership), self._checkpoint.record(key).shape
-        if shape == share.full:
-            return share
-        if not share.is_whole and prod(shape) != 1:
+        shard, shape = state_shard(stage, name, ownership), self._checkpoint.record(key).shape
+        if shape == shard.full:
+            return shard
+        if not shard.is_whole and prod(shape) != 1:
             raise ValueError(
                 f"checkpoint {self._where} has {key!r} of shape {shape}, which is not that of the parameter, and this "
-                f"process has a part of it, of shape {share.local}: expected as many processes as the parameter needs "
+                f"process has a part of it, of shape {shard.local}: expected as many processes as the parameter needs "
                 f"to be whole on each of them"
             )
-        return Share.whole(shape)
+        return Shard.whole(shape)
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
         at = self._groups[name]

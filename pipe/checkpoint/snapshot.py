@@ -6,7 +6,7 @@
     values          options of optimizers and schedules, the loader's place, generators, seeds, other named state
 
 Taking one reads tensors and copies none until `to_host`. Before the first one of a run processes agree on who writes
-what (`Writers`), so that replicas share the writing out among themselves.
+what (`Writers`), so that replicas shard the writing out among themselves.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from ...comm import Collectives
 from ...schedules import Schedule
-from ..parallel.part import Part
-from ..parallel.share import Box, Share
+from ..parallel.shard import Box, Shard
+from ..parallel.split import ShardedParameter
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
 from ..update.loss_scale import LossScale
 from .generators import generator_states
 from .manifest import model_key, optimizer_key, version_key
-from .optimizers import held_state, optimizer_content, state_share
+from .optimizers import held_state, optimizer_content, state_shard
 from .values import Json, encode
 
 _Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: what it is of, start, sizes
@@ -107,19 +107,19 @@ class Contents:
 
     ownership: Ownership
     stages: Mapping[int, StageState]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ShardedParameter]
     first: frozenset[str]
     schedule: Schedule
     seed: int
     others: Mapping[str, HasState]
     loss_scale: LossScale | None
 
-    def held(self) -> Iterator[tuple[str, torch.Tensor, Share]]:
+    def held(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
         """Name of each parameter and buffer, what this process has of it, and which part that is."""
         tied = self.ownership.tied_names()
         for name, tensor in self.ownership.state_dict().items():
-            part, share = self.parts.get(tied.get(name, name)), self.ownership.share(name)
-            yield (name, tensor.data, share) if part is None else (name, part.parameter.data, part.share(share))
+            part, shard = self.parts.get(tied.get(name, name)), self.ownership.shard(name)
+            yield (name, tensor.data, shard) if part is None else (name, part.parameter.data, part.shard(shard))
 
 
 class Writers:
@@ -130,23 +130,23 @@ class Writers:
         ownership = contents.ownership
         parameters = dict(ownership.named_parameters())
         tied = ownership.tied_names()
-        for name, tensor, share in contents.held():
+        for name, tensor, shard in contents.held():
             if name not in tied and (name in parameters or name in contents.first):
                 mine |= {
                     (model_key(name), box.start, box.sizes): prod(box.sizes) * tensor.element_size()
-                    for box in _boxes(share)
+                    for box in _boxes(shard)
                 }
         for one in contents.stages.values():
             for name in dict.fromkeys(one.optimizers.names.values()):
-                boxes = _boxes(state_share(one.optimizers, name, ownership))
+                boxes = _boxes(state_shard(one.optimizers, name, ownership))
                 mine |= {(_state(name), box.start, box.sizes): 2 * prod(box.sizes) for box in boxes}
                 mine |= {(_rest(name), (), ()): 1} if boxes else {}
         everyone = collectives.gather(mine, what="agreeing on who writes what of a checkpoint")
         self._mine = _shared_out(everyone)[collectives.rank]
 
-    def boxes(self, what: str, share: Share) -> list[Box]:
-        """Boxes of a share of this tensor that this process writes."""
-        return [box for box in _boxes(share) if (what, box.start, box.sizes) in self._mine]
+    def boxes(self, what: str, shard: Shard) -> list[Box]:
+        """Boxes of a shard of this tensor that this process writes."""
+        return [box for box in _boxes(shard) if (what, box.start, box.sizes) in self._mine]
 
     def rest(self, name: str) -> bool:
         """Whether this process writes what is not divided of an optimizer's state of a parameter."""
@@ -162,9 +162,9 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     ownership = contents.ownership
     tied = ownership.tied_names()
     pieces: list[HeldPiece] = []
-    for name, tensor, share in contents.held():
+    for name, tensor, shard in contents.held():
         if name not in tied:
-            pieces += _pieces(model_key(name), tensor, share, writers.boxes(model_key(name), share))
+            pieces += _pieces(model_key(name), tensor, shard, writers.boxes(model_key(name), shard))
     values: dict[str, Json] = {"rule": encode(rule_of(contents.schedule), what="the weight rule")}
     optimizers: list[Json] = []
     for one in contents.stages.values():
@@ -200,18 +200,18 @@ def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> t
     for held in held_state(stage.optimizers, ownership):
         key = optimizer_key(held.entry, held.name)
         if held.is_like_parameter:
-            assert held.share is not None
-            pieces += _pieces(key, held.value, held.share, writers.boxes(_state(held.name), held.share))
+            assert held.shard is not None
+            pieces += _pieces(key, held.value, held.shard, writers.boxes(_state(held.name), held.shard))
         elif not writers.rest(held.name):
             continue
-        elif held.share is None:
+        elif held.shard is None:
             values[key] = encode(held.value, what=f"{held.entry!r} of the optimizer's state of {held.name!r}")
         else:
-            pieces += _pieces(key, held.value, held.share, _boxes(held.share))
+            pieces += _pieces(key, held.value, held.shard, _boxes(held.shard))
     for number, tensors in ({} if stage.versions is None else stage.versions.older()).items():
         for name, tensor in tensors.items():
-            share = ownership.share(name)
-            pieces += _pieces(version_key(number, name), tensor, share, writers.boxes(model_key(name), share))
+            shard = ownership.shard(name)
+            pieces += _pieces(version_key(number, name), tensor, shard, writers.boxes(model_key(name), shard))
     return pieces, values
 
 
@@ -230,13 +230,13 @@ def other_key(name: str) -> str:
     return f"other/{name}"
 
 
-def _pieces(key: str, tensor: torch.Tensor, share: Share, boxes: Sequence[Box]) -> list[HeldPiece]:
-    assert tuple(tensor.shape) == share.local, f"{key} of shape {tuple(tensor.shape)}, and the share is {share.local}"
+def _pieces(key: str, tensor: torch.Tensor, shard: Shard, boxes: Sequence[Box]) -> list[HeldPiece]:
+    assert tuple(tensor.shape) == shard.local, f"{key} of shape {tuple(tensor.shape)}, and the shard is {shard.local}"
     own = tensor.detach()
     return [
         HeldPiece(
             key=key,
-            shape=share.full,
+            shape=shard.full,
             start=box.start,
             tensor=own[box.of_local()] if prod(box.sizes) else own.new_empty(box.sizes),
         )
@@ -244,12 +244,12 @@ def _pieces(key: str, tensor: torch.Tensor, share: Share, boxes: Sequence[Box]) 
     ]
 
 
-def _boxes(share: Share) -> Sequence[Box]:
-    """Boxes of a share; of a tensor without elements one without elements, so that it is not forgotten."""
-    if prod(share.full):
-        return share.boxes
-    start = (0,) * len(share.full)
-    return (Box(start=start, local=start, sizes=share.full),)
+def _boxes(shard: Shard) -> Sequence[Box]:
+    """Boxes of a shard; of a tensor without elements one without elements, so that it is not forgotten."""
+    if prod(shard.full):
+        return shard.boxes
+    start = (0,) * len(shard.full)
+    return (Box(start=start, local=start, sizes=shard.full),)
 
 
 def _state(name: str) -> str:

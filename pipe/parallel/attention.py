@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .share import Share
+from .shard import Shard
 from .style import Style, StyleError, not_divided
 from .tensor_group import TensorGroup, enter, gather, leave
 
@@ -32,7 +32,7 @@ class Heads(Style):
         if module.num_heads % count:
             raise StyleError(not_divided(name, "heads", module.num_heads, count, count))
 
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
+    def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         """Projections by heads."""
         found = {}
         for key, parameter in module.named_parameters():
@@ -40,7 +40,7 @@ class Heads(Style):
             if key == "out_proj.bias":
                 continue
             dim = 1 if key == "out_proj.weight" else 0
-            found[key] = Share.whole(tuple(parameter.shape)).divided(dim, index=index, count=count, blocks=blocks)
+            found[key] = Shard.whole(tuple(parameter.shape)).divided(dim, index=index, count=count, blocks=blocks)
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
@@ -165,10 +165,10 @@ class Experts(Style):
         if not self.parameters:
             raise StyleError(f"module {name!r}: the plan cuts none of its parameters: expected some, as packed_colwise")
 
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
+    def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         """The experts' weights, each divided in itself."""
         return {
-            key: Share.whole(tuple(module.get_parameter(key).shape)).divided(
+            key: Shard.whole(tuple(module.get_parameter(key).shape)).divided(
                 dim, index=index, count=count, blocks=blocks
             )
             for key, (dim, blocks) in self.parameters.items()

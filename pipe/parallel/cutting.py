@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from .share import Share
+from .shard import Shard
 from .style import Style, StyleError, cut_module, style_of, uncut
 from .tensor_group import TensorGroup
 
@@ -22,11 +23,11 @@ class TensorCut:
     """A model of which this process holds a part.
 
     Arguments:
-        shares: of parameters that are divided, by name; all others are whole.
+        shards: of parameters that are divided, by name; all others are whole.
     """
 
     model: nn.Module
-    shares: Mapping[str, Share]
+    shards: Mapping[str, Shard]
 
     def undo(self) -> None:
         """Give the modules back their classes and attributes; the parameters stay as they are."""
@@ -50,12 +51,12 @@ def cut_by_styles(
     for name, style in styles.items():
         if isinstance(style, Style):
             style.check(name, model.get_submodule(name), group.count)
-    shares: dict[str, Share] = {}
+    shards: dict[str, Shard] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
         own = style.cut(name, module, group) if isinstance(style, Style) else _foreign(name, module, style, group, mesh)
-        shares.update({f"{name}.{key}" if name else key: share for key, share in own.items()})
-    return TensorCut(model=model, shares=shares)
+        shards.update({f"{name}.{key}" if name else key: shard for key, shard in own.items()})
+    return TensorCut(model=model, shards=shards)
 
 
 class AsDTensors(Style):
@@ -93,13 +94,13 @@ class AsDTensors(Style):
 
 def _divided(layouts: object) -> bool:
     """Whether one of some placements is a part."""
-    return any(isinstance(one, Shard) for one in (layouts if isinstance(layouts, tuple | list) else (layouts,)))
+    return any(isinstance(one, DTensorShard) for one in (layouts if isinstance(layouts, tuple | list) else (layouts,)))
 
 
 def _foreign(
     name: str, module: nn.Module, style: ParallelStyle, group: TensorGroup, mesh: DeviceMesh | None
-) -> dict[str, Share]:
-    """Apply a style that is not ours; then plain local tensors on the user's Parameters, and shares."""
+) -> dict[str, Shard]:
+    """Apply a style that is not ours; then plain local tensors on the user's Parameters, and shards."""
     if mesh is None:
         raise StyleError(
             f"module {name!r} has the style {type(style).__name__}, which needs the processes of its group: expected "
@@ -108,13 +109,13 @@ def _foreign(
     before = dict(module.named_parameters())
     full = {key: parameter.detach().clone() for key, parameter in before.items()}
     parallelize_module(module, mesh, style, src_data_rank=None)
-    shares = {}
+    shards = {}
     for key in before:
         after = module.get_parameter(key)
         local = after._local_tensor if isinstance(after, DTensor) else after.data
-        share = _share(f"{name}.{key}", full[key], after, local, group)
-        if not share.is_whole:
-            shares[key] = share
+        shard = _shard(f"{name}.{key}", full[key], after, local, group)
+        if not shard.is_whole:
+            shards[key] = shard
     for inner_name, inner in module.named_modules():
         made = {key: each for key, each in inner._parameters.items() if isinstance(each, DTensor)}
         for key, each in inner._parameters.items():
@@ -126,16 +127,16 @@ def _foreign(
             cut_module(inner, AsDTensors(style, made), group)
     if style_of(module) is None:
         cut_module(module, AsDTensors(style, {}), group)
-    return shares
+    return shards
 
 
-def _share(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tensor, group: TensorGroup) -> Share:
-    """Share that a process holds after a style that does not say so."""
-    share = Share.whole(tuple(full.shape))
+def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tensor, group: TensorGroup) -> Shard:
+    """Shard that a process holds after a style that does not say so."""
+    shard = Shard.whole(tuple(full.shape))
     if isinstance(after, DTensor):
         for placement in after.placements:
-            if type(placement) is Shard:
-                share = share.divided(placement.dim, index=group.index, count=group.count)
+            if type(placement) is DTensorShard:
+                shard = shard.divided(placement.dim, index=group.index, count=group.count)
             elif not isinstance(placement, Replicate):
                 raise StyleError(f"parameter {name!r} becomes {placement}: expected Shard(dim) or Replicate()")
     elif local.shape != full.shape:
@@ -145,11 +146,11 @@ def _share(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
             else []
         )
         for dim in dims[:1]:
-            share = share.divided(dim, index=group.index, count=group.count)
-    if share.local != tuple(local.shape) or not torch.equal(share.take(full), local):
+            shard = shard.divided(dim, index=group.index, count=group.count)
+    if shard.local != tuple(local.shape) or not torch.equal(shard.take(full), local):
         raise StyleError(
             f"parameter {name!r} of shape {tuple(full.shape)} becomes one of {tuple(local.shape)} that is not its part "
             f"{group.index} of {group.count} along a dimension: expected a style that makes DTensors of parameters, or "
             f"one of stagewright's"
         )
-    return share
+    return shard

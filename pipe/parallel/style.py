@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .share import Share
+from .shard import Shard
 from .tensor_group import TensorGroup
 
 _RECORD = "_tensor_parallel"  # attribute of a module that is cut: _Cut
@@ -45,8 +45,8 @@ class Style(ParallelStyle):
     def check(self, name: str, module: nn.Module, count: int) -> None:
         """StyleError for a module that `count` members cannot hold so; here they can hold any."""
 
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """A member's shares of each of the module's own parameters that is cut, by name; here each holds all of them.
+    def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
+        """A member's shards of each of the module's own parameters that is cut, by name; here each holds all of them.
 
         Arguments:
             module: uncut.
@@ -68,18 +68,18 @@ class Style(ParallelStyle):
     def __repr__(self) -> str:
         return f"<{self.describe()}>"
 
-    def cut(self, name: str, module: nn.Module, group: TensorGroup) -> dict[str, Share]:
-        """Divide the module's parameters and make its forward that of one member; shares by parameter name.
+    def cut(self, name: str, module: nn.Module, group: TensorGroup) -> dict[str, Shard]:
+        """Divide the module's parameters and make its forward that of one member; shards by parameter name.
 
         Raises StyleError for a module that is cut already, and for what `check` refuses.
         """
         if _RECORD in module.__dict__:
             raise StyleError(f"module {name!r} is cut already: expected one style for it")
         self.check(name, module, group.count)
-        found = self.shares(module, index=group.index, count=group.count)
-        for key, share in found.items():
+        found = self.shards(module, index=group.index, count=group.count)
+        for key, shard in found.items():
             parameter = module.get_parameter(key)
-            parameter.data = share.take(parameter.data)
+            parameter.data = shard.take(parameter.data)
         cut_module(module, self, group)
         return found
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .share import Share, chunk
+from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided
 from .tensor_group import TensorGroup, enter, gather, leave, split
 
@@ -73,12 +73,12 @@ class Column(Style):
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise StyleError(f"module {name!r} has max_norm={module.max_norm}: expected none, for a row is divided")
 
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
+    def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         """Weight and bias by outputs."""
         dim = 0 if isinstance(module, nn.Linear) else 1
-        found = {"weight": _share(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
+        found = {"weight": _shard(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
         if module._parameters.get("bias") is not None:
-            found["bias"] = _share(module, "bias", 0, index=index, count=count, blocks=self.blocks)
+            found["bias"] = _shard(module, "bias", 0, index=index, count=count, blocks=self.blocks)
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
@@ -131,10 +131,10 @@ class Row(Style):
                 f"for 'row', whose bias is added once"
             )
 
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
+    def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         """The weight by inputs."""
         dim = 1 if isinstance(module, nn.Linear) else 0
-        return {"weight": _share(module, "weight", dim, index=index, count=count)}
+        return {"weight": _shard(module, "weight", dim, index=index, count=count)}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         """The number of inputs."""
@@ -242,10 +242,10 @@ def _sizes(name: str, module: nn.Module, word: str) -> tuple[int, int]:
     return sizes
 
 
-def _share(module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int = 1) -> Share:
+def _shard(module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:
     parameter = module._parameters[key]
     assert parameter is not None
-    return Share.whole(tuple(parameter.shape)).divided(dim, index=index, count=count, blocks=blocks)
+    return Shard.whole(tuple(parameter.shape)).divided(dim, index=index, count=count, blocks=blocks)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

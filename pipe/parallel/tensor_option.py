@@ -272,7 +272,7 @@ def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 def _holds(module: nn.Module, style: ParallelStyle, shared: Mapping[int, list[str]]) -> list[str] | None:
     """Names of a parameter that the style divides and that stands in several places."""
-    own = style.shares(module, index=0, count=1) if isinstance(style, Style) else dict(module.named_parameters())
+    own = style.shards(module, index=0, count=1) if isinstance(style, Style) else dict(module.named_parameters())
     return next((shared[id(p)] for key in own if id(p := module.get_parameter(key)) in shared), None)
 
 

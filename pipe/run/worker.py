@@ -208,9 +208,8 @@ class Worker(ABC):
 
     def _unshard(self, s: int) -> None:
         """Wait for weights that are on their way, if any are."""
-        unsharding = self._updates.unsharding
-        if unsharding is not None and unsharding.awaited:
-            unsharding.whole(s)
+        if self._updates.shards.awaited:
+            self._updates.shards.whole(s)
 
     def _inputs(self, s: int, index: int, batch: Batch, k: int) -> list[torch.Tensor]:
         ports = self._ports[s]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
-from ..parallel.group_shares import GroupShares
-from ..parallel.share import Share
+from ..parallel.member_shards import MemberShards
+from ..parallel.shard import Shard
 from .build import CutModel
 from .elsewhere import DIVIDED, META, Elsewhere
 
@@ -35,7 +35,7 @@ class Ownership:
         *,
         owners: Sequence[Sequence[int]],
         local_stages: Collection[int],
-        group: GroupShares,
+        group: MemberShards,
         by_name: bool = False,
     ) -> None:
         self.group = group
@@ -60,7 +60,7 @@ class Ownership:
         self._kept_parameters = tuple(name for name in cut.root.state_dict(keep_vars=True) if name in parameters)
         # What no stage uses stays with the first one.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
-        self._shares = {name: group.share(name, tensor) for name, tensor in everything}
+        self._shares = {name: group.shard(name, tensor) for name, tensor in everything}
         self._first_name: dict[str, str] = {}  # of tied names, the first one stands for all
         by_id: dict[int, str] = {}
         for name, tensor in everything:
@@ -83,8 +83,8 @@ class Ownership:
         """Whether a stage of this process holds it."""
         return not self._local.isdisjoint(self.stages[name])
 
-    def share(self, name: str) -> Share:
-        """Share that a process with this one's place in its tensor group holds of a parameter or buffer."""
+    def shard(self, name: str) -> Shard:
+        """Shard that a process with this one's place in its tensor group holds of a parameter or buffer."""
         return self._shares[name]
 
     def names(self) -> list[str]:
@@ -226,9 +226,9 @@ class Ownership:
                 f"unknown {unknown[:5]}{'...' if len(unknown) > 5 else ''}: expected the model's original names{hint}"
             )
         for name in wanted:
-            share, shape = self.group.share(name, tensors[name]), tuple(state[name].shape)
-            if shape not in (share.full, share.local):
-                raise ValueError(f"state dict: {name!r} has shape {shape}, expected {share.full}")
+            shard, shape = self.group.shard(name, tensors[name]), tuple(state[name].shape)
+            if shape not in (shard.full, shard.local):
+                raise ValueError(f"state dict: {name!r} has shape {shape}, expected {shard.full}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         with self._elsewhere.passing():

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...schedules.weight_rules import WeightRule
-from ..parallel.part import Part
+from ..parallel.split import ShardedParameter
 
 _SAMPLED = 1024  # elements of a parameter
 
@@ -73,7 +73,7 @@ class WeightVersions:
         _refuse_renorm(module, parameters)
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
-        self._parts: list[Part | None] = [None] * len(self.own)
+        self._parts: list[ShardedParameter | None] = [None] * len(self.own)
         self.take_hooks()
         self._gradients: dict[int, Gradients] = {}
         self._untouched: list[tuple[int, int] | None] = []  # gradients of the originals before a backward
@@ -140,7 +140,7 @@ class WeightVersions:
         gradients = [parameter.grad for parameter in self._originals]
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
-    def divide(self, parts: Mapping[str, Part]) -> None:
+    def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
         """From now on updates are of parts of these parameters, whose gradients are then those of the parts."""
         self._parts = [parts.get(name) for name in self.names]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
 
 from ...comm import Collectives
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
@@ -15,18 +13,15 @@ from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
 from ..batch.batches import Batch, NonFiniteLossError
-from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
-from .dividing import NOTHING_DIVIDED, divide_stages
 from .gradients import refuse_sparse_modules
 from .interface import Known, Programs, StageState, Unconfirmed, Update, UpdateParts
 from .local_gradients import LocalGradients
 from .loss_scale import LossScale
-from .parts import together
 from .post_validation import Buffers, PostValidation, refuse_post_validation
+from .shards import shard_stages
 from .shared_sums import FlushRank, SharedSum
-from .unsharding import Unsharding
 
 _ORDERS = 32  # of batches, whose programs are kept
 
@@ -129,30 +124,30 @@ class FlushUpdate(Update):
             for s in sorted(first)
             if parts.optimizer is not None
         ]
-        divided = divide_stages(local[0], schedule, parts, optimizers) if parts.sharding.is_any else NOTHING_DIVIDED
-        self._divided = divided
-        unsharding = (
-            {local[0]: Unsharding({one.stage: one for one in divided.stages}, parts.recorders[local[0]])}
-            if parts.sharding.weights
-            else {}
+        self.shards = shard_stages(
+            local[0],
+            optimizers,
+            schedule=schedule,
+            sharding=parts.sharding,
+            ownership=ownership,
+            collectives=parts.collectives,
+            recorder=parts.recorders[local[0]],
         )
         scale = None if parts.grad_scaler is None else LossScale(parts.grad_scaler)
-        self._flush_ranks = {
-            rank: self._make_rank(rank, execution, parts, scale, unsharding.get(rank)) for rank in local
-        }
+        self._flush_ranks = {rank: self._make_rank(rank, execution, parts, scale) for rank in local}
         super().__init__(
             schedule,
             self._flush_ranks,
             [StageState(one.stage, one, None) for one in optimizers],
             scale,
-            unsharding,
+            self.shards,
         )
         self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
         self._execution = execution
         self._orders: dict[int, FlushExecution] = {}  # by id of their schedules, which they keep alive
         self._recorders = parts.recorders
         self._max_grad_norm = parts.max_grad_norm
-        self._gradients = LocalGradients(ownership, local, divided, parts.collectives, device=parts.device)
+        self._gradients = LocalGradients(ownership, local, self.shards, parts.collectives, device=parts.device)
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._root = parts.model.root
@@ -274,11 +269,11 @@ class FlushUpdate(Update):
             norm = self._gradients.clip_updated(self._max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
         self.gate.enter()
-        for part in self._divided.parts.values():
+        for part in self.shards.parts.values():
             part.follow()
         self._step_optimizers(known.loss, skipped)
-        if not self.unsharding:
-            self._gather()
+        if not self.shards.apart:
+            self.shards.gather()
         return known._replace(grad_norm=norm, skipped=skipped)
 
     def _step_optimizers(self, loss: float | None, skipped: bool) -> None:
@@ -303,8 +298,8 @@ class FlushUpdate(Update):
         """The gradients that were there before are there again."""
         if not self.is_lost:
             self._gradients.put_back()
-        for unsharding in self.unsharding.values():
-            unsharding.drop()
+        if self.shards.apart:
+            self.shards.drop()
 
     def accumulated(self) -> Known:
         """The batch that ran last; its gradients are whole on every rank, those of divided parameters too."""
@@ -319,13 +314,13 @@ class FlushUpdate(Update):
     @contextmanager
     def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
         """Gathered, or to be filled; then let go."""
-        stages = self._divided.stages if self.unsharding else ()
+        stages = tuple(self.shards.stages.values()) if self.shards.apart else ()
         try:
             if replaced:
                 for stage in stages:
                     stage.make_room()
             elif stages:
-                self._gather()
+                self.shards.gather()
             yield
             for stage in stages if replaced else ():
                 stage.take()
@@ -333,29 +328,12 @@ class FlushUpdate(Update):
             for stage in stages:
                 stage.let_go(all_of_them=True)
 
-    def parts_apart(self) -> Mapping[str, Part]:
-        """All of this rank's, under fsdp."""
-        return self._divided.parts if self.unsharding else {}
-
-    def part_tensors(self) -> list[torch.Tensor]:
-        """Those of this rank."""
-        parts = [part.parameter for part in self._divided.parts.values()]
-        return [*parts, *(part.grad for part in parts if part.grad is not None)]
-
-    def _gather(self) -> None:
-        together([stage.begin_gather() for stage in self._divided.stages])()
-
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         """One batch."""
         return assemble_timeline(schedule, records)
 
     def _make_rank(
-        self,
-        rank: int,
-        execution: FlushExecution,
-        parts: UpdateParts,
-        loss_scale: LossScale | None,
-        unsharding: Unsharding | None,
+        self, rank: int, execution: FlushExecution, parts: UpdateParts, loss_scale: LossScale | None
     ) -> FlushRank:
         schedule, ownership = execution.schedule, parts.ownership
         named, held = dict(ownership.named_parameters()), ownership.shared()
@@ -363,14 +341,14 @@ class FlushUpdate(Update):
         def sums(collective: Collective) -> list[SharedSum]:
             """Sums of divided parameters, and of the others."""
             names, ranks = held[collective.stages], collective.ranks(schedule.owners)
-            own = [name for name in names if name in self._divided.parts]
-            others = [name for name in names if name not in self._divided.parts]
+            own = [name for name in names if name in self.shards.parts]
+            others = [name for name in names if name not in self.shards.parts]
             return [
                 SharedSum(
                     collective,
                     ranks=ranks,
                     parameters=[(name, named[name]) for name in some],
-                    divided=self._divided.sum_of(rank, ranks, own, parts.collectives) if some is own else None,
+                    parts=[self.shards.parts[name] for name in some] if some is own else (),
                     collectives=parts.collectives,
                     device=parts.device,
                 )
@@ -391,7 +369,7 @@ class FlushUpdate(Update):
             replicas=execution.data_groups[rank],
             collectives=parts.collectives,
             recorder=parts.recorders[rank],
-            unsharding=unsharding,
+            shards=self.shards,
             device=parts.device,
         )
 

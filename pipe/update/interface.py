@@ -33,7 +33,6 @@ from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
 from ..batch.results import UpdateResult
 from ..measure.recorder import Recorder
-from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
@@ -43,7 +42,7 @@ from .gate import UpdateGate
 from .loss_scale import LossScale
 from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate
-from .unsharding import Unsharding
+from .shards import Shards
 
 Programs = Mapping[int, RankProgram]  # by local rank
 
@@ -151,7 +150,7 @@ class Update(ABC):
         ranks: by local rank.
         stages: of all local ranks, in order; none without an optimizer.
         loss_scale: None without a GradScaler.
-        unsharding: by local rank, of weights of which it keeps parts alone.
+        shards: what its rank has of the parameters that it divides with others.
 
     Attributes:
         gate: entered before weights or optimizer state are written.
@@ -166,11 +165,11 @@ class Update(ABC):
         ranks: Mapping[int, RankUpdate],
         stages: Sequence[StageState],
         loss_scale: LossScale | None = None,
-        unsharding: Mapping[int, Unsharding] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.gate = UpdateGate()
         self.loss_scale = loss_scale
-        self.unsharding: Mapping[int, Unsharding] = {} if unsharding is None else unsharding
+        self.shards = Shards() if shards is None else shards
         self.schedule = schedule
         self.ranks = ranks
         self.stages = stages
@@ -290,14 +289,6 @@ class Update(ABC):
                 collective.
         """
         yield
-
-    def parts_apart(self) -> Mapping[str, Part]:
-        """By name, the parts of weights that this process keeps where the model's own Parameters are let go."""
-        return {}
-
-    def part_tensors(self) -> list[torch.Tensor]:
-        """Parts of weights and of their gradients, of which other ranks have the rest."""
-        return []
 
     def refuse_reading(self, what: str) -> None:
         """ValueError while weights that are read would not be of one update."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from ...comm import Collectives
 from ..stages.ownership import Ownership
-from .dividing import Divided
 from .gradients import clip_gradients, norm_of, norm_part, scale_gradients
 from .loss_scale import unscale
+from .shards import Shards
 
 
 class LocalGradients:
@@ -24,14 +24,14 @@ class LocalGradients:
 
     Arguments:
         local: ranks of this process.
-        divided: parameters whose updates several ranks divide among themselves: each has the gradients of its part.
+        shards: parameters whose updates several ranks divide among themselves: each has the gradients of its part.
     """
 
     def __init__(
         self,
         ownership: Ownership,
         local: Sequence[int],
-        divided: Divided,
+        shards: Shards,
         collectives: Collectives,
         *,
         device: torch.device,
@@ -39,10 +39,10 @@ class LocalGradients:
         self._named = {name: p for name, p in ownership.named_parameters() if p.requires_grad}
         self.parameters = list(self._named.values())
         self.counted = [p for p in ownership.counted_parameters(local) if p.requires_grad]
-        self._divided, self._collectives, self._device = divided, collectives, device
+        self._shards, self._collectives, self._device = shards, collectives, device
         self._tensor_group = ownership.group
-        self._wholes = {id(part.whole) for part in divided.parts.values()}
-        self._counted_parts = divided.counted(ownership)
+        self._wholes = {id(part.whole) for part in shards.parts.values()}
+        self._counted_parts = shards.counted(ownership)
         self._before: list[torch.Tensor | None] = []
 
     def name_of(self, parameter: object) -> str | None:
@@ -60,13 +60,13 @@ class LocalGradients:
         """The batch failed: those that were there are there again."""
         for parameter, grad in zip(self.parameters, self._before, strict=True):
             parameter.grad = grad
-        for part in self._divided.parts.values():
+        for part in self._shards.parts.values():
             part.parameter.grad = None
         self._before = []
 
     def drop(self) -> None:
         """Forget all of them (after an error)."""
-        for parameter in [*self.parameters, *(part.parameter for part in self._divided.parts.values())]:
+        for parameter in [*self.parameters, *(part.parameter for part in self._shards.parts.values())]:
             parameter.grad = None
         self._before = []
 
@@ -79,7 +79,7 @@ class LocalGradients:
     def add_before_to_parts(self) -> None:
         """Add to the parts of divided parameters the gradients that were there before the batch."""
         before = {id(p): grad for p, grad in zip(self.parameters, self._before, strict=True) if grad is not None}
-        for part in self._divided.parts.values():
+        for part in self._shards.parts.values():
             grad = before.get(id(part.whole))
             if grad is not None and not part.is_empty:
                 part.parameter.grad = _sum(part.of(grad), part.parameter.grad)
@@ -91,7 +91,7 @@ class LocalGradients:
         Arguments:
             present: divided parameters of which the batch made a gradient.
         """
-        for stage in self._divided.stages:
+        for stage in self._shards.stages.values():
             stage.gather_gradients(present)
         self._add_before(divided=True)
         self._before = []
@@ -132,7 +132,7 @@ class LocalGradients:
     def _updated(self) -> list[nn.Parameter]:
         """The parameters with the gradients that updates are made of: of divided ones the parts."""
         whole = [p for p in self.parameters if id(p) not in self._wholes]
-        return whole + [part.parameter for part in self._divided.parts.values()]
+        return whole + [part.parameter for part in self._shards.parts.values()]
 
     def _add_before(self, *, divided: bool) -> None:
         for parameter, grad in zip(self.parameters, self._before, strict=True):

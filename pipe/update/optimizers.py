@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
-from ..parallel.part import Part
-from ..parallel.share import Share
+from ..parallel.shard import Shard
+from ..parallel.split import ShardedParameter
 from .delay_correction import Feedback
 from .options import BatchOptions
 
@@ -80,7 +80,7 @@ class StageOptimizers:
         self._parameters = [parameter for _, parameter in parameters]
         self._feedback = None if feedback is None else Feedback(self.names, feedback, fresh=fresh)
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
-        self.parts: Mapping[str, Part] = {}
+        self.parts: Mapping[str, ShardedParameter] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model, may_hold_others)
@@ -118,7 +118,7 @@ class StageOptimizers:
             if id(parameter) in self.names
         }
 
-    def divide(self, parts: Mapping[str, Part]) -> None:
+    def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
         """From now on hold these parts in the places of their parameters; none where a part is empty."""
         self.parts = parts
         self.names.update({id(part.parameter): name for name, part in parts.items()})
@@ -168,13 +168,13 @@ class StageOptimizers:
                 )
         return list(dict.fromkeys(self.names[id(parameter)] for parameter in [*group["params"], *away]))
 
-    def share(self, name: str, of: Share) -> Share:
+    def shard(self, name: str, of: Shard) -> Shard:
         """State that the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
 
         Arguments:
             of: what this rank has of the parameter in training.
         """
-        return self.parts[name].share(of) if name in self.parts else of
+        return self.parts[name].shard(of) if name in self.parts else of
 
     @contextmanager
     def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:

@@ -24,7 +24,7 @@ from ..batch.batches import (
 from ..batch.checksum import UNKNOWN, Identity
 from ..stages.stage import LossValue
 from .loss_scale import LossScale
-from .unsharding import Unsharding
+from .shards import Shards
 
 
 class RankUpdate:
@@ -33,7 +33,7 @@ class RankUpdate:
     Attributes:
         batches: under way, by number: microbatches number * M, number * M + 1, ...
         loss_scale: None: losses are not scaled, and must be finite.
-        unsharding: of the weights of which this rank keeps parts alone; None: it keeps them whole.
+        shards: what this rank has of the parameters that it divides with others.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class RankUpdate:
         rank: int,
         schedule: Schedule,
         loss_scale: LossScale | None = None,
-        unsharding: Unsharding | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.loss_scale = loss_scale
-        self.unsharding = unsharding
+        self.shards = Shards() if shards is None else shards
         self.batches: dict[int, Batch] = {}
         self._rank = rank
         self._batch_indices = schedule.batch_indices
@@ -73,13 +73,12 @@ class RankUpdate:
 
     def begin(self, collective: Collective) -> None:
         """The program has come to what ranks of several processes do together: it goes on beside compute."""
-        assert self.unsharding is not None, f"{collective} in a program of ranks that share nothing"
-        self.unsharding.begin(collective)
+        self.shards.begin(collective)
 
     def settle(self) -> None:
         """Block until what was begun is through: the program is."""
-        if self.unsharding is not None:
-            self.unsharding.settle()
+        if self.shards.apart:
+            self.shards.settle()
 
     def finish(self, step: GroupStep) -> None:
         """The backwards of an update group are through on this rank."""

@@ -4,7 +4,7 @@
     program is through       -> wait
     gradients are ready      -> finish: the sums are the gradients now
 
-Where ranks divide the optimizer's state, each gets the sums of its parts alone (see `parts`). A rank to which no
+Where ranks divide the optimizer's state, each gets the sums of its parts alone (see `stage_shards`). A rank to which no
 gradient came gives zeros; one that came nowhere is left None, since optimizers leave such a parameter alone.
 """
 
@@ -21,12 +21,13 @@ from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..batch.batches import Batch
 from ..measure.recorder import Recorder
+from ..parallel.split import ShardedParameter
 from .gradients import FlatGradients, flatten, scale_gradients, unflatten
 from .loss_scale import LossScale
 from .optimizers import differing_options
-from .parts import DividedSum
 from .rank_update import RankUpdate
-from .unsharding import Unsharding
+from .shards import Shards
+from .stage_shards import begin_sum
 
 
 class SharedSum:
@@ -35,7 +36,7 @@ class SharedSum:
     Arguments:
         ranks: that take part.
         parameters: whose gradients they are, with their names, in the same order on all of them.
-        divided: where each rank needs a part of the sums alone.
+        parts: where each rank needs a part of the sums alone: this rank's of these parameters; else none.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SharedSum:
         *,
         ranks: Sequence[int],
         parameters: Sequence[tuple[str, nn.Parameter]],
-        divided: DividedSum | None,
+        parts: Sequence[ShardedParameter],
         collectives: Collectives,
         device: torch.device,
     ) -> None:
@@ -52,7 +53,7 @@ class SharedSum:
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
         self._ranks = ranks
         self._flat = FlatGradients(parameters)
-        self._divided = divided
+        self._parts = parts
         self._collectives = collectives
         self._device = device
         self._flags = torch.empty(0)
@@ -73,8 +74,10 @@ class SharedSum:
         self._flags = torch.cat([self._flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
         begin = partial(self._collectives.begin_all_reduce, what=self._what, ranks=self._ranks)
         self._waits = [begin(self._flags)]
-        if self._divided is not None:
-            self._waits.append(self._divided.begin(what=self._what, on_through=on_through))
+        if self._parts:
+            self._waits.append(
+                begin_sum(self._parts, self._ranks, self._collectives, what=self._what, on_through=on_through)
+            )
             return
         buckets = self._flat.buckets
         self._totals = [self._flatten(at, [parameters[i] for i in bucket]) for at, bucket in enumerate(buckets)]
@@ -94,10 +97,9 @@ class SharedSum:
         if differing:  # the same on all ranks, so that none goes on alone
             raise ValueError(differing_options([self._flat.names[position] for position in differing], self._ranks))
         there = present.tolist()
-        if self._divided is not None:
-            for part, count in zip(self._divided.parts, there, strict=True):
-                if not count:
-                    part.parameter.grad = None
+        for part, count in zip(self._parts, there, strict=False):
+            if not count:
+                part.parameter.grad = None
         for bucket, total in zip(self._flat.buckets, self._totals, strict=False):  # none where they are divided
             self._put_back(bucket, total, there)
         self._totals = []
@@ -157,10 +159,10 @@ class FlushRank(RankUpdate):
         replicas: Sequence[int],
         collectives: Collectives,
         recorder: Recorder,
-        unsharding: Unsharding | None,
+        shards: Shards,
         device: torch.device,
     ) -> None:
-        super().__init__(rank, schedule, loss_scale, unsharding)
+        super().__init__(rank, schedule, loss_scale, shards)
         self._sums = sums
         self._option_numbers = option_numbers
         self._replicas = replicas

@@ -39,12 +39,12 @@ class StreamUpdate(Update):
             for one in ranks.values()
             for stage in sorted(one.weights)
         ]
-        super().__init__(course.schedule, ranks, stages)
+        shards = next(iter(ranks.values())).shards  # nothing is divided where a process has several ranks
+        super().__init__(course.schedule, ranks, stages, shards=shards)
         self._ranks = ranks
         for rank in ranks.values():
             rank.gate = self.gate
         self._course = course
-        self._divided = next(iter(ranks.values())).divided  # nothing is, where a process has several ranks
         self._collectives = collectives
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
         self._last = -1
@@ -153,7 +153,7 @@ class StreamUpdate(Update):
 
     def refuse_reading(self, what: str) -> None:
         """ValueError where parts of weights are still on their way from the ranks that updated them."""
-        if self._divided.parts:
+        if self.shards.parts:
             self.refuse_changes(f"{what}, of weights that several ranks update in parts,")
 
     def refuse_changes(self, what: str) -> None:
@@ -172,7 +172,7 @@ class StreamUpdate(Update):
 
     def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """From the parts of all ranks."""
-        return self._divided.whole(gradients, self._collectives) if self._divided.parts else dict(gradients)
+        return self.shards.whole_gradients(gradients, self._collectives) if self.shards.parts else dict(gradients)
 
     def restart(self) -> None:
         """With the next batch."""

@@ -14,9 +14,9 @@ from ...schedules.transform import defer_updates
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
-from .dividing import NOTHING_DIVIDED, Divided, divide_stages
 from .gradients import refuse_sparse_modules
 from .interface import UpdateParts
+from .shards import Shards, shard_stages
 from .stream import StreamUpdate
 from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 
@@ -50,18 +50,24 @@ class StreamExecution:
                 )
                 for stage, one in weights.items()
             }
-            divided = NOTHING_DIVIDED
-            if parts.sharding.is_any:
-                divided = divide_stages(rank, schedule, parts, list(optimizers.values()))
-                for one in weights.values():
-                    one.divide(divided.parts)
-            shared, counted = _shared_and_counted(rank, parts.ownership, weights, divided)
+            shards = shard_stages(
+                rank,
+                list(optimizers.values()),
+                schedule=schedule,
+                sharding=parts.sharding,
+                ownership=parts.ownership,
+                collectives=parts.collectives,
+                recorder=parts.recorders[rank],
+            )
+            for one in weights.values():
+                one.divide(shards.parts)
+            shared, counted = _shared_and_counted(rank, parts.ownership, weights, shards)
             ranks[rank] = StreamRank(
                 rank,
                 course=self.course,
                 weights=weights,
                 optimizers=optimizers,
-                divided=divided,
+                shards=shards,
                 shared=shared,
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
@@ -149,17 +155,17 @@ def _weights_of(
 
 
 def _shared_and_counted(
-    rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions], divided: Divided
+    rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions], shards: Shards
 ) -> tuple[Sequence[SharedGradient], Sequence[ParameterPlace]]:
     """Gradients that this rank adds up with others, by name in one order everywhere; those that its norm counts."""
     ranks_of = dict(ownership.tied())
     places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
     shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]
-    parts = {part.name for part in divided.counted(ownership)}
+    parts = {part.name for part in shards.counted(ownership)}
     counted = [
         place
         for name, place in places.items()
-        if (name in parts if name in divided.parts else rank == min(ranks_of.get(name, (rank,))))
+        if (name in parts if name in shards.parts else rank == min(ranks_of.get(name, (rank,))))
         and ownership.group.counts(name)
     ]
     return shared, counted

@@ -1,7 +1,7 @@
 """Update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
 
 last F of the group (last stage)   -> LOSS to every rank
-REDUCE_GRAD: LOSS is here          -> scale the gradients, SUM to the ranks that share some
+REDUCE_GRAD: LOSS is here          -> scale the gradients, SUM to the ranks that shard some
 GRAD_NORM: SUM is here             -> own squared norm to rank 0; there: TOTAL to every rank
 U: SUM, TOTAL are here             -> clip, update the versions of the stage
 """
@@ -21,15 +21,15 @@ from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
-from ..parallel.group_shares import GroupShares
+from ..parallel.member_shards import MemberShards
 from ..stages.weights import WeightVersions
-from .dividing import Divided
 from .gate import UpdateGate
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
 from .same_options import SameOptions
+from .shards import Shards
 
 
 class ParameterPlace(NamedTuple):
@@ -67,7 +67,6 @@ class StreamRank(RankUpdate):
         optimizers: of its stages.
         shared: the gradients that it adds up with other ranks, in the same order on all of them.
         counted: the parameters that count in this rank's part of the global norm; of a divided one, the part.
-        divided: what this rank has parts of.
         max_grad_norm: None: no clipping.
         group: what the tensor group holds.
     """
@@ -81,13 +80,13 @@ class StreamRank(RankUpdate):
         optimizers: Mapping[int, StageOptimizers],
         shared: Sequence[SharedGradient],
         counted: Sequence[ParameterPlace],
-        divided: Divided,
+        shards: Shards,
         max_grad_norm: float | None,
-        group: GroupShares,
+        group: MemberShards,
         device: torch.device,
     ) -> None:
         schedule = course.schedule
-        super().__init__(rank, schedule)
+        super().__init__(rank, schedule, shards=shards)
         self.weights = weights
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
@@ -111,13 +110,12 @@ class StreamRank(RankUpdate):
         self._with = {
             peer: [position for position, one in enumerate(self._shared) if peer in one.ranks] for peer in peers
         }
-        self.divided = divided
         self._names = names
         # By peer, what of each shared gradient goes there, and what comes from there.
         self._to = {peer: self._flat(positions, of=peer) for peer, positions in self._with.items()}
         self._from = {peer: self._flat(positions, of=rank) for peer, positions in self._with.items()}
         self._parts = {
-            peer: [part for part in divided.parts.values() if peer in part.division.ranks]
+            peer: [part for part in shards.parts.values() if peer in part.split.ranks]
             for peer in range(self._num_ranks)
             if peer != rank
         }
@@ -236,7 +234,7 @@ class StreamRank(RankUpdate):
             if self._shared:
                 self._same_options.used(index, self._option_numbers(stage))
             self.weights[stage].update(index, lambda: optimizers.step(loss, is_fresh=is_fresh))
-        if self.divided.parts:
+        if self.shards.parts:
             self._made[stage, index] = self.weights[stage].newest
         group.updates += 1
         if group.updates == len(self.weights):
@@ -300,7 +298,7 @@ class StreamRank(RankUpdate):
                 stage = self._stage_of[part.name]
                 whole = self.weights[stage].kept(versions[stage], part.name)
                 if whole is not None and value.numel():
-                    part.division.view(whole, peer).copy_(value)
+                    part.of(whole, rank=peer).copy_(value)
         for weights in self.weights.values():
             weights.note()
 
@@ -313,20 +311,20 @@ class StreamRank(RankUpdate):
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
         """The parts of a rank, among what this one and `peer` divide."""
-        return Flat([part.division.view(_like(part.whole), of) for part in self._parts[peer]])
+        return Flat([part.of(_like(part.whole), rank=of) for part in self._parts[peer]])
 
     def _part(self, position: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Part that a rank needs of a shared gradient: its part, or all of it."""
-        division = self.divided.divisions.get(rank, {}).get(self._names[position])
-        return tensor if division is None else division.view(tensor, rank)
+        """ShardedParameter that a rank needs of a shared gradient: its part, or all of it."""
+        part = self.shards.parts.get(self._names[position])
+        return tensor if part is None else part.of(tensor, rank=rank)
 
     def _batch_loss(self, batch: int) -> float:
         """Mean over the batch, all of whose groups are known."""
         parts = self._known_losses[batch]
         if len(parts) == 1:
             return parts[0].mean
-        shares = [part.num_samples if part.counts is None else part.counts for part in parts]
-        return sum(share * part.mean for share, part in zip(shares, parts, strict=True)) / sum(shares)
+        shards = [part.num_samples if part.counts is None else part.counts for part in parts]
+        return sum(shard * part.mean for shard, part in zip(shards, parts, strict=True)) / sum(shards)
 
     def _add_shared(self, index: int) -> None:
         """Sum what has come of the gradients shared with other ranks, in the order of the ranks."""

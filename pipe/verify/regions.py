@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from ..nested import mapped
 from ..parallel.attention import Experts, Heads
-from ..parallel.share import Share
+from ..parallel.shard import Shard
 from ..parallel.styles import Local, Row
 from ..parallel.styles import Sequence as Positions
 from ..parallel.tensor_option import describe
@@ -100,7 +100,7 @@ class Regions:
     def first_difference(
         self,
         *,
-        share: Callable[[str, Tensor], Share],
+        shard: Callable[[str, Tensor], Shard],
         full: Callable[[str, Tensor], Tensor],
         together: Callable[[object], Sequence[object]],
     ) -> str | None:
@@ -109,7 +109,7 @@ class Regions:
         A region whose inputs are no whole tensors, since styles of the user's divide what lies around it, is left out.
 
         Arguments:
-            share: of a parameter (its name, what is here), the part that it is.
+            shard: of a parameter (its name, what is here), the part that it is.
             full: the whole of it. Collective.
             together: what each member gives, on all of them. Collective.
         """
@@ -121,13 +121,13 @@ class Regions:
             seen = together(_checksum(self._calls[region.name]) if here else None)
             if not here or any(other != seen[0] for other in seen):
                 continue
-            found = self._compare(region, share, full)
+            found = self._compare(region, shard, full)
             verdict = verdict or found
         self._calls.clear()
         return verdict
 
     def _compare(
-        self, region: Region, share: Callable[[str, Tensor], Share], full: Callable[[str, Tensor], Tensor]
+        self, region: Region, shard: Callable[[str, Tensor], Shard], full: Callable[[str, Tensor], Tensor]
     ) -> str | None:
         for (name, plain), module in zip(region.plain.items(), region.modules.values(), strict=True):
             held = dict(module.named_parameters())
@@ -142,7 +142,7 @@ class Regions:
             for plain in region.plain.values():
                 for empty in plain.parameters():
                     empty.data, empty.grad = empty.data.new_empty(0), None
-        return _difference(region, expected, found, share)
+        return _difference(region, expected, found, shard)
 
 
 def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[str, ...]]:
@@ -211,13 +211,13 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
 
 
 def _difference(
-    region: Region, expected: _Outcome, found: _Outcome, share: Callable[[str, Tensor], Share]
+    region: Region, expected: _Outcome, found: _Outcome, shard: Callable[[str, Tensor], Shard]
 ) -> str | None:
     """Outputs, then backwards, each compared with the part that is here."""
     weights: list[tuple[str, Tensor | None, Tensor | None]] = []
     for key, gradient in reversed(expected.weights.items()):
         held = found.weights.get(key)
-        part = gradient if gradient is None or held is None else share(key, held).take(gradient)
+        part = gradient if gradient is None or held is None else shard(key, held).take(gradient)
         weights.append((f"the gradient of {key!r}", part, held))
     outputs = [("its output", *pair) for pair in zip(expected.out, found.out, strict=False)]
     inputs = [("a gradient of its inputs", *pair) for pair in zip(expected.gradients, found.gradients, strict=False)]

@@ -178,7 +178,7 @@ class Verifier:
         group = self._ownership.group
         together = partial(self._collectives.tensor_gather_objects, what="comparing inputs of divided modules")
         with untouched(self._parts.root, device=self._settings.device):
-            return self._regions.first_difference(share=group.share, full=group.gather, together=together)
+            return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 
     @property
     def _schedule(self) -> Schedule:

@@ -1,4 +1,4 @@
-"""Pieces of a tensor: written under any shares, read under any others, and only those that are needed."""
+"""Pieces of a tensor: written under any shards, read under any others, and only those that are needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.inside import (
     HeldPiece,
     OwnCheckpoints,
     Piece,
-    Share,
+    Shard,
     Snapshot,
     model_key,
     persist,
@@ -20,7 +20,7 @@ from support.inside import (
 )
 
 FULL = torch.arange(12 * 6, dtype=torch.float64).reshape(12, 6)
-WHOLE = Share.whole((12, 6))
+WHOLE = Shard.whole((12, 6))
 WAYS = {
     "whole": [WHOLE],
     "rows": [WHOLE.divided(0, index=i, count=5) for i in range(5)],
@@ -33,11 +33,11 @@ WAYS = {
 }
 
 
-def written(folder: Path, shares: list[Share]) -> Checkpoint:
+def written(folder: Path, shards: list[Shard]) -> Checkpoint:
     pieces = [
-        HeldPiece(key=model_key("w"), shape=share.full, start=box.start, tensor=share.take(FULL)[box.of_local()])
-        for share in shares
-        for box in share.boxes
+        HeldPiece(key=model_key("w"), shape=shard.full, start=box.start, tensor=shard.take(FULL)[box.of_local()])
+        for shard in shards
+        for box in shard.boxes
     ]
     snapshot = Snapshot(step=1, kind="weights", names=("w",), tied={}, pieces=tuple(pieces), values={}, by_process={})
     result = persist(folder, snapshot, processes=Alone(), own=OwnCheckpoints())
@@ -46,12 +46,12 @@ def written(folder: Path, shares: list[Share]) -> Checkpoint:
 
 
 @pytest.mark.parametrize("before", WAYS.values(), ids=WAYS.keys())
-def test_written_under_any_shares_read_under_any_others(before: list[Share], tmp_path: Path) -> None:
+def test_written_under_any_shares_read_under_any_others(before: list[Shard], tmp_path: Path) -> None:
     checkpoint = written(tmp_path, before)
     for after in WAYS.values():
-        for share in after:
-            checkpoint.check(model_key("w"), share)
-            assert torch.equal(checkpoint.read(model_key("w"), share), share.take(FULL))
+        for shard in after:
+            checkpoint.check(model_key("w"), shard)
+            assert torch.equal(checkpoint.read(model_key("w"), shard), shard.take(FULL))
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +70,12 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_pieces_that_overlap_or_are_missing_are_not_published(tmp_path: Path) -> None:
-    for shares, said in (
+    for shards, said in (
         (WAYS["rows"][1:], "pieces of 54 elements in all: expected 72"),
         (WAYS["rows"] + WAYS["whole"], "pieces of 144 elements in all, some of which overlap"),
     ):
         with pytest.raises(AssertionError, match=said):
-            written(tmp_path, shares)
+            written(tmp_path, shards)
         assert not [each for each in tmp_path.iterdir() if each.is_dir()]
         assert not (tmp_path / "latest").exists()
 

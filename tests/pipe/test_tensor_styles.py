@@ -229,14 +229,14 @@ def departures(name: str) -> tuple[int, dict[str, float]]:
         if grad is None:
             assert ours[key] is None, key
             continue
-        share = cut.shares.get(key)
-        apart[key] = far(ours[key], grad if share is None else share.take(grad))
+        shard = cut.shards.get(key)
+        apart[key] = far(ours[key], grad if shard is None else shard.take(grad))
     with torch.no_grad():  # torch's short cut in evaluation reads all weights at once, as whole ones
         evaluated = output(model.eval(), inputs)
         torch.backends.mha.set_fastpath_enabled(False)
         apart["evaluation"] = far(evaluated, output(plain.eval(), inputs))
         torch.backends.mha.set_fastpath_enabled(True)
-    return len(cut.shares), apart
+    return len(cut.shards), apart
 
 
 def far(found: Tensor | None, expected: Tensor) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.inside import GPT, Column, GPTConfig, Regions, Share, TensorGroup, cut_by_styles, read_tensor_parallel
+from support.inside import GPT, Column, GPTConfig, Regions, Shard, TensorGroup, cut_by_styles, read_tensor_parallel
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -145,7 +145,7 @@ def verdict(name: str) -> str | None:
 
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     found = regions.first_difference(
-        share=lambda key, held: cut.shares.get(key, Share.whole(tuple(held.shape))),
+        shard=lambda key, held: cut.shards.get(key, Shard.whole(tuple(held.shape))),
         full=lambda key, held: whole.get_parameter(key),
         together=together,
     )

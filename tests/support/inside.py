@@ -191,7 +191,7 @@ _NAMES = {
     "pipe.parallel.cutting": "cut_by_styles",
     "pipe.parallel.measured": "profile_cut",
     "pipe.parallel.sends": "TensorAxis",
-    "pipe.parallel.share": "Share",
+    "pipe.parallel.shard": "Shard",
     "pipe.parallel.styles": "Column",
     "pipe.parallel.tensor_group": "TensorGroup",
     "pipe.parallel.tensor_option": "TensorParallelLike read_tensor_parallel",

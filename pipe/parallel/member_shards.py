@@ -1,4 +1,4 @@
-"""Shares in a tensor group: which part of each weight a member holds, and full tensors from the parts of all members.
+"""Shards in a tensor group: which part of each weight a member holds, and full tensors from the parts of all members.
 
     weight [8, 4] cut by columns    member 0: rows 0..4    member 1: rows 4..8
     a norm's weight [4]             member 0: all of it    member 1: all of it, equal to member 0's
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives
 from .cutting import cut_by_styles
-from .share import Share
+from .shard import Shard
 from .style import style_of
 from .tensor_group import TensorGroup
 
@@ -29,16 +29,16 @@ _COMPARISONS = 2  # update groups whose gradients are compared
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; what other kernels add up in another order
 
 
-class GroupShares:
+class MemberShards:
     """Parts of a model's parameters by name; whatever has no name here is whole on every member.
 
     Arguments:
-        by_member: name -> [T] shares of the members, for what is divided.
+        by_member: name -> [T] shards of the members, for what is divided.
         originals: full tensors of what is divided, as this process was given them, until they are spread.
     """
 
     def __init__(
-        self, collectives: Collectives, by_member: Mapping[str, Sequence[Share]], originals: Mapping[str, torch.Tensor]
+        self, collectives: Collectives, by_member: Mapping[str, Sequence[Shard]], originals: Mapping[str, torch.Tensor]
     ) -> None:
         self._collectives = collectives
         self._by_member = by_member
@@ -108,31 +108,31 @@ class GroupShares:
         """Whether this member's part is counted in sums over the group: of what all of them hold, the first one's."""
         return name in self._by_member or self._collectives.is_first_member
 
-    def share(self, name: str, local: torch.Tensor) -> Share:
-        """This process's share of a tensor that it holds as `local`."""
-        shares = self._by_member.get(name)
-        return Share.whole(tuple(local.shape)) if shares is None else shares[self._own]
+    def shard(self, name: str, local: torch.Tensor) -> Shard:
+        """This process's shard of a tensor that it holds as `local`."""
+        shards = self._by_member.get(name)
+        return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
 
     def full_numel(self, name: str, local: torch.Tensor) -> int:
         """Elements of the full tensor."""
-        return prod(self.share(name, local).full)
+        return prod(self.shard(name, local).full)
 
     def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from the members' parts. Collective over the tensor group."""
-        shares = self._by_member.get(name)
-        if shares is None:
+        shards = self._by_member.get(name)
+        if shards is None:
             return local
-        full = local.new_empty(shares[0].full)
+        full = local.new_empty(shards[0].full)
         parts = self._collectives.tensor_gather(local, what=f"gathering the parts of {name!r}")
-        for share, part in zip(shares, parts, strict=True):
-            share.put(part, full)
+        for shard, part in zip(shards, parts, strict=True):
+            shard.put(part, full)
         return full
 
     def own_part(self, name: str, local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """This process's part of `value`, which is a full tensor or such a part already; of another shape: as it is."""
-        share = self.share(name, local)
-        is_full = tuple(value.shape) == share.full and share.full != share.local
-        return share.take(value) if is_full else value
+        shard = self.shard(name, local)
+        is_full = tuple(value.shape) == shard.full and shard.full != shard.local
+        return shard.take(value) if is_full else value
 
     def original(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The full tensor as this process was given it, within `undone_on_error`."""
@@ -146,7 +146,7 @@ def divide_over_group(
     *,
     device: torch.device,
     on_region: Callable[[bool], None],
-) -> GroupShares:
+) -> MemberShards:
     """Cut a model's modules for the tensor group of this process. Collective over the tensor group.
 
     Arguments:
@@ -157,7 +157,7 @@ def divide_over_group(
     """
     members = collectives.tensor_members
     if len(members) == 1 or not styles:
-        return GroupShares(collectives, {}, {})
+        return MemberShards(collectives, {}, {})
     _refuse_hooks(root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     full = {id(parameter): parameter.data for parameter in parameters.values()}
@@ -168,14 +168,14 @@ def divide_over_group(
         collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=on_region
     )
     cut = cut_by_styles(root, styles, group, mesh=mesh)
-    shares = cut.shares
+    shards = cut.shards
 
     def undo() -> None:
         cut.undo()
         for parameter in parameters.values():
             parameter.data = full[id(parameter)]
 
-    by_id = {id(parameters[name]): share for name, share in shares.items()}
+    by_id = {id(parameters[name]): shard for name, shard in shards.items()}
     own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
     everyone = collectives.tensor_gather_objects(own, what="comparing the parts of a tensor group")
     for member, theirs in zip(members, everyone, strict=True):
@@ -186,7 +186,7 @@ def divide_over_group(
                 f"{collectives.name_of(member)} has divided {name!r} otherwise than {collectives.name_of(members[0])}: "
                 f"expected the same model and tensor_parallel= in every process"
             )
-    found = GroupShares(
+    found = MemberShards(
         collectives,
         {name: [theirs[name] for theirs in everyone] for name in own},
         {name: full[id(parameters[name])] for name in own},

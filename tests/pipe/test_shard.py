@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import Share
+from support.inside import Shard
 
 
 def cut(tensor: torch.Tensor, dim: int, index: int, count: int, blocks: int) -> torch.Tensor:
@@ -37,36 +37,36 @@ def test_a_share_is_the_slice_and_all_shares_are_the_tensor(
 ) -> None:
     shape, steps = case
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-    shares = [(Share.whole(shape), full)]
+    shards = [(Shard.whole(shape), full)]
     for dim, count, blocks in steps:
-        shares = [
-            (share.divided(dim, index=index, count=count, blocks=blocks), cut(part, dim, index, count, blocks))
-            for share, part in shares
+        shards = [
+            (shard.divided(dim, index=index, count=count, blocks=blocks), cut(part, dim, index, count, blocks))
+            for shard, part in shards
             for index in range(count)
         ]
     again = torch.full_like(full, -1)
-    for share, part in shares:
-        assert torch.equal(share.take(full), part)
-        assert share.numel == part.numel() == sum(torch.Size(box.sizes).numel() for box in share.boxes)
-        share.put(part, again)
+    for shard, part in shards:
+        assert torch.equal(shard.take(full), part)
+        assert shard.numel == part.numel() == sum(torch.Size(box.sizes).numel() for box in shard.boxes)
+        shard.put(part, again)
     assert torch.equal(again, full)
-    assert sum(share.numel for share, _ in shares) == full.numel()
+    assert sum(shard.numel for shard, _ in shards) == full.numel()
 
 
 def test_neighbouring_boxes_are_one() -> None:
-    whole = Share.whole((6, 4))
+    whole = Shard.whole((6, 4))
     assert whole.divided(0, index=0, count=1, blocks=3) == whole
     assert whole.is_whole
     assert not whole.divided(0, index=0, count=2).is_whole
 
 
 def test_mistakes_are_named() -> None:
-    share = Share.whole((6, 4))
+    shard = Shard.whole((6, 4))
     with pytest.raises(ValueError, match=r"dim=2 of a tensor of shape \(6, 4\): expected one of its dimensions"):
-        share.divided(2, index=0, count=2)
+        shard.divided(2, index=0, count=2)
     with pytest.raises(ValueError, match="part 2 of 2: expected 0 to 1"):
-        share.divided(0, index=2, count=2)
+        shard.divided(0, index=2, count=2)
     with pytest.raises(ValueError, match="dimension 1 of size 4 in 3 equal blocks: expected a divisor of 4"):
-        share.divided(1, index=0, count=2, blocks=3)
+        shard.divided(1, index=0, count=2, blocks=3)
     with pytest.raises(ValueError, match=r"local tensor of shape \(6, 4\): expected \(3, 4\)"):
-        share.divided(0, index=0, count=2).put(torch.zeros(6, 4), torch.zeros(6, 4))
+        shard.divided(0, index=0, count=2).put(torch.zeros(6, 4), torch.zeros(6, 4))

@@ -1,19 +1,77 @@
-"""A rank's part of a parameter: what its optimizer holds where other ranks hold the rest."""
+"""Who has which part of a parameter that several ranks hold, and a rank's own part: what its optimizer holds instead.
+
+a weight [6, 4] over 2 ranks     rows 0..2 | rows 3..5        for optimizers that treat each element by itself
+weights a, b over 2 ranks        a | b                        for those that need a whole parameter (Muon)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .division import Division
-from .share import Share
+from .shard import Shard
 
 
-class Part:
-    """This rank's part of a parameter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A parameter's parts, each one piece of memory.
+
+    Arguments:
+        ranks: that hold the same stage, ascending.
+        shards: by rank, of these; once all ranks that hold the parameter have agreed, of all of them.
+    """
+
+    ranks: tuple[int, ...]
+    shards: Mapping[int, Shard]
+
+
+def split_parameters(
+    parameters: Mapping[str, torch.Tensor], *, ranks: Sequence[int], count: int, whole: Collection[str]
+) -> dict[str, Split]:
+    """Splits of a stage's parameters by name; the same on all of its ranks.
+
+    A parameter is cut along its first dimension above 1, into parts as torch.chunk makes them.
+
+    Arguments:
+        count: how many of the ranks get a part.
+        whole: names of those that must stay whole; the largest first, each goes to the rank that has least.
+    """
+    shards: dict[str, list[Shard]] = {}
+    held = [0] * count
+    dims = {
+        name: None if name in whole or not tensor.is_contiguous() else _first_long(tensor)
+        for name, tensor in parameters.items()
+    }
+    for name, dim in dims.items():
+        if dim is not None:
+            full = Shard.whole(tuple(parameters[name].shape))
+            shards[name] = [full.divided(dim, index=place, count=count) for place in range(count)]
+            for place, shard in enumerate(shards[name]):
+                held[place] += shard.numel * parameters[name].element_size()
+    for name in sorted((name for name, dim in dims.items() if dim is None), key=lambda n: -parameters[n].nbytes):
+        shape, owner = tuple(parameters[name].shape), held.index(min(held))
+        held[owner] += parameters[name].nbytes
+        shards[name] = [Shard.whole(shape) if place == owner else Shard.nothing(shape) for place in range(count)]
+    rest = len(ranks) - count
+    return {
+        name: Split(
+            ranks=tuple(ranks),
+            shards=dict(zip(ranks, shards[name] + [Shard.nothing(tuple(tensor.shape))] * rest, strict=True)),
+        )
+        for name, tensor in parameters.items()
+    }
+
+
+def _first_long(tensor: torch.Tensor) -> int | None:
+    return next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
+
+
+class ShardedParameter:
+    """A parameter of which this rank has a part.
 
     Arguments:
         apart: whether the part has memory of its own, and the whole parameter may be let go.
@@ -23,16 +81,16 @@ class Part:
         parameter: what the optimizer holds in its place: a view of it, unless `apart`.
     """
 
-    def __init__(self, name: str, whole: nn.Parameter, division: Division, rank: int, *, apart: bool) -> None:
+    def __init__(self, name: str, whole: nn.Parameter, split: Split, rank: int, *, apart: bool) -> None:
         self.name = name
         self.whole = whole
-        self.division = division
-        self._rank = rank
+        self.split = split
+        self.rank = rank
         self._apart = apart
         self._stride = whole.stride()
         self._nothing: torch.Tensor | None = None  # what stands for all elements while the whole is let go
         self._version = 0
-        own = division.view(whole.data, rank)
+        own = self.of(whole.data)
         self.parameter = nn.Parameter(own.clone() if apart else own, requires_grad=whole.requires_grad)
 
     def follow(self) -> None:
@@ -95,13 +153,13 @@ class Part:
         """Whether other ranks have all of it."""
         return self.parameter.numel() == 0
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor like the parameter, as a view."""
-        return self.division.view(tensor, self._rank)
+    def of(self, tensor: torch.Tensor, *, rank: int | None = None) -> torch.Tensor:
+        """This part of a tensor like the parameter, as a view; or another rank's."""
+        return self.split.shards[self.rank if rank is None else rank].view(tensor)
 
-    def share(self, of: Share) -> Share:
+    def shard(self, of: Shard) -> Shard:
         """The part, of what this rank would hold alone."""
-        return self.division.share(self._rank, of)
+        return of.part(self.split.shards[self.rank])
 
     def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """An optimizer's state of the whole parameter, for this part."""

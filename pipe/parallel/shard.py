@@ -1,8 +1,8 @@
-"""Shares of tensors: the boxes of a full tensor that one process holds, and where they lie in its local tensor.
+"""Shards of tensors: the boxes of a full tensor that one process holds, and where they lie in its local tensor.
 
 Tensor parallelism divides a weight along one of its dimensions (a fused one block by block, as [q | k | v]), sharding
 over replicas divides what is left once more. Whoever asks what part of which tensor is here (norms, gathering,
-checkpoints, optimizer shards) asks its share.
+checkpoints, optimizers) asks its shard.
 
     [q | k | v] of 6 rows, member 1 of 2, blocks=3:     full rows 1, 3, 5  ->  local rows 0, 1, 2
 """
@@ -31,16 +31,30 @@ class Box:
         """Index of the local tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))
 
+    def part(self, part: Box) -> Box | None:
+        """What of it a box of the local tensor holds, which lies in a local tensor of its own; None: nothing."""
+        low = tuple(map(max, self.local, part.start))
+        high = tuple(
+            min(a + b, c + d) for a, b, c, d in zip(self.local, self.sizes, part.start, part.sizes, strict=True)
+        )
+        if any(begin >= end for begin, end in zip(low, high, strict=True)):
+            return None
+        return Box(
+            start=tuple(at + begin - here for at, begin, here in zip(self.start, low, self.local, strict=True)),
+            local=tuple(at + begin - here for at, begin, here in zip(part.local, low, part.start, strict=True)),
+            sizes=tuple(end - begin for begin, end in zip(low, high, strict=True)),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Shard:
     """A process's part of a tensor of shape `full`: boxes that tile a local tensor of shape `local`.
 
-    A share may be empty: then it has no boxes, and `local` has a 0 in it.
+    A shard may be empty: then it has no boxes, and `local` has a 0 in it.
 
-    >>> Share.whole((6, 4)).divided(0, index=1, count=2, blocks=3).boxes[1]
+    >>> Shard.whole((6, 4)).divided(0, index=1, count=2, blocks=3).boxes[1]
     Box(start=(3, 0), local=(1, 0), sizes=(1, 4))
-    >>> Share.whole((6, 4)).divided(1, index=0, count=2).divided(0, index=2, count=4).local
+    >>> Shard.whole((6, 4)).divided(1, index=0, count=2).divided(0, index=2, count=4).local
     (2, 2)
     """
 
@@ -49,23 +63,28 @@ class Share:
     boxes: tuple[Box, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Share:
+    def whole(cls, shape: tuple[int, ...]) -> Shard:
         """All of it."""
         start = (0,) * len(shape)
         boxes = (Box(start=start, local=start, sizes=tuple(shape)),) if prod(shape) else ()
         return cls(full=tuple(shape), local=tuple(shape), boxes=boxes)
 
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> Shard:
+        """Nothing of it."""
+        return cls(full=tuple(shape), local=(0,), boxes=())
+
     @property
     def is_whole(self) -> bool:
         """Whether the process holds the full tensor."""
-        return self == Share.whole(self.full)
+        return self == Shard.whole(self.full)
 
     @property
     def numel(self) -> int:
         """Elements held."""
         return prod(self.local)
 
-    def divided(self, dim: int, *, index: int, count: int, blocks: int = 1) -> Share:
+    def divided(self, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:
         """Part `index` of `count` along dimension `dim` of the local tensor, which consists of `blocks` equal ones.
 
         Parts are those of torch.chunk, as DTensor's Shard(dim): ceil(size / count) each, the last smaller or empty.
@@ -83,15 +102,32 @@ class Share:
             raise ValueError(f"dimension {dim} of size {size} in {blocks} equal blocks: expected a divisor of {size}")
         block = size // blocks
         first, last = chunk(block, index=index, count=count)
-        ranges = [(number * block + first, number * block + last) for number in range(blocks)]
-        boxes = []
-        for number, (begin, end) in enumerate(ranges):
-            for box in self.boxes:
-                cut = _cut(box, dim, begin, end, local=number * (last - first))
-                if cut is not None:
-                    boxes.append(cut)
+        if last - first == block:
+            blocks, first, last = 1, 0, size
         local = (*self.local[:dim], blocks * (last - first), *self.local[dim + 1 :])
-        return Share(full=self.full, local=local, boxes=_joined(boxes, dim) if prod(local) else ())
+        sizes = (*local[:dim], last - first, *local[dim + 1 :])
+
+        def place(at: int) -> tuple[int, ...]:
+            return tuple(at if each == dim else 0 for each in range(len(local)))
+
+        boxes = [
+            Box(start=place(number * block + first), local=place(number * (last - first)), sizes=sizes)
+            for number in range(blocks)
+        ]
+        return self.part(Shard(full=self.local, local=local, boxes=tuple(boxes) if prod(local) else ()))
+
+    def part(self, part: Shard) -> Shard:
+        """A shard of the local tensor, as one of the full tensor."""
+        pairs = ((box, inner) for inner in part.boxes for box in self.boxes)
+        boxes = tuple(cut for box, inner in pairs if (cut := box.part(inner)) is not None)
+        return Shard(full=self.full, local=part.local, boxes=boxes)
+
+    def view(self, full: torch.Tensor) -> torch.Tensor:
+        """The part of a full tensor, as a view of it; for a shard of one box."""
+        if not self.boxes:
+            return full.new_empty(self.local)
+        (box,) = self.boxes
+        return full[box.of_full()]
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """The local tensor, copied out of the full one."""
@@ -118,43 +154,3 @@ def chunk(size: int, *, index: int, count: int) -> tuple[int, int]:
     """Begin and end of part `index` of a dimension in `count` parts, as torch.chunk makes them."""
     step = -(-size // count)
     return min(index * step, size), min((index + 1) * step, size)
-
-
-def _cut(box: Box, dim: int, begin: int, end: int, *, local: int) -> Box | None:
-    """The part that lies in begin..end of the local dimension, which moves to `local` there."""
-    low = max(box.local[dim], begin)
-    high = min(box.local[dim] + box.sizes[dim], end)
-    if low >= high:
-        return None
-    return Box(
-        start=_replaced(box.start, dim, box.start[dim] + low - box.local[dim]),
-        local=_replaced(box.local, dim, local + low - begin),
-        sizes=_replaced(box.sizes, dim, high - low),
-    )
-
-
-def _joined(boxes: list[Box], dim: int) -> tuple[Box, ...]:
-    """Neighbours along `dim`, in the full tensor and in the local one, made one."""
-    found: list[Box] = []
-    for box in boxes:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and all(
-                _replaced(before, dim, before[dim] + last.sizes[dim]) == after
-                for before, after in ((last.start, box.start), (last.local, box.local))
-            )
-            and _replaced(last.sizes, dim, 0) == _replaced(box.sizes, dim, 0)
-        ):
-            found[-1] = Box(
-                start=last.start,
-                local=last.local,
-                sizes=_replaced(last.sizes, dim, last.sizes[dim] + box.sizes[dim]),
-            )
-            continue
-        found.append(box)
-    return tuple(found)
-
-
-def _replaced(numbers: tuple[int, ...], position: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:position], number, *numbers[position + 1 :])
