@@ -21,8 +21,8 @@ from ..schedules import Schedule, build, canonical_name
 from ..schedules.own import OwnLike, find_own, sizes_of
 from ..schedules.transform import replicate
 from .model_options import refuse_beside
-from .parallel.sends import NO_TENSOR_AXIS, TensorAxis
 from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
+from .parallel.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .replan import Replan, check_replan
 from .stages.recompute import Recompute, RecomputeLike, read_recompute
 

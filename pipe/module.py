@@ -35,8 +35,7 @@ from .model_options import (
     refuse_float16_parameters,
     sequence_options,
 )
-from .parallel.sends import TensorAxis
-from .parallel.tensor_option import TensorParallelLike
+from .parallel.tensor_option import TensorAxis, TensorParallelLike
 from .run_state import RunState
 from .settings import Settings
 from .stages.compiled import read_compile

@@ -22,7 +22,6 @@ from .batch.sequence import Slice
 from .layout import Layout
 from .modes import Mode, wire
 from .parallel.member_shards import MemberShards, divide_over_group, refuse_divided
-from .parallel.sends import WholeOutputs
 from .parallel.tensor_option import read_tensor_parallel
 from .settings import Settings
 from .slicing import check_stages
@@ -31,6 +30,7 @@ from .stages.ownership import Ownership
 from .stages.randomness import Seeder
 from .stages.shapes import Signature
 from .stages.unchanged import Unchanged
+from .stages.wiring import OutputSpecs, same_outputs
 from .verify.plain import PlainModule
 from .verify.regions import Regions
 
@@ -184,7 +184,7 @@ def place_stages(ground: Ground) -> Placed:
     )  # a ModuleDict of a set has another order in each process
     peers = layout.tensor.peers_in_parts(place, collectives)
     whole = agreed(
-        lambda: WholeOutputs(ground.cut, ground.microbatch, is_wanted=bool(peers)),  # before the model is divided
+        lambda: _whole_outputs(ground) if peers else (None, None),  # before the model is divided
         *(collectives, ground.guard),
         what="cutting the model",
     )
@@ -194,17 +194,9 @@ def place_stages(ground: Ground) -> Placed:
     regions = Regions(root, tensor.styles) if ground.verify and tensor.styles else None
     group = divide_over_group(root, tensor.styles, collectives, device=settings.device, on_region=ground.seeder.region)
     with group.undone_on_error():
-
-        def cut() -> tuple[CutModel, Mode, Mode]:
-            parts = ground.cut()
-            wired = partial(wire, microbatch=ground.microbatch)
-            return (
-                parts,
-                wired(schedule, parts.train, alike=whole.alike(parts.train, training=True)),
-                wired(schedule.forward_only(), parts.evaluate, alike=whole.alike(parts.evaluate, training=False)),
-            )
-
-        parts, train, evaluate = agreed(cut, collectives, ground.guard, what="cutting the model")
+        parts, train, evaluate = agreed(
+            partial(_cut_and_wire, ground, whole), collectives, ground.guard, what="cutting the model"
+        )
         _agree(ground, parts, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
         num_parameters = _count_parameters(parts, group)
         local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
@@ -233,6 +225,30 @@ def place_stages(ground: Ground) -> Placed:
         peers_in_parts=peers,
         regions=regions,
     )
+
+
+def _cut_and_wire(ground: Ground, whole: Sequence[OutputSpecs | None]) -> tuple[CutModel, Mode, Mode]:
+    """The divided model's stages, to train and to evaluate.
+
+    Arguments:
+        whole: outputs in both modes, before it was divided.
+    """
+    schedule, microbatch, parts = ground.layout.schedule, ground.microbatch, ground.cut()
+    modes = ((schedule, parts.train, whole[0]), (schedule.forward_only(), parts.evaluate, whole[1]))
+    train, evaluate = (
+        wire(order, stages, microbatch, alike=same_outputs(before, stages.outputs(microbatch)))
+        for order, stages, before in modes
+    )
+    return parts, train, evaluate
+
+
+def _whole_outputs(ground: Ground) -> tuple[OutputSpecs | None, OutputSpecs | None]:
+    """Of the model's stages as it is now, to train and to evaluate."""
+    try:
+        parts = ground.cut()
+    except ValueError:  # sizes in the model are those of a member already
+        return None, None
+    return parts.train.outputs(ground.microbatch), parts.evaluate.outputs(ground.microbatch)
 
 
 def _count_parameters(parts: CutModel, group: MemberShards) -> tuple[int, ...]:

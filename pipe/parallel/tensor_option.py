@@ -1,11 +1,16 @@
-"""The option `tensor_parallel=`: which module is cut how.
+"""The options `tensor_parallel=`, which module is cut how, and `tensor_sends=`, what goes from stage to stage.
 
 {"blocks.*.up": "column", "blocks.*.down": "row"}     patterns of module names; a word, or a style
 "auto"                                                the model's own plan, or what is recognised
+
+"auto"    parts where ranks are on different hosts and the members of each on one: the network carries each byte once
+"parts"   of 1/T, gathered on arrival, wherever all members hold the same tensor
+"whole"   from each member
 """
 
 from __future__ import annotations
 
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +19,7 @@ from types import MappingProxyType
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ...comm import Collectives, MeshPlace
 from ..patterns import match
 from .attention import Heads
 from .published import published_plans, styles_of_plan
@@ -25,6 +31,57 @@ AUTO = "auto"
 TensorParallelLike = str | Mapping[str, str | ParallelStyle]
 
 _WORDS = ("column", "row", "sequence")
+SENDS = ("auto", "parts", "whole")
+_LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a smaller one takes longer than it saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorAxis:
+    """Options of the tensor axis.
+
+    Arguments:
+        parallel: tensor_parallel=, how the members of a group divide modules.
+        sends: tensor_sends=.
+
+    Raises ValueError for an unknown word.
+    """
+
+    parallel: TensorParallelLike | None = None
+    sends: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.sends not in SENDS:
+            raise ValueError(f"tensor_sends={self.sends!r}: expected one of {', '.join(map(repr, SENDS))}")
+
+    @property
+    def least_bytes(self) -> int:
+        """Size of the smallest tensor that goes in parts."""
+        return _LEAST_BYTES if self.sends == "auto" else 0
+
+    def check(self, place: MeshPlace) -> None:
+        """ValueError for a tensor group that divides nothing."""
+        if place.tensor[1] > 1 and self.parallel is None:
+            raise ValueError(
+                f"a tensor group of {place.tensor[1]} processes without tensor_parallel=: each of them would do the "
+                f"same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
+            )
+
+    def peers_in_parts(self, place: MeshPlace, collectives: Collectives) -> frozenset[int]:
+        """Ranks to and from which this process sends in parts, the same for all members of a group. Collective."""
+        if place.tensor[1] == 1 or self.sends == "whole":
+            return frozenset()
+        (own,) = place.local_ranks
+        others = [rank for rank in range(place.mesh.num_ranks) if rank != own]
+        if self.sends == "parts":
+            return frozenset(others)
+        hosts = collectives.gather(socket.gethostname(), what="finding the hosts of all ranks")
+        by_rank = [{hosts[process] for process in members} for members in zip(*place.planes(), strict=True)]
+        return frozenset(
+            rank for rank in others if len(by_rank[rank]) == len(by_rank[own]) == 1 and by_rank[rank] != by_rank[own]
+        )
+
+
+NO_TENSOR_AXIS = TensorAxis()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

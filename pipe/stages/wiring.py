@@ -24,6 +24,16 @@ def stage_edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge
     return tuple(Edge(*edge, grad[edge]) for edge in sorted(grad))
 
 
+def same_outputs(before: OutputSpecs | None, own: OutputSpecs) -> frozenset[tuple[int, int]]:
+    """(stage, slot) of outputs that are as large as before the model was divided: all members hold them alike."""
+    return frozenset(
+        (stage, slot)
+        for stage, specs in enumerate(zip(own, before, strict=True) if before is not None else ())
+        for slot, (one, other) in enumerate(zip(*specs, strict=False))
+        if one.shape == other.shape
+    )
+
+
 class Wiring:
     """The tensors of each wire.
 
