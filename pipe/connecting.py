@@ -29,6 +29,7 @@ from .placing import Ground, Placed
 from .settings import Settings
 from .update.flush import FlushExecution, batch_programs, make_flush_execution
 from .update.interface import Update, UpdateParts
+from .update.speculative import speculative
 from .update.stream_parts import StreamExecution, make_stream_execution
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
@@ -129,15 +130,15 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
             flush_first=settings.flush_first,
         )
     settings.refuse_flush(schedule.name)
-    return make_flush_execution(
+    execution = make_flush_execution(
         schedule,
         placed.ownership,
         ground.collectives,
         sharding=sharding,
         has_loss=ground.has_loss,
         num_replicas=ground.num_replicas,
-        post_validation=settings.post_validation,
     )
+    return speculative(execution, sharding) if settings.post_validation else execution
 
 
 def _make_transports(links: frozenset[Link], ground: Ground, peers_in_parts: frozenset[int]) -> dict[int, Transport]:

@@ -48,7 +48,7 @@ class State:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.state_dict."""
-        self.training.confirm()
+        self.training.settle()
         self.update.refuse_reading("state_dict")
         if not self.update.shards.apart:
             return self.ownership.state_dict()
@@ -63,7 +63,7 @@ class State:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See PipelineModule.load_state_dict."""
-        self.training.confirm()
+        self.training.settle()
         self.update.refuse_changes("load_state_dict")
         self.update.gate.enter()
         with self.update.whole_weights(replaced=True):

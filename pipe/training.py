@@ -15,7 +15,6 @@ from numbers import Real
 import torch
 
 from ..comm import Collectives, Guard, HostClocks
-from ..partition.graph.forms import copied
 from ..schedules import Timeline
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
@@ -24,7 +23,7 @@ from .batch.checksum import CALLS, UNKNOWN, Call, Identity
 from .batch.given import Given
 from .batch.gradients import hand_back
 from .batch.reader import BatchReader, Reads
-from .batch.results import StepResult, UpdateResult
+from .batch.results import StepResult
 from .measure.gather import gather_records
 from .measure.steps import StepReports
 from .replan import BatchSchedules
@@ -32,7 +31,7 @@ from .run.engine import Engine
 from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
 from .update.gradients import check_norm_type
-from .update.interface import Known, Programs, Unconfirmed, Update
+from .update.interface import Known, Programs, Update
 
 
 class Training:
@@ -95,7 +94,7 @@ class Training:
         """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
         with self._batch(given, "train_step") as (batch, programs):
-            for part, goes_on in self._parts(batch, programs):
+            for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
                 self._engine.run(part, goes_on=goes_on)
         with self._updating():
             known = self._update.step()
@@ -111,14 +110,15 @@ class Training:
                 num_samples=self._num_samples,
                 replan_seconds=self._replan_seconds,
             )
-            self._reports.tell([*self._update.waiting(), *([known] if isinstance(known, Known) else [])])
+            told = [known] if known is not None and known.later is None else []
+            self._reports.tell([*self._update.waiting(), *told])
         return result
 
     def accumulate(self, given: Given) -> StepResult:
         """See PipelineModule.forward_backward."""
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         with self._batch(given, "forward_backward") as (batch, programs):
-            for part, goes_on in self._parts(batch, programs):
+            for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
                 self._engine.run(part, goes_on=goes_on)
         return self._result(self._update.accumulated())
 
@@ -149,7 +149,7 @@ class Training:
 
     def drain(self) -> None:
         """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
-        self.confirm()
+        self.settle()
         programs = self._update.drain()
         if programs is not None:
             with self._under_way():
@@ -162,11 +162,11 @@ class Training:
         for local in self._engine.ranks:
             local.recorder.restart()
 
-    def confirm(self) -> None:
+    def settle(self) -> None:
         """Make the weights what they should be, before anything reads or replaces them."""
-        if self._update.unconfirmed is not None:
+        if self._update.is_ahead:
             with self._updating():
-                self._update.confirm()
+                self._update.settle()
             self._reports.tell(self._update.waiting())
 
     def close(self, timeout: float) -> None:
@@ -225,30 +225,6 @@ class Training:
             local.worker.follow(schedule)
         self._replan_seconds = time.perf_counter() - begun
 
-    def _parts(self, batch: Batch, programs: Programs) -> Iterator[tuple[Programs, bool]]:
-        """Programs of a batch to run one after the other, each with whether it goes on: with weights that are not
-        confirmed, the warm-up (again, where they were not right), then the rest."""
-        begun = self._update.unconfirmed
-        if begun is None:
-            yield programs, False
-            return
-        first = {rank: begun.first[rank] for rank in programs}
-        targets = [copied(target) for target in batch.targets]  # a loss may change them in place
-        yield first, True
-        try:
-            is_right = self._update.confirm()
-        except BaseException as error:
-            self._update.lose(error)
-            self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
-            raise
-        if not is_right:
-            self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
-            for local in self._engine.ranks:
-                local.recorder.begin_again()
-            batch.targets[:] = targets
-            yield first, True
-        yield {rank: begun.rest[rank] for rank in programs}, False
-
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """Around an update: an error leaves it made on some stages alone."""
@@ -283,7 +259,7 @@ class Training:
         """By local rank, the record of the newest batch, to be read now or later."""
         return {local.worker.rank: local.recorder.snapshot() for local in self._engine.ranks}
 
-    def _result(self, known: Known | Unconfirmed | None) -> StepResult:
+    def _result(self, known: Known | None) -> StepResult:
         snapshots = list(self.snapshots().values())
         schedule = self._update.schedule
         assemble = partial(self._update.timeline, schedule=schedule)
@@ -298,14 +274,5 @@ class Training:
         make_result = partial(StepResult, _timeline=timeline, is_compared=waits or self._collectives.alone)
         if known is None:
             return make_result(loss=None, loss_step=None)
-        if isinstance(known, Unconfirmed):
-
-            def outcome() -> UpdateResult:
-                if known.is_known():  # also behind close()
-                    return known.outcome()
-                with self._guard.together():
-                    return known.outcome()
-
-            return make_result(loss=known.loss, loss_step=known.step, _update=outcome)
-        result = UpdateResult(grad_norm=known.grad_norm, skipped=known.skipped)
-        return make_result(loss=known.loss, loss_step=known.step, _update=lambda: result)
+        outcome = partial(known.outcome, self._guard.together)
+        return make_result(loss=known.loss, loss_step=known.step, _update=outcome)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...comm import Collectives
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
-from ...schedules.lowering.warm_up import WarmUp, cut_behind_warm_up
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
@@ -16,10 +15,9 @@ from ..batch.batches import Batch, NonFiniteLossError
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from .gradients import refuse_sparse_modules
-from .interface import Known, Programs, StageState, Unconfirmed, Update, UpdateParts
+from .interface import Known, Programs, StageState, Update, UpdateParts
 from .local_gradients import LocalGradients
 from .loss_scale import LossScale
-from .post_validation import Buffers, PostValidation, refuse_post_validation
 from .shards import shard_stages
 from .shared_sums import FlushRank, SharedSum
 
@@ -34,19 +32,16 @@ class FlushExecution:
         data_groups: by rank, the ranks that run the same on batches of their own, itself among them; none where all
             ranks pass the same batch.
         sharing: messages of losses, and what processes do together.
-        warm_up: the programs in two parts, for updates that are confirmed between them; None: each is made once all
-            that it depends on is known.
     """
 
     schedule: Schedule
     programs: Sequence[RankProgram]
     data_groups: Sequence[Sequence[int]]
     sharing: Sharing
-    warm_up: WarmUp | None
 
     def ordered(self, schedule: Schedule) -> FlushExecution:
         """The same work in the order of another schedule."""
-        return _execution(schedule, self.data_groups, self.sharing, post_validation=self.warm_up is not None)
+        return replace(self, schedule=schedule, programs=batch_programs(schedule, self.sharing))
 
     def make_update(self, parts: UpdateParts) -> FlushUpdate:
         """With an optimizer for each local stage."""
@@ -61,7 +56,6 @@ def make_flush_execution(
     sharding: Sharding,
     has_loss: bool,
     num_replicas: int,
-    post_validation: bool,
 ) -> FlushExecution:
     """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes.
 
@@ -80,21 +74,9 @@ def make_flush_execution(
     for group in dict.fromkeys(data_groups):
         if group:
             collectives.subgroup(group)
-    if post_validation:
-        refuse_post_validation(sharding)
     shared = Sharing(loss=has_loss, collectives=(*sums, *sharding.collectives()))
-    return _execution(schedule, data_groups, shared, post_validation=post_validation)
-
-
-def _execution(
-    schedule: Schedule, data_groups: Sequence[Sequence[int]], sharing: Sharing, *, post_validation: bool
-) -> FlushExecution:
     return FlushExecution(
-        schedule=schedule,
-        programs=batch_programs(schedule, sharing),
-        data_groups=data_groups,
-        sharing=sharing,
-        warm_up=cut_behind_warm_up(schedule, sharing=sharing) if post_validation else None,
+        schedule=schedule, programs=batch_programs(schedule, shared), data_groups=data_groups, sharing=shared
     )
 
 
@@ -150,23 +132,6 @@ class FlushUpdate(Update):
         self._gradients = LocalGradients(ownership, local, self.shards, parts.collectives, device=parts.device)
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
-        self._root = parts.model.root
-        self._buffers: Buffers | None = None  # from before a warm-up with weights that are not confirmed
-        self._post_validation = (
-            None
-            if execution.warm_up is None
-            else PostValidation(
-                optimizers,
-                self._step_optimizers,
-                parameters=self._gradients.parameters,
-                counted=self._gradients.counted,
-                max_norm=parts.max_grad_norm,
-                loss_scale=scale,
-                gate=self.gate,
-                collectives=parts.collectives,
-                device=parts.device,
-            )
-        )
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
@@ -174,14 +139,7 @@ class FlushUpdate(Update):
         for rank in self.ranks.values():
             rank.enter(batch)
         if self.loss_scale is not None and self.loss_scale.changed_outside():
-            if self.unconfirmed is not None:
-                raise ValueError(
-                    "the scale of grad_scaler= was changed behind an update that is not confirmed, and may itself "
-                    "change it: expected pipe.flush() before the change, or post_validation=False"
-                )
             self.loss_scale.adopt()
-        self._refuse_changed_weights()
-        self._buffers = None if self.unconfirmed is None else Buffers(self._root)
         self._gradients.put_aside()
         return {rank: self._execution.programs[rank] for rank in self.ranks}
 
@@ -206,60 +164,16 @@ class FlushUpdate(Update):
         self._present = {name for rank in self._flush_ranks.values() for name in rank.finish_sums()}
         self._gradients.summed(scale=self.scale)
 
-    @property
-    def unconfirmed(self) -> WarmUp | None:
-        """Behind an update that was made ahead of the norm."""
-        is_pending = self._post_validation is not None and self._post_validation.is_pending
-        return self._execution.warm_up if is_pending else None
-
-    def confirm(self) -> bool:
-        """Wait for the norm of the batch before."""
-        assert self._post_validation is not None
-        if self._buffers is None:  # between two batches; within one, forwards may change weights, and do it again
-            self._refuse_changed_weights()
-        recorder = next(iter(self._recorders.values()))
-        start = recorder.clock.stamp()
-        is_right = self._post_validation.confirm()
-        recorder.norm(start, recorder.clock.stamp())
-        if not is_right and self._buffers is not None:
-            self._buffers.put_back()
-        self._buffers = None
-        return is_right
-
-    def _refuse_changed_weights(self) -> None:
-        """ValueError for weights that the user changed behind an update that may be taken back."""
-        changed = None if self._post_validation is None else self._post_validation.changed_outside()
-        if changed is not None:
-            name = self._gradients.name_of(changed) or "of an optimizer"
-            raise ValueError(
-                f"parameter {name!r} was changed in place behind an update that is not confirmed, and may be taken "
-                f"back with the change: expected pipe.flush() before the change, or post_validation=False"
-            )
-
     def lose(self, error: BaseException) -> None:
         """Gradients are dropped; a loss scale that has shrunk to 0 says so before any update."""
         if isinstance(error, NonFiniteLossError):
             return
         super().lose(error)
         self._gradients.drop()
-        if self._post_validation is not None:
-            self._post_validation.forget()
 
-    def waiting(self) -> Sequence[Known]:
-        """The newest that were confirmed."""
-        return () if self._post_validation is None else tuple(self._post_validation.confirmed)
-
-    def restart(self) -> None:
-        """Nothing is to be confirmed."""
-        super().restart()
-        if self._post_validation is not None:
-            self._post_validation.forget()
-
-    def step(self) -> Known | Unconfirmed:
+    def step(self) -> Known:
         """Clip, and step every optimizer; with a loss scale divide by it first, and step none where one overflowed."""
         assert self._known is not None
-        if self._post_validation is not None:
-            return self._post_validation.update(self._known)
         known, norm = self._known, None
         self._gradients.add_before_to_parts()
         skipped = self._unscale()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from torch.amp import GradScaler
 from ...comm import Collectives
 from ...partition.profiler.optimizers import OptimizerFactory
 from ...schedules import Schedule, Timeline
-from ...schedules.lowering.warm_up import WarmUp
+from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
@@ -45,31 +45,26 @@ from .rank_update import RankUpdate
 from .shards import Shards
 
 Programs = Mapping[int, RankProgram]  # by local rank
+TakeBack = Callable[[Mapping[int, Sequence[tuple[Transfer, bool]]]], None]  # see `Engine.take_back`
+Together = Callable[[], AbstractContextManager[None]]  # see `Guard.together`
 
 
 class Known(NamedTuple):
     """Result of a batch, once a rank knows it; the norm is the global one before clipping.
 
     skipped: whether its update was left out, since gradients overflowed in float16.
+    later: of an update that other ranks may still speak against: waits for what became of it, within a guard.
     """
 
     step: int
     loss: float
     grad_norm: float | None
     skipped: bool = False
+    later: Callable[[Together], UpdateResult] | None = None
 
-
-class Unconfirmed(NamedTuple):
-    """Result of a batch whose update other ranks may still speak against.
-
-    outcome: what became of it; it waits for them.
-    is_known: whether it need not.
-    """
-
-    step: int
-    loss: float
-    outcome: Callable[[], UpdateResult]
-    is_known: Callable[[], bool]
+    def outcome(self, together: Together) -> UpdateResult:
+        """What became of the update."""
+        return UpdateResult(self.grad_norm, self.skipped) if self.later is None else self.later(together)
 
 
 class Aside(NamedTuple):
@@ -219,18 +214,21 @@ class Update(ABC):
         """All gradients of the batch are scaled and summed over ranks. Collective over the processes."""
         return
 
-    @property
-    def unconfirmed(self) -> WarmUp | None:
-        """While the weights are not confirmed, the programs of a batch in two parts: `confirm` comes between them."""
-        return None
+    def passes(self, batch: Batch, programs: Programs, take_back: TakeBack) -> Iterator[tuple[Programs, bool]]:
+        """What `begin` answered, as it is run: programs one after the other, each with whether it goes on."""
+        yield programs, False
 
-    def confirm(self) -> bool:
-        """Make the weights right, if they are not. Returns, the same on every rank, whether they were: else a warm-up
-        that ran with them runs again. Nobody waits for this rank."""
-        return True
+    @property
+    def is_ahead(self) -> bool:
+        """Whether other ranks may still speak against the newest update, which `settle` waits for."""
+        return False
+
+    def settle(self) -> None:
+        """Make the weights what they should be. Nobody waits for this rank."""
+        return
 
     @abstractmethod
-    def step(self) -> Known | Unconfirmed | None:
+    def step(self) -> Known | None:
         """Clip and update. Returns what is newest known of any batch. Collective over the processes."""
 
     @abstractmethod
