@@ -30,7 +30,7 @@ from .settings import Settings
 from .update.flush import FlushExecution, batch_programs, make_flush_execution
 from .update.interface import Update, UpdateParts
 from .update.speculative import speculative
-from .update.stream_parts import StreamExecution, make_stream_execution
+from .update.stream import StreamExecution, make_stream_execution
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 

@@ -36,7 +36,7 @@ class HeldEntry:
 
 
 def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shard:
-    """ShardedParameter of a parameter for which the stage's optimizer here keeps state."""
+    """Part of a parameter for which the stage's optimizer here keeps state."""
     return stage.shard(name, ownership.shard(name))
 
 

@@ -38,7 +38,6 @@ from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
 from .delay_correction import ErrorFeedback
-from .gate import UpdateGate
 from .loss_scale import LossScale
 from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate
@@ -135,6 +134,23 @@ class UpdateParts:
         )
         made.refuse_to_divide([name for name, _ in parameters if self.ownership.group.is_divided(name)])
         return made
+
+
+class UpdateGate:
+    """Stands in front of everything in a pipeline that writes weights or optimizer state; open at first."""
+
+    def __init__(self) -> None:
+        self._wait: Callable[[], None] | None = None
+
+    def hold(self, wait: Callable[[], None]) -> None:
+        """The next one to pass calls `wait` first."""
+        self._wait = wait
+
+    def enter(self) -> None:
+        """Weights are about to be written."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
 
 
 class Update(ABC):
@@ -241,17 +257,17 @@ class Update(ABC):
         """ValueError unless gradients may be left to the user, as `what` needs it."""
         return
 
-    @abstractmethod
     def accumulated(self) -> Known:
         """Result of the batch whose gradients are ready and left to the user."""
+        raise AssertionError("no gradients are left to the user")
 
-    @abstractmethod
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
         """Clip the gradients that the user has; returns the global norm before. Collective over the processes.
 
         Arguments:
             only_finite: with a norm that is not finite, gradients are left as they are.
         """
+        raise AssertionError("no gradients are left to the user")
 
     # Draining
 

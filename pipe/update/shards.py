@@ -2,6 +2,10 @@
 
 stage's parameters -> a split a rank proposes -> kept where every holder of a parameter divides it -> parts
 
+gradients   [all of them] --exchange--> sum of this part                     (a reduce-scatter)
+optimizer   steps the part
+weights     the part --exchange--> [all of them] on every rank               (an all-gather)
+
 Weights of which each rank keeps a part alone are gathered for a program, and let go as soon as it needs them no more:
 
 worker meets UNSHARD    -> begin: the parts leave
@@ -12,7 +16,7 @@ program is through      -> settle: let go of what several stages of the rank use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,8 +29,164 @@ from ..parallel.sharding import Sharding
 from ..parallel.split import ShardedParameter, Split, split_parameters
 from ..stages.elsewhere import BETWEEN_BATCHES
 from ..stages.ownership import Ownership
+from .gradients import buckets_of, flatten, unflatten
 from .optimizers import StageOptimizers
-from .stage_shards import StageShards, together
+
+Wait = Callable[[], None]
+
+
+class StageShards:
+    """The parts of one stage's parameters on one rank.
+
+    Arguments:
+        parts: by name, in the same order on all ranks of the stage.
+        several: names of those that other stages of this rank use, too.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        rank: int,
+        parts: Mapping[str, ShardedParameter],
+        collectives: Collectives,
+        *,
+        several: Collection[str],
+    ) -> None:
+        self.stage = stage
+        self._several = frozenset(several)
+        self._rank = rank
+        self._collectives = collectives
+        self._parts = list(parts.values())
+        self._ranks = self._parts[0].split.ranks
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether other stages of this rank use some of them."""
+        return bool(self._several)
+
+    def begin_gather(self, *, on_through: Wait | None = None) -> Wait:
+        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters.
+
+        Arguments:
+            on_through: as of `Collectives.exchange`, for the last of what is exchanged.
+        """
+        self.make_room()
+        wholes = [part.whole.data for part in self._parts]
+        return self._begin(self._parts, wholes, f"gathering weights of stage {self.stage}", on_through)
+
+    def make_room(self) -> None:
+        """The whole parameters are there, of which this rank's parts alone have values."""
+        for part in self._parts:
+            part.make_room()
+
+    def take(self) -> None:
+        """The parts become what the whole parameters hold."""
+        for part in self._parts:
+            part.take()
+
+    def let_go(self, *, all_of_them: bool = False) -> None:
+        """Keep the parts alone, where they stand apart; but what other stages use, too, stays whole at first."""
+        for part in self._parts:
+            if all_of_them or part.name not in self._several:
+                part.let_go()
+
+    def gather_gradients(self, names: Collection[str]) -> None:
+        """The gradients of these parameters become whole, on the parameters."""
+        parts = [part for part in self._parts if part.name in names]
+        wholes = [torch.empty_like(part.whole) for part in parts]
+        for part, whole in zip(parts, wholes, strict=True):
+            if part.parameter.grad is not None:
+                part.of(whole).copy_(part.parameter.grad)
+        self._begin(parts, wholes, "gathering gradients", None)()
+        for part, whole in zip(parts, wholes, strict=True):
+            part.whole.grad, part.parameter.grad = whole, None
+
+    def _begin(
+        self, parts: Sequence[ShardedParameter], wholes: Sequence[torch.Tensor], what: str, on_through: Wait | None
+    ) -> Wait:
+        """An all-gather: of each whole tensor this rank's part leaves, and those of the others come."""
+
+        def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
+            views = {rank: [parts[i].of(wholes[i], rank=rank) for i in bucket] for rank in self._ranks}
+            wait = self._collectives.exchange(
+                [views[self._rank]] * len(self._ranks),
+                [sum(view.numel() for view in there) for there in views.values()],
+                what=what,
+                ranks=self._ranks,
+                on_through=on_through,
+            )
+
+            def finish() -> None:
+                for (rank, there), received in zip(views.items(), wait(), strict=True):
+                    if rank != self._rank:
+                        torch._foreach_copy_(there, unflatten(received, there))
+
+            return finish
+
+        return _by_bucket(parts, begin, on_through)
+
+
+def begin_sum(
+    parts: Sequence[ShardedParameter],
+    ranks: Sequence[int],
+    collectives: Collectives,
+    *,
+    what: str,
+    on_through: Wait,
+) -> Wait:
+    """Begin the sums of gradients of which each of some ranks needs a part alone: a reduce-scatter.
+
+    The answer waits, and leaves the sums with the parts. A rank to which no gradient came gives zeros.
+
+    Arguments:
+        parts: in the same order on all ranks.
+        ranks: ascending.
+        on_through: as of `Collectives.exchange`, for the last of what is exchanged.
+    """
+
+    def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
+        some = [parts[i] for i in bucket]
+        grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in some]
+        for part in some:
+            part.whole.grad = None
+        own = [part.of(grad).clone() for part, grad in zip(some, grads, strict=True)]  # the rest of `grads` goes
+        wait = collectives.exchange(
+            [[part.of(grad, rank=rank) for part, grad in zip(some, grads, strict=True)] for rank in ranks],
+            [sum(part.numel() for part in own)] * len(ranks),
+            what=what,
+            ranks=ranks,
+            on_through=on_through,
+        )
+
+        def finish() -> None:
+            total: torch.Tensor | None = None
+            for rank, received in zip(ranks, wait(), strict=True):  # in their order: the same bits each time
+                flat = flatten(own) if rank == some[0].rank else received
+                total = flat if total is None else total.add_(flat)
+            assert total is not None
+            for part, gradient in zip(some, unflatten(total, own), strict=True):
+                part.parameter.grad = None if part.is_empty else gradient
+
+        return finish
+
+    return _by_bucket(parts, begin, on_through)
+
+
+def _by_bucket(
+    parts: Sequence[ShardedParameter], begin: Callable[[Sequence[int], Wait | None], Wait], on_through: Wait | None
+) -> Wait:
+    buckets = buckets_of([part.whole for part in parts])
+    return together([begin(bucket, on_through if bucket is buckets[-1] else None) for bucket in buckets])
+
+
+def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
+    """Wait for all of them."""
+
+    def wait() -> None:
+        while waits:
+            waits.pop(0)()  # with what it holds
+
+    return wait
 
 
 class Shards:
@@ -53,7 +213,7 @@ class Shards:
         self.stages = {stage.stage: stage for stage in stages}
         self.parts: Mapping[str, ShardedParameter] = parts or {}
         self.apart = apart
-        self.awaited: dict[int, Callable[[], None]] = {}
+        self.awaited: dict[int, Wait] = {}
         self._recorder = recorder
 
     def counted(self, ownership: Ownership) -> list[ShardedParameter]:

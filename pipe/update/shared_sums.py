@@ -4,7 +4,7 @@
     program is through       -> wait
     gradients are ready      -> finish: the sums are the gradients now
 
-Where ranks divide the optimizer's state, each gets the sums of its parts alone (see `stage_shards`). A rank to which no
+Where ranks divide the optimizer's state, each gets the sums of its parts alone (see `shards`). A rank to which no
 gradient came gives zeros; one that came nowhere is left None, since optimizers leave such a parameter alone.
 """
 
@@ -20,14 +20,13 @@ from ...comm import Collectives
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..batch.batches import Batch
-from ..measure.recorder import Recorder
 from ..parallel.split import ShardedParameter
 from .gradients import FlatGradients, flatten, scale_gradients, unflatten
+from .interface import UpdateParts
 from .loss_scale import LossScale
 from .optimizers import differing_options
 from .rank_update import RankUpdate
-from .shards import Shards
-from .stage_shards import begin_sum
+from .shards import Shards, begin_sum
 
 
 class SharedSum:
@@ -157,18 +156,16 @@ class FlushRank(RankUpdate):
         sums: Mapping[Collective, Sequence[SharedSum]],
         option_numbers: Callable[[], Mapping[int, int]],
         replicas: Sequence[int],
-        collectives: Collectives,
-        recorder: Recorder,
+        parts: UpdateParts,
         shards: Shards,
-        device: torch.device,
     ) -> None:
         super().__init__(rank, schedule, loss_scale, shards)
         self._sums = sums
         self._option_numbers = option_numbers
         self._replicas = replicas
-        self._collectives = collectives
-        self._recorder = recorder
-        self._device = device
+        self._collectives = parts.collectives
+        self._recorder = parts.recorders[rank]
+        self._device = parts.device
         self._begun: dict[Collective, list[Stamp]] = {}  # when it began, and when it was through
         # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
         self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
@@ -176,7 +173,6 @@ class FlushRank(RankUpdate):
         self._numbers: Mapping[int, int] | None = None
 
     def enter(self, batch: Batch) -> None:
-        """The one batch."""
         super().enter(batch)
         self._factor, self._numbers = 1.0, None
         if self._sums and self._replicas:
@@ -199,7 +195,6 @@ class FlushRank(RankUpdate):
             each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
 
     def settle(self) -> None:
-        """Block until all that was begun is through."""
         self._count_samples()
         for collective, stamps in self._begun.items():
             for each in self._sums[collective]:
@@ -215,7 +210,6 @@ class FlushRank(RankUpdate):
         return present
 
     def drop(self) -> None:
-        """Forget all that is under way."""
         super().drop()
         self._begun.clear()
         self._samples = None

@@ -120,7 +120,7 @@ class _Pending:
     wait: Callable[[], None]
     gradients: _Gradients
     max_norm: float | None
-    kept: _Kept | None = None
+    kept: _BeforeUpdate | None = None
     result: UpdateResult | None = None
 
     def outcome(self, together: Together = nullcontext) -> UpdateResult:
@@ -151,7 +151,6 @@ class SpeculativeUpdate(FlushUpdate):
 
     @property
     def is_ahead(self) -> bool:
-        """While an update is not confirmed."""
         return self._pending is not None
 
     def begin(self, batch: Batch) -> Programs:
@@ -202,7 +201,7 @@ class SpeculativeUpdate(FlushUpdate):
         if self._waits:
             self._resolve()
             return self._confirmed[-1]
-        pending.kept = _Kept([one.optimizers for one in self.stages])
+        pending.kept = _BeforeUpdate([one.optimizers for one in self.stages])
         if self._writes_gradients is not False:
             given = pending.gradients
             pending.gradients = [(p, None if g is None else g.clone()) for p, g in given]
@@ -214,23 +213,19 @@ class SpeculativeUpdate(FlushUpdate):
         return known._replace(later=pending.outcome)
 
     def settle(self) -> None:
-        """Wait for the norm of the newest batch."""
         if self._pending is not None:
             self._refuse_changed_weights(self._pending)
             self._confirm()
 
     def lose(self, error: BaseException) -> None:
-        """Nothing is to be confirmed."""
         super().lose(error)
         if not isinstance(error, NonFiniteLossError):
             self._forget()
 
     def waiting(self) -> Sequence[Known]:
-        """The newest that were confirmed."""
         return tuple(self._confirmed)
 
     def restart(self) -> None:
-        """Nothing is to be confirmed."""
         super().restart()
         self._forget()
 
@@ -307,7 +302,7 @@ class SpeculativeUpdate(FlushUpdate):
         self._step_optimizers(known.loss, skipped)
 
 
-class _Kept:
+class _BeforeUpdate:
     """Parameters, optimizer state, options and learning-rate schedules before an update.
 
     What is changed in options between the update and `put_back`, such as a learning rate by the user, is meant for what

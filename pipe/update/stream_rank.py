@@ -21,11 +21,9 @@ from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
-from ..parallel.member_shards import MemberShards
 from ..stages.weights import WeightVersions
-from .gate import UpdateGate
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
-from .interface import Known
+from .interface import Known, UpdateGate, UpdateParts
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
 from .same_options import SameOptions
@@ -47,7 +45,7 @@ class SharedGradient(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Group:
+class _UpdateGroup:
     """One update group under way."""
 
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
@@ -67,8 +65,6 @@ class StreamRank(RankUpdate):
         optimizers: of its stages.
         shared: the gradients that it adds up with other ranks, in the same order on all of them.
         counted: the parameters that count in this rank's part of the global norm; of a divided one, the part.
-        max_grad_norm: None: no clipping.
-        group: what the tensor group holds.
     """
 
     def __init__(
@@ -81,9 +77,7 @@ class StreamRank(RankUpdate):
         shared: Sequence[SharedGradient],
         counted: Sequence[ParameterPlace],
         shards: Shards,
-        max_grad_norm: float | None,
-        group: MemberShards,
-        device: torch.device,
+        parts: UpdateParts,
     ) -> None:
         schedule = course.schedule
         super().__init__(rank, schedule, shards=shards)
@@ -98,11 +92,11 @@ class StreamRank(RankUpdate):
         self._per_batch = schedule.groups_per_batch
         self._shared = tuple(shared)
         self._counted = tuple(counted)
-        self._max_grad_norm = max_grad_norm
-        self._tensor_group = group
-        self._device = device
+        self._max_grad_norm = parts.max_grad_norm
+        self._tensor_group = parts.ownership.group
+        self._device = parts.device
         self._first_batch = 0
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _UpdateGroup] = {}
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
         names = [self.weights[at.stage].names[at.number] for at, _ in self._shared]
         self._same_options = SameOptions(rank, names, num_stages=len(self.weights))
@@ -135,7 +129,6 @@ class StreamRank(RankUpdate):
     # Messages
 
     def specs(self, message: Message) -> list[TensorSpec]:
-        """Layouts of the tensors of a message."""
         match message.kind:
             case MessageKind.LOSS:
                 return super().specs(message)
@@ -149,7 +142,6 @@ class StreamRank(RankUpdate):
                 return [TensorSpec((2,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        """A message arrived."""
         if message.kind is MessageKind.WEIGHTS:
             self._updated.setdefault(message.index, {})[message.src] = tensors
             return
@@ -165,7 +157,6 @@ class StreamRank(RankUpdate):
                 group.norm = norm_of(tensors[0])
 
     def take(self, message: Message) -> Tensors:
-        """A message to send."""
         if message.kind is MessageKind.WEIGHTS:
             parts = self._parts[message.dst]
             return self._flat_parts(message.dst, of=self._rank).pack([part.parameter.data for part in parts])
@@ -283,7 +274,7 @@ class StreamRank(RankUpdate):
         if self._rank == 0:
             group.norm = norm_of(self._whole_norm(group))
 
-    def _whole_norm(self, group: _Group) -> torch.Tensor:
+    def _whole_norm(self, group: _UpdateGroup) -> torch.Tensor:
         return torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(0)
 
     def _take_parts(self, index: int) -> None:
@@ -314,7 +305,7 @@ class StreamRank(RankUpdate):
         return Flat([part.of(_like(part.whole), rank=of) for part in self._parts[peer]])
 
     def _part(self, position: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """ShardedParameter that a rank needs of a shared gradient: its part, or all of it."""
+        """What a rank needs of a shared gradient: its part, or all of it."""
         part = self.shards.parts.get(self._names[position])
         return tensor if part is None else part.of(tensor, rank=rank)
 
@@ -370,8 +361,8 @@ class StreamRank(RankUpdate):
     def _gradient(self, at: ParameterPlace, index: int) -> torch.Tensor | None:
         return self.weights[at.stage].gradients(index)[at.number]
 
-    def _group(self, index: int) -> _Group:
-        return self._groups.setdefault(index, _Group())
+    def _group(self, index: int) -> _UpdateGroup:
+        return self._groups.setdefault(index, _UpdateGroup())
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
