@@ -9,56 +9,61 @@ a group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
 
 from ..schedules import Message
 from .collectives import Collectives
-from .transport import TensorSpec, Transport
+from .process_group import Lanes, Link, ProcessGroupTransport
+from .transport import TensorSpec
 
 
-class PartsTransport:
-    """A transport whose tensors go in parts where their layout says so, to and from some peers.
+class PartsTransport(ProcessGroupTransport):
+    """One rank's end, whose tensors go in parts where their layout says so, to and from some peers.
 
     Arguments:
-        inner: carries the parts, and all else.
         peers: ranks that send and take parts.
         least_bytes: of a tensor that goes in parts; smaller ones go whole.
     """
 
-    def __init__(self, inner: Transport, collectives: Collectives, *, peers: Collection[int], least_bytes: int) -> None:
-        self._inner = inner
+    def __init__(
+        self,
+        rank: int,
+        lanes: Mapping[Link, Lanes],
+        collectives: Collectives,
+        *,
+        peers: Collection[int],
+        least_bytes: int,
+        timeout: float,
+    ) -> None:
+        super().__init__(rank, lanes, device=collectives.device, timeout=timeout)
         self._collectives = collectives
         self._peers = frozenset(peers)
         self._least_bytes = least_bytes
         self._count = len(collectives.tensor_members)
         self._index = collectives.tensor_members.index(collectives.rank)
-        self._posted: dict[Message, Sequence[TensorSpec]] = {}  # those with parts among them
+        self._cut_messages: dict[Message, Sequence[TensorSpec]] = {}  # posted, with parts among them
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of the own parts."""
         if self._has_parts(peer, specs):
-            self._posted[message] = specs
+            self._cut_messages[message] = specs
             specs = [self._part_of(spec) for spec in specs]
-        self._inner.post(message, peer, specs)
+        super().post(message, peer, specs)
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Send the own parts."""
         if self._has_parts(peer, specs):
             tensors = [self._cut(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
             specs = [self._part_of(spec) for spec in specs]
-        self._inner.send(message, peer, tensors, specs)
-
-    def ready(self, message: Message) -> bool:
-        """As within."""
-        return self._inner.ready(message)
+        super().send(message, peer, tensors, specs)
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
         """Wait for the own parts, then gather those of all members."""
-        specs = self._posted.pop(message, None)
-        arrived = self._inner.wait(message, timeout)
+        specs = self._cut_messages.pop(message, None)
+        arrived = super().wait(message, timeout)
         if specs is None:
             return arrived
         return tuple(
@@ -66,26 +71,10 @@ class PartsTransport:
             for part, spec in zip(arrived, specs, strict=True)
         )
 
-    def acknowledged(self, messages: Sequence[Message]) -> None:
-        """As within."""
-        self._inner.acknowledged(messages)
-
-    def end_of_program(self) -> None:
-        """As within."""
-        self._inner.end_of_program()
-
-    def drain(self, timeout: float) -> None:
-        """As within."""
-        self._inner.drain(timeout)
-
     def abort(self) -> None:
-        """As within."""
-        self._posted.clear()
-        self._inner.abort()
-
-    def close(self) -> None:
-        """As within."""
-        self._inner.close()
+        """See ProcessGroupTransport."""
+        self._cut_messages.clear()
+        super().abort()
 
     def _has_parts(self, peer: int, specs: Sequence[TensorSpec]) -> bool:
         return peer in self._peers and any(map(self._is_cut, specs))

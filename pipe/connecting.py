@@ -149,8 +149,9 @@ def _make_transports(links: frozenset[Link], ground: Ground, peers_in_parts: fro
         return {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
     lanes = link_lanes(sorted(links), place, collectives.groups)
     (rank,) = place.local_ranks
-    whole = ProcessGroupTransport(rank, lanes, device=ground.settings.device, timeout=ground.settings.timeout)
+    device, timeout, least_bytes = ground.settings.device, ground.settings.timeout, ground.layout.tensor.least_bytes
     if not peers_in_parts:
-        return {rank: whole}
-    least_bytes = ground.layout.tensor.least_bytes
-    return {rank: PartsTransport(whole, collectives, peers=peers_in_parts, least_bytes=least_bytes)}
+        return {rank: ProcessGroupTransport(rank, lanes, device=device, timeout=timeout)}
+    return {
+        rank: PartsTransport(rank, lanes, collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout)
+    }
