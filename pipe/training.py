@@ -24,7 +24,7 @@ from .batch.given import Given
 from .batch.gradients import hand_back
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
-from .measure.gather import gather_records
+from .measure.measurement import gather_records
 from .measure.steps import StepReports
 from .replan import BatchSchedules
 from .run.engine import Engine

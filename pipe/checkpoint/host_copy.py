@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 
-class _Pair(NamedTuple):
+class _CopiedTensor(NamedTuple):
     """A tensor, its copy, the tensors that hold the same memory, and their versions, which are copied.
 
     The tensor itself may be a view through `.data`, which knows nothing of versions.
@@ -53,7 +53,7 @@ class HostCopy:
         self._used = 0
         self._at_rest: dict[int, tuple[torch.Tensor, ...]] = {}  # by storage
         self._changing: set[int] = set()  # storages that something else than an update has changed
-        self._pairs: list[_Pair] = []
+        self._pairs: list[_CopiedTensor] = []
         self._made = threading.Event()
         self._copied: torch.cuda.Event | None = None
 
@@ -86,7 +86,7 @@ class HostCopy:
             host.copy_(tensor)
         if is_late:
             holders = self._at_rest[_storage(tensor)]
-            self._pairs.append(_Pair(tensor, host, holders, _versions(holders)))
+            self._pairs.append(_CopiedTensor(tensor, host, holders, _versions(holders)))
         return host
 
     def start(self) -> None:

@@ -35,7 +35,7 @@ PathLike = str | os.PathLike[str]
 
 
 def read_checkpoint(folder: PathLike) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers under their original names, on the CPU; tied names shard one tensor.
+    """The model's parameters and buffers under their original names, on the CPU; tied names share one tensor.
 
     Arguments:
         folder: of pipe.save, whose latest checkpoint is meant, or one of its checkpoints.
@@ -93,7 +93,7 @@ def import_checkpoint(weights: Mapping[str, torch.Tensor] | PathLike, folder: Pa
     """Make a checkpoint of a plain model's weights, for `pipe.load`: optimizers and step then begin anew.
 
     Arguments:
-        weights: state dict, or a file of one, of safetensors or torch.save. Tensors that shard memory are tied.
+        weights: state dict, or a file of one, of safetensors or torch.save. Tensors that share memory are tied.
         folder: where it becomes the latest checkpoint.
 
     Returns the checkpoint. Raises ValueError for what is no state dict, and where the folder cannot be written.

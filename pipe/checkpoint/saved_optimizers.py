@@ -20,8 +20,8 @@ from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..update.delay_correction import LAST_UPDATE
 from ..update.optimizers import StageOptimizers
-from .optimizers import options_of_group, state_shard
 from .reader import Checkpoint
+from .snapshot import options_of_group, state_shard
 from .values import decode, encode
 
 # Entries of the state of torch's schedulers with a figure a parameter group.
@@ -85,7 +85,7 @@ class _Joined:
 class SavedOptimizers:
     """Optimizers of all stages of a checkpoint.
 
-    Raises ValueError for what `optimizer_content` does not make.
+    Raises ValueError for what `take_snapshot` does not make.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

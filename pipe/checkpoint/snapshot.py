@@ -2,11 +2,12 @@
 
     model/...       parameters and buffers      \\
     version/...     older weights                } each piece on one of the processes that hold it
-    optimizer/...   what optimizers keep        /
-    values          options of optimizers and schedules, the loader's place, generators, seeds, other named state
+    optimizer/...   what optimizers keep        /   (optimizer/ENTRY/NAME: for parameter NAME, under ENTRY)
+    values          the same where it is no tensor; the loader's place, generators, seeds, other named state
+                    optimizers, by process: stage, class, groups (names, options), scheduler (class, state), in order
 
 Taking one reads tensors and copies none until `to_host`. Before the first one of a run processes agree on who writes
-what (`Writers`), so that replicas shard the writing out among themselves.
+what (`Writers`), so that replicas share the writing out among themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ..parallel.split import ShardedParameter
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
 from ..update.loss_scale import LossScale
+from ..update.optimizers import StageOptimizers
 from .generators import generator_states
 from .manifest import model_key, optimizer_key, version_key
-from .optimizers import held_state, optimizer_content, state_shard
 from .values import Json, encode
 
 _Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: what it is of, start, sizes
@@ -168,7 +169,7 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     values: dict[str, Json] = {"rule": encode(rule_of(contents.schedule), what="the weight rule")}
     optimizers: list[Json] = []
     for one in contents.stages.values():
-        optimizers += optimizer_content(one.optimizers)
+        optimizers += _optimizer_content(one.optimizers)
         of_stage, rest = _stage_state(one, ownership, writers)
         pieces += of_stage
         values |= rest
@@ -197,7 +198,7 @@ def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> t
     """State of a stage's optimizers, and its older weights: pieces, and what is no tensor."""
     pieces: list[HeldPiece] = []
     values: dict[str, Json] = {}
-    for held in held_state(stage.optimizers, ownership):
+    for held in _held_state(stage.optimizers, ownership):
         key = optimizer_key(held.entry, held.name)
         if held.is_like_parameter:
             assert held.shard is not None
@@ -213,6 +214,85 @@ def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> t
             shard = ownership.shard(name)
             pieces += _pieces(version_key(number, name), tensor, shard, writers.boxes(model_key(name), shard))
     return pieces, values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeldEntry:
+    """State that an optimizer keeps for a parameter under `entry`.
+
+    Arguments:
+        shard: of a tensor; None for any other value.
+        is_like_parameter: whether the shard is that of the parameter here; else each process has all of it.
+    """
+
+    name: str
+    entry: str
+    value: Any
+    shard: Shard | None
+    is_like_parameter: bool = False
+
+
+def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shard:
+    """Part of a parameter for which the stage's optimizer here keeps state."""
+    return stage.shard(name, ownership.shard(name))
+
+
+def _held_state(stage: StageOptimizers, ownership: Ownership) -> Iterator[_HeldEntry]:
+    """All that a stage's optimizers keep here.
+
+    Raises ValueError for a tensor that is neither like its parameter nor whole on each process.
+    """
+    for optimizer in stage.optimizers:
+        for parameter, state in optimizer.state.items():
+            name = stage.names[id(parameter)]
+            shard = state_shard(stage, name, ownership)
+            for entry, value in state.items():
+                if not isinstance(entry, str):
+                    raise ValueError(
+                        f"optimizer {type(optimizer).__name__} keeps {entry!r:.40} for {name!r}: expected text as the "
+                        f"key of each entry of its state"
+                    )
+                if not isinstance(value, torch.Tensor):
+                    yield _HeldEntry(name=name, entry=entry, value=value, shard=None)
+                elif tuple(value.shape) == shard.local:
+                    yield _HeldEntry(name=name, entry=entry, value=value, shard=shard, is_like_parameter=True)
+                elif shard.is_whole or value.numel() == 1:
+                    yield _HeldEntry(name=name, entry=entry, value=value, shard=Shard.whole(tuple(value.shape)))
+                else:
+                    raise ValueError(
+                        f"optimizer {type(optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for "
+                        f"{name!r}, of which this process has a part of shape {shard.local}: expected state of the "
+                        f"parameter's shape, which another number of processes can divide anew, or whole parameters"
+                    )
+
+
+def _optimizer_content(stage: StageOptimizers) -> list[Json]:
+    """Optimizers of a stage, without what they keep for each parameter.
+
+    Raises ValueError for a tensor without a name in the model.
+    """
+    written: list[Json] = []
+    for position, optimizer in enumerate(stage.optimizers):
+        kind = type(optimizer).__name__
+        groups = [
+            {
+                "names": stage.names_in(optimizer, group),
+                "options": encode(options_of_group(group), what=f"an option of {kind}"),
+            }
+            for group in optimizer.param_groups
+        ]
+        scheduler = stage.schedulers[position] if stage.schedulers else None
+        kept = None
+        if scheduler is not None:
+            state = encode(scheduler.state_dict(), what=f"the state of {type(scheduler).__name__}")
+            kept = {"class": type(scheduler).__name__, "state": state}
+        written.append({"stage": stage.stage, "class": kind, "groups": groups, "scheduler": kept})
+    return written
+
+
+def options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def rule_of(schedule: Schedule) -> list[str | int]:

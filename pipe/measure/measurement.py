@@ -1,14 +1,21 @@
-"""Measured costs of the last steps, for the simulator."""
+"""Measurements of all ranks put together: timelines, and costs for the simulator. Collective over the processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
 
 from ...comm import Collectives, Guard, HostClocks
-from ...schedules import Costs, Schedule, Spread, Timeline
+from ...schedules import Costs, Op, Schedule, Spread, Timeline, estimate_spread
+from ...schedules.timing.costs import CostTable, by_owner
+from ...schedules.timing.estimate_spread import LEAST_STEPS
 from ...schedules.timing.records import RankRecord
-from .gather import gather_costs, gather_spread
-from .recorder import Recorder
+from .recorder import Recorder, Timed
+
+_MOST_ACTIONS = 100_000  # of the steps whose times are all looked at
 
 
 class Measurement:
@@ -55,7 +62,7 @@ class Measurement:
         with self._guard.together():
             if self._latency is None:
                 self._latency = self._one_way_seconds()
-            return gather_costs(self._recorders, self._collectives, schedule=self._schedule, latency=self._latency)
+            return _gather_costs(self._recorders, self._collectives, schedule=self._schedule, latency=self._latency)
 
     def spread(self) -> Spread | None:
         """See PipelineModule.measured_spread."""
@@ -64,7 +71,7 @@ class Measurement:
             return None
         with self._guard.together():
             table = costs.table_for(self._schedule)
-            return gather_spread(
+            return _gather_spread(
                 self._recorders,
                 self._collectives,
                 table,
@@ -77,3 +84,155 @@ class Measurement:
         """See PipelineModule.forget_measurements."""
         for recorder in self._recorders:
             recorder.forget()
+
+
+def gather_records(
+    records: Sequence[RankRecord],
+    collectives: Collectives,
+    assemble: Callable[[Sequence[RankRecord]], Timeline],
+    clocks: HostClocks,
+) -> Timeline:
+    """The Timeline of all ranks, on every rank, put together by `assemble`; clocks of hosts are compared before."""
+    if len(records) > 1:  # all ranks are here
+        return assemble(records)
+    clocks.compare()
+    (record,) = records
+    return assemble(collectives.gather_ranks(_placed(record, clocks), what="gathering the timeline"))
+
+
+def _gather_costs(
+    recorders: Sequence[Recorder], collectives: Collectives, *, schedule: Schedule, latency: float
+) -> Costs | None:
+    """Median costs by stage and op, of replicas each rank's own, on every rank; None if nothing was measured yet.
+
+    Arguments:
+        latency: of a message as this rank measured it (0 where it did not) [s].
+    """
+    by_rank = [recorder.medians() for recorder in recorders]
+    overheads: dict[int, list[float]] = defaultdict(list)
+    norms: list[float | None] = []
+    outside: list[tuple[float, float, float]] = []
+    mine = (
+        [recorder.median_overheads() for recorder in recorders],
+        latency,
+        [recorder.median_norm() for recorder in recorders],
+        [around for recorder in recorders if (around := recorder.median_around()) is not None],
+    )
+    for seen_overheads, seen_latency, seen_norms, seen_around in collectives.gather(
+        mine, what="gathering the measured costs"
+    ):
+        for stage, seconds in (each for own in seen_overheads for each in own.items()):
+            overheads[stage].append(seconds)
+        latency = max(latency, seen_latency)
+        norms += seen_norms
+        outside += seen_around
+    if len(by_rank) == 1:
+        by_rank = collectives.gather_ranks(by_rank[0], what="gathering the measured costs")
+    # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
+    norm = min((seconds for seconds in norms if seconds is not None), default=None)
+    if not any(by_rank):
+        return None
+    # Likewise the rank that begins first, and the one that ends last: there what is around a step has no waits in it.
+    around = sum(min(each) for each in zip(*outside, strict=True))
+    between = {stage: fmean(seconds) for stage, seconds in overheads.items()}
+    return costs_from_medians(by_rank, between, schedule=schedule, latency=latency, norm=norm, around=around)
+
+
+def _gather_spread(
+    recorders: Sequence[Recorder],
+    collectives: Collectives,
+    costs: CostTable,
+    *,
+    schedule: Schedule,
+    assemble: Callable[[Sequence[RankRecord]], Timeline],
+    clocks: HostClocks,
+) -> Spread | None:
+    """How the durations of the last steps vary around these costs, on every rank; None where too few were measured.
+
+    Arguments:
+        assemble: see `gather_records`.
+    """
+    steps = [recorder.steps() for recorder in recorders]
+    records = [recorder.records()[-_most_steps(schedule) :] for recorder in recorders]
+    if len(recorders) == 1:
+        clocks.compare()
+        mine = [_placed(record, clocks) for record in records[0]]
+        seen = collectives.gather_ranks((steps[0], mine), what="gathering the measured durations")
+        steps, records = [each for each, _ in seen], [each for _, each in seen]
+    number = min(map(len, records))
+    together = zip(*(own[len(own) - number :] for own in records), strict=True)
+    timelines = [assemble(step) for step in together]
+    return estimate_spread(steps, costs, timelines)
+
+
+def _most_steps(schedule: Schedule) -> int:
+    """Steps of which all times are looked at."""
+    return max(LEAST_STEPS, _MOST_ACTIONS // max(1, sum(map(len, schedule.programs))))
+
+
+def _placed(record: RankRecord, clocks: HostClocks) -> RankRecord:
+    offset, error = clocks.offset_at(record.compute[0].start) if record.compute else (0.0, 0.0)
+    return replace(record, offset=offset, error=error)
+
+
+def costs_from_medians(
+    by_rank: Sequence[Mapping[Timed, float]],
+    overheads: Mapping[int, float],
+    *,
+    schedule: Schedule,
+    latency: float,
+    norm: float | None,
+    around: float,
+) -> Costs:
+    """The costs of a schedule whose ranks measured these medians; an op that no rank measured costs 0.
+
+    F, B, I and W of a stage's replicas are each rank's own. Updates and moves are the mean of theirs; of a sum the
+    least counts: the rank that comes last to it waits for nobody.
+
+    Arguments:
+        by_rank: [P] seconds by stages and op.
+        overheads: seconds around an action, by stage.
+    """
+    together: dict[Timed, list[float]] = {}
+    for own in by_rank:
+        for key, seconds in own.items():
+            together.setdefault(key, []).append(seconds)
+
+    def of_rank(op: Op, stage: int, rank: int) -> float:
+        """Seconds on one rank; where it showed nothing the mean of the others [s]."""
+        seen = by_rank[rank].get(((stage,), op))
+        return fmean(together.get(((stage,), op), (0.0,))) if seen is None else seen
+
+    def half(op: Op, stage: int, rank: int) -> float:
+        """Where I and W ran as one, or B did, half of that."""
+        return of_rank(op, stage, rank) if ((stage,), op) in together else of_rank(Op.B, stage, rank) / 2
+
+    def whole(stage: int, rank: int) -> float:
+        if is_split and ((stage,), Op.B) not in together:
+            return half(Op.I, stage, rank) + half(Op.W, stage, rank)
+        return of_rank(Op.B, stage, rank)
+
+    def columns(seconds: Callable[[int, int], float]) -> list[float | list[float]]:
+        """[S] by the rank that runs them, from seconds by stage and rank."""
+        return by_owner(schedule, [[seconds(s, rank) for rank in ranks] for s, ranks in enumerate(schedule.owners)])
+
+    def column(op: Op) -> list[float]:
+        return [fmean(together.get(((stage,), op), (0.0,))) for stage in range(schedule.num_stages)]
+
+    is_split = any(op in (Op.I, Op.W) for _, op in together)
+    sums = {stages: min(seconds) for (stages, op), seconds in together.items() if op is Op.REDUCE_GRAD}
+    return Costs(
+        forward=columns(partial(of_rank, Op.F)),
+        backward=columns(whole),
+        input_grad=columns(partial(half, Op.I)) if is_split else None,
+        weight_grad=columns(partial(half, Op.W)) if is_split else None,
+        reduce_grad=[sums.get((stage,), 0.0) for stage in range(schedule.num_stages)],
+        tied=[(stages, seconds) for stages, seconds in sums.items() if len(stages) > 1],
+        update=column(Op.U),
+        overhead=[overheads.get(stage, 0.0) for stage in range(schedule.num_stages)],
+        latency=latency,
+        norm=norm,
+        around=around,
+        offload=column(Op.OFFLOAD),
+        reload=column(Op.RELOAD),
+    )

@@ -66,7 +66,7 @@ class Known(NamedTuple):
         return UpdateResult(self.grad_norm, self.skipped) if self.later is None else self.later(together)
 
 
-class Aside(NamedTuple):
+class SetAside(NamedTuple):
     """Results known but not returned, oldest first, and the newest that was returned."""
 
     waiting: Sequence[Known]
@@ -284,11 +284,11 @@ class Update(ABC):
         """The results that `rest` would return; they stay."""
         return ()
 
-    def set_aside(self) -> Aside:
+    def set_aside(self) -> SetAside:
         """Results that `rest` and `step` would return, for `put_back`; none are left."""
-        return Aside([], None)
+        return SetAside([], None)
 
-    def put_back(self, aside: Aside) -> None:
+    def put_back(self, aside: SetAside) -> None:
         """Results are known again that were set aside."""
         return
 

@@ -32,7 +32,7 @@ def read_grad_scaler(option: object) -> GradScaler | None:
     return option if option.is_enabled() else None
 
 
-class Scale(NamedTuple):
+class ScaleState(NamedTuple):
     """A loss scale, and how many updates in a row were made since it last changed."""
 
     value: float
@@ -76,7 +76,7 @@ class LossScale:
                 "other: the updates of all of them were skipped. Expected a finite loss and gradients for some scale; "
                 "look at the samples, or run a batch in float32"
             )
-        self._scale = Scale(scale.item(), int(tracker))
+        self._scale = ScaleState(scale.item(), int(tracker))
 
     def publish(self) -> None:
         """Let the user's scaler have the scale."""
@@ -93,14 +93,14 @@ class LossScale:
         """Go on with the scaler's scale."""
         self._scale = self._published = _read(self._scaler)
 
-    def content(self) -> Scale:
+    def content(self) -> ScaleState:
         """For `load`."""
         return self._scale
 
     def load(self, content: Sequence[float]) -> None:
         """Go on from `content`."""
         value, good = content
-        self._scale = Scale(value, int(good))
+        self._scale = ScaleState(value, int(good))
         self.publish()
 
 
@@ -118,7 +118,7 @@ def unscale(gradients: Iterable[torch.Tensor | None], scale: float, *, device: t
     return overflowed
 
 
-def _read(scaler: GradScaler) -> Scale:
+def _read(scaler: GradScaler) -> ScaleState:
     state = scaler.state_dict()
     scale = torch.tensor(float(state["scale"]), dtype=torch.float32)  # as it is used, whatever the default type
-    return Scale(scale.item(), int(state["_growth_tracker"]))
+    return ScaleState(scale.item(), int(state["_growth_tracker"]))

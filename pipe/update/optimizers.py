@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, 
 from ..parallel.shard import Shard
 from ..parallel.split import ShardedParameter
 from .delay_correction import Feedback
-from .options import BatchOptions
+from .options import BatchOptions, option_number
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Separable = Literal["elements", "parameters"]
@@ -36,8 +35,6 @@ _BY_ELEMENT = (
     torch.optim.Rprop,
 )
 _BY_PARAMETER = (torch.optim.Muon, torch.optim.Adafactor)
-
-_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 
 
 class StageOptimizers:
@@ -205,9 +202,9 @@ class StageOptimizers:
         numbers: dict[int, int] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                number = _option_number(optimizer, group)
+                number = option_number(optimizer, group)
                 numbers.update((id(parameter), number) for parameter in group["params"])
-        numbers.update((id(whole), _option_number(optimizer, group)) for optimizer, group, whole in self._away)
+        numbers.update((id(whole), option_number(optimizer, group)) for optimizer, group, whole in self._away)
         return numbers
 
     def corrects(self, name: str) -> bool:
@@ -317,16 +314,6 @@ def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
         )
 
 
-def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
-    """The error of ranks that would update their copies of these parameters in different ways."""
-    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options for "
-        f"{shown} (a learning rate that was changed on some of them?): the copies would drift apart. Expected the same "
-        f"change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or lr_scheduler="
-    )
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -346,15 +333,3 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
             f"nothing, or the loss alone as ReduceLROnPlateau does"
         )
     return made
-
-
-def _option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
-
-
-def _shown_option(key: str, value: object) -> str:
-    """An option as text; empty for what is no option."""
-    if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 else ""
-    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

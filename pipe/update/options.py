@@ -10,13 +10,17 @@ in front of call t counts from the update of batch t on, on every stage, as in o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 Group = dict[str, Any]
+
+_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
+_KEPT = 16  # updates; ranks are never so far apart
 
 
 def options_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Group]:
@@ -88,3 +92,87 @@ def _is_same(one: object, other: object) -> bool:
 def copied_option(value: Any) -> Any:
     """A value of its own."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+class SameOptions:
+    """Options of one rank's updates of the parameters that it shares, compared with the other ranks' behind the update.
+
+    A rate that is changed while batches are under way meets another update on each rank, so what counts is what an
+    update used. Each rank tells it with the gradients of a later update group; nothing waits for it.
+
+    Arguments:
+        names: of the shared parameters, by position.
+        num_stages: of the rank: its updates of a group.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str], *, num_stages: int) -> None:
+        self._rank = rank
+        self._names = names
+        self._num_stages = num_stages
+        self._newest = -1
+        self._used: dict[int, dict[int, int]] = {}  # update group -> position -> option number
+        self._stages_done: dict[int, int] = {}
+        self._told: list[tuple[int, int, dict[int, int]]] = []  # (peer, update group, position -> number)
+
+    def used(self, index: int, numbers: Mapping[int, int]) -> None:
+        """An update of a stage used these option numbers, by position.
+
+        Raises ValueError that names a parameter for which another rank has used other ones.
+        """
+        self._used.setdefault(index, {}).update(numbers)
+        self._stages_done[index] = self._stages_done.get(index, 0) + 1
+        if self._stages_done[index] < self._num_stages:
+            return
+        del self._stages_done[index]
+        self._newest = index
+        for old in [known for known in self._used if known <= index - _KEPT]:
+            del self._used[old]
+        self._compare()
+
+    def note(self, positions: Sequence[int]) -> list[float]:
+        """Numbers to tell a rank with which these positions are shared: [n + 1]."""
+        known = self._used.get(self._newest, {})
+        return [float(self._newest), *(float(known.get(position, 0)) for position in positions)]
+
+    def told(self, peer: int, positions: Sequence[int], note: Sequence[float]) -> None:
+        """A note of a peer."""
+        index, *numbers = map(int, note)
+        if index >= 0:
+            self._told.append((peer, index, dict(zip(positions, numbers, strict=True))))
+
+    def drop(self) -> None:
+        """Forget all."""
+        self._newest = -1
+        self._used.clear()
+        self._stages_done.clear()
+        self._told.clear()
+
+    def _compare(self) -> None:
+        for peer, index, numbers in self._told:
+            own = self._used.get(index, {}) if index <= self._newest else {}
+            differing = [self._names[at] for at, number in numbers.items() if own.get(at, number) != number]
+            if differing:
+                raise ValueError(differing_options(differing, sorted((self._rank, peer))))
+        self._told = [one for one in self._told if one[1] > self._newest]
+
+
+def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
+    """The error of ranks that would update their copies of these parameters in different ways."""
+    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options for "
+        f"{shown} (a learning rate that was changed on some of them?): the copies would drift apart. Expected the same "
+        f"change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or lr_scheduler="
+    )
+
+
+def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
+    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+
+
+def _shown_option(key: str, value: object) -> str:
+    """An option as text; empty for what is no option."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else ""
+    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

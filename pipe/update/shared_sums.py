@@ -24,7 +24,7 @@ from ..parallel.split import ShardedParameter
 from .gradients import FlatGradients, flatten, scale_gradients, unflatten
 from .interface import UpdateParts
 from .loss_scale import LossScale
-from .optimizers import differing_options
+from .options import differing_options
 from .rank_update import RankUpdate
 from .shards import Shards, begin_sum
 

@@ -27,7 +27,7 @@ from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
 from .gradients import refuse_sparse_modules
-from .interface import Aside, Known, Programs, StageState, Update, UpdateParts
+from .interface import Known, Programs, SetAside, StageState, Update, UpdateParts
 from .shards import Shards, shard_stages
 from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 
@@ -136,11 +136,11 @@ class StreamUpdate(Update):
         *_, speaker = self._ranks.values()
         return tuple(speaker.known)
 
-    def set_aside(self) -> Aside:
+    def set_aside(self) -> SetAside:
         newest = self._newest
-        return Aside(self.rest(), newest)
+        return SetAside(self.rest(), newest)
 
-    def put_back(self, aside: Aside) -> None:
+    def put_back(self, aside: SetAside) -> None:
         *_, speaker = self._ranks.values()
         speaker.known.extendleft(reversed(aside.waiting))
         self._newest = aside.newest

@@ -1,7 +1,7 @@
 """Update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
 
 last F of the group (last stage)   -> LOSS to every rank
-REDUCE_GRAD: LOSS is here          -> scale the gradients, SUM to the ranks that shard some
+REDUCE_GRAD: LOSS is here          -> scale the gradients, SUM to the ranks that share some
 GRAD_NORM: SUM is here             -> own squared norm to rank 0; there: TOTAL to every rank
 U: SUM, TOTAL are here             -> clip, update the versions of the stage
 """
@@ -25,8 +25,8 @@ from ..stages.weights import WeightVersions
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known, UpdateGate, UpdateParts
 from .optimizers import StageOptimizers
+from .options import SameOptions
 from .rank_update import RankUpdate
-from .same_options import SameOptions
 from .shards import Shards
 
 

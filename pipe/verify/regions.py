@@ -31,7 +31,7 @@ from .compare import differs, graph_of, size, tolerance_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class DividedRegion:
     """Modules called one after the other, by name.
 
     Arguments:
@@ -63,7 +63,7 @@ class Regions:
         }
         plain = copy.deepcopy(model, empty)
         self._regions = [
-            Region(
+            DividedRegion(
                 modules={name: model.get_submodule(name) for name in names},
                 plain={name: plain.get_submodule(name) for name in names},
                 cuts=", ".join(
@@ -81,7 +81,7 @@ class Regions:
         """Within: inputs of the first call of each region are kept."""
         self._calls.clear()
 
-        def keep(region: Region) -> Callable[..., Any]:
+        def keep(region: DividedRegion) -> Callable[..., Any]:
             def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 is_real = torch.is_grad_enabled() and not any(  # the run that the backward follows: no look at shapes
                     x.is_meta or isinstance(x, FakeTensor) for x in _tensors((args, kwargs))
@@ -127,7 +127,7 @@ class Regions:
         return verdict
 
     def _compare(
-        self, region: Region, shard: Callable[[str, Tensor], Shard], full: Callable[[str, Tensor], Tensor]
+        self, region: DividedRegion, shard: Callable[[str, Tensor], Shard], full: Callable[[str, Tensor], Tensor]
     ) -> str | None:
         for (name, plain), module in zip(region.plain.items(), region.modules.values(), strict=True):
             held = dict(module.named_parameters())
@@ -211,7 +211,7 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
 
 
 def _difference(
-    region: Region, expected: _Outcome, found: _Outcome, shard: Callable[[str, Tensor], Shard]
+    region: DividedRegion, expected: _Outcome, found: _Outcome, shard: Callable[[str, Tensor], Shard]
 ) -> str | None:
     """Outputs, then backwards, each compared with the part that is here."""
     weights: list[tuple[str, Tensor | None, Tensor | None]] = []
