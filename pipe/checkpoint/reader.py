@@ -6,14 +6,14 @@ manifest -> files (size, header) -> pieces (SHA-256), before anything is changed
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..parallel.shard import Shard
+from ..parallel.shard import Box, Shard
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, Piece, TensorRecord
 from .tensor_file import MappedFile, header_hash
@@ -92,14 +92,9 @@ class Checkpoint:
         for piece in pieces:
             source = self._tensor(key, piece)
             for box in shard.boxes:
-                low = [max(a, b) for a, b in zip(box.start, piece.start, strict=True)]
-                high = [
-                    min(a + n, b + m) for a, n, b, m in zip(box.start, box.sizes, piece.start, piece.sizes, strict=True)
-                ]
-                if all(a < b for a, b in zip(low, high, strict=True)):
-                    from_ = _slices(low, high, piece.start)
-                    to = _slices(low, high, [a - b for a, b in zip(box.start, box.local, strict=True)])
-                    local[to] = source[from_]
+                cut = _in_piece(box, piece)
+                if cut is not None:
+                    local[cut.of_full()] = source[cut.of_local()]
         return local
 
     def full(self, key: str) -> torch.Tensor:
@@ -114,7 +109,7 @@ class Checkpoint:
         assert record.shape == shard.full, key
         if shard.is_whole:
             return list(record.pieces)
-        return [piece for piece in record.pieces if any(_meets(box.start, box.sizes, piece) for box in shard.boxes)]
+        return [piece for piece in record.pieces if any(_in_piece(box, piece) for box in shard.boxes)]
 
     def _check(self, key: str, piece: Piece) -> None:
         found = hashlib.sha256(tensor_bytes(self._tensor(key, piece))).hexdigest()
@@ -161,10 +156,7 @@ class Checkpoint:
             raise self.error(f"{self.place / MANIFEST} has a bad value of {key!r}: {error}") from None
 
 
-def _meets(start: Sequence[int], sizes: Sequence[int], piece: Piece) -> bool:
-    sides = zip(start, sizes, piece.start, piece.sizes, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in sides)
-
-
-def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - at, b - at) for a, b, at in zip(low, high, origin, strict=True))
+def _in_piece(box: Box, piece: Piece) -> Box | None:
+    """What of a box a piece holds: where it begins in the local tensor, and in the piece."""
+    there = Box(start=piece.start, local=(0,) * len(piece.start), sizes=piece.sizes)
+    return Box(start=box.local, local=box.start, sizes=box.sizes).part(there)
