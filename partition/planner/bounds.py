@@ -5,12 +5,10 @@ nodes that it runs (one stage or V of them):
 
     T >= head(r) + m work(r)          head(r): F + B of the nodes that r stages hold at least, and the runtime's own
 
-Over all ranks that is a mean. And nodes are whole: of K nodes that each cost c or more, a rank that is through at T has
-at most (T - head(r)) / c, so that they all find a place when T has reached the K-th of the moments head(r) + j c.
-The same with the updates behind the work, where nothing of them can run beside it: with one stage a rank the sums of
-gradients as well, with several the optimizer's steps, and of sums the share for which they keep the rank busy, since
-those of the last stages go beside backwards of the first. Where backwards are split, what comes behind may be weight
-gradients, and the way back counts nothing.
+Over all ranks that is a mean. The same with the updates behind the work, where nothing of them can run beside it: with
+one stage a rank the sums of gradients as well, with several the optimizer's steps, and of sums the share for which they
+keep the rank busy, since those of the last stages go beside backwards of the first. Where backwards are split, what
+comes behind may be weight gradients, and the way back counts nothing.
 
 With whole backwards, no stage saves by being small what others gain by it. Of stage s and those behind it on its rank,
 none begins before a microbatch has come through the stages in front, and its gradient must go back through them:
@@ -34,32 +32,25 @@ from ..topology import Floats, Topology
 from .model import Model
 from .space import Configuration
 
-_KINDS = 16  # of nodes that are counted apart
-_NEXT = 3  # moments of each rank that are compared
+_UPDATED = ("update_seconds", "parameter_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Nodes:
-    """Nodes of a model by what they cost.
+    """What a model's nodes take in any cuts.
 
     Arguments:
-        counts: [K] nodes of each kind.
-        work, parameters, update: [K] F + B [s], bytes, optimizer's step [s], without what other nodes share; of the
-            cheapest where kinds were joined.
         sizes: [n] nodes in each cut, ascending.
-        every: seconds of the updates of all nodes, and bytes of their parameters; what several share is updated once,
-            and has no bytes.
         forward, both: [n] the least F, and F + B, of any cut with as many nodes as that or more [s].
+        update, parameters: of each node, seconds of its update, and bytes; what several share is updated once, and has
+            no bytes.
     """
 
-    counts: Floats
-    work: Floats
-    parameters: Floats
-    update: Floats
     sizes: Floats
     forward: Floats
     both: Floats
-    every: tuple[Floats, Floats]
+    update: Floats
+    parameters: Floats
 
 
 class LeastSeconds:
@@ -98,31 +89,30 @@ class LeastSeconds:
         return max(least, self._passes(c, m) * (model.seconds / self.topology.fastest + c.num_stages * around))
 
     def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
-        """The first of both conditions above, with updates and without [s].
+        """The mean over the ranks, with updates and without [s].
 
         Arguments:
             own, messages: seconds of the runtime around a rank's actions, and for all messages [s].
         """
         nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
         around = 2 * model.profile.action_seconds
-        work, total = m * nodes.work / speed, m * model.seconds / speed + messages
+        total = m * model.seconds / speed + messages
         stages = np.arange(c.pipeline)
         if family(c.schedule).rule.is_asynchronous:
-            return _through(total, nodes.counts, work, np.full(c.pipeline, own))
+            return total / c.pipeline + own
         head = np.searchsorted(nodes.sizes, stages)
         there = own + nodes.forward[head] / speed + stages * around / 2
         is_split = family(c.schedule).splits_backward
         both = there if is_split else own + nodes.both[head] / speed + stages * around
-        least = _through(total, nodes.counts, work, both)
+        least = (total + float(both.sum())) / c.pipeline
         rounds = self._rounds(c)
         if c.num_stages == 1:  # it has shared weights once
             whole = model.stages((0, len(model.cuts) - 1))
             return max(
                 least, total + float(_updates(whole.update / speed, whole.weights, c.data, rounds)[0] + there[0])
             )
-        update = _updates(nodes.update / speed, nodes.parameters, c.data, rounds)
-        updates = float(_updates(nodes.every[0] / speed, nodes.every[1], c.data, rounds).sum())
-        return max(least, _through(total + updates, nodes.counts, work + update, there))
+        updates = float(_updates(nodes.update / speed, nodes.parameters, c.data, rounds).sum())
+        return max(least, (total + updates + float(there.sum())) / c.pipeline)
 
     def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
         """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s]."""
@@ -135,8 +125,7 @@ class LeastSeconds:
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
         """Bytes of parameters that the fullest rank has, at least."""
-        nodes, last = self._nodes_of(model), len(model.cuts) - 1
-        return _through(float(model.cuts.weights(0, last)), nodes.counts, nodes.parameters, np.zeros(c.pipeline))
+        return float(model.cuts.weights(0, len(model.cuts) - 1)) / c.pipeline
 
     def _passes(self, c: Configuration, m: int) -> float:
         key = (c.schedule, c.pipeline, c.num_chunks, m)
@@ -196,55 +185,18 @@ def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: int) -> 
     return 1 + 1 / total
 
 
-def _through(total: float, counts: Floats, costs: Floats, heads: Floats) -> float:
-    """Seconds in which ranks that begin at `heads` can do all of this, the nodes undivided."""
-    return max((total + float(heads.sum())) / len(heads), _spread(counts, costs, heads))
-
-
-def _spread(counts: Floats, costs: Floats, heads: Floats) -> float:
-    """When nodes that cost at least c each have all found a rank, for the c that says most.
-
-    >>> _spread(np.array([2, 5]), np.array([10.0, 4.0]), np.array([0.0, 1.0, 2.0]))
-    12.0
-    """
-    least, number, ranks = 0.0, 0, len(heads)
-    for at in np.argsort(-costs):
-        number += int(counts[at])
-        cost = float(costs[at])
-        if cost <= 0:
-            break
-        least = max(least, -(-number // ranks) * cost)
-        # So many are done somewhat earlier; of each rank the next moments are enough.
-        done = np.maximum(np.floor(((number * cost + float(heads.sum())) / ranks - cost - heads) / cost), 0.0)
-        short = number - int(done.sum())
-        if 0 < short <= _NEXT * ranks:
-            moments = heads + cost * (done + np.arange(1, _NEXT + 1)[:, None])
-            found = np.partition(moments.ravel(), short - 1)[short - 1]
-            least = max(least, min(float(found), float(moments[-1].min())))
-    return least
-
-
 def _nodes(model: Model) -> _Nodes:
-    rows = np.array(
-        [(n.forward_seconds + n.backward_seconds, n.parameter_bytes, n.update_seconds) for n in model.profile.nodes]
-    )
+    update, parameters = (np.array([getattr(node, figure) for node in model.profile.nodes]) for figure in _UPDATED)
     for (nodes, shared), updates in zip(model.cuts.tied, model.cuts.shared_update, strict=True):
-        rows[list(nodes), 1] -= shared
-        rows[list(nodes), 2] -= updates
-    rows = np.maximum(rows, 0.0)
+        parameters[list(nodes)] -= shared
+        update[list(nodes)] -= updates
     once = [min(updates) for updates in model.cuts.shared_update]
-    kinds, counts = np.unique(rows, axis=0, return_counts=True)  # the least work first
-    groups = np.array_split(np.arange(len(kinds)), min(len(kinds), _KINDS))
-    work, parameters, update = (np.array([kinds[at, column].min() for at in groups]) for column in range(3))
     sizes = model.cuts.members.sum(axis=1)
     forward, both = (np.minimum.accumulate(column[::-1])[::-1] for column in (model.cuts.forward, model.cuts.seconds))
     return _Nodes(
-        counts=np.array([counts[at].sum() for at in groups], dtype=np.float64),
-        work=work,
-        parameters=parameters,
-        update=update,
         sizes=sizes,
         forward=forward,
         both=both,
-        every=(np.array([*rows[:, 2], *once]), np.array([*rows[:, 1], *(0.0 for _ in once)])),
+        update=np.array([*np.maximum(update, 0.0), *once]),
+        parameters=np.array([*np.maximum(parameters, 0.0), *(0.0 for _ in once)]),
     )

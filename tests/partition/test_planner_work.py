@@ -23,7 +23,8 @@ def test_bounds_leave_most_configurations_uncut() -> None:
     assert found.searched is not None
     assert found.searched.considered == 306
     # 19 where an exchange of divided updates counted as half a sum: the first plans are slower, and more look better.
-    assert found.searched.cut <= 21
+    # 21 where bounds knew that nodes are whole.
+    assert found.searched.cut <= 24
     assert (
         found.searched.simulated <= 11
     )  # 9 with a head of its own: bounds of cuts know the sum of tied weights, those before not
