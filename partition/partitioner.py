@@ -67,11 +67,11 @@ def partition(
         num_candidates: to find by each way, and to name in the plan.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
 
-    Where the exact dynamic program would take too long (some thousand cuts or very many devices), a search over
-    thresholds stands in for it; `Plan.gap` then says how far the plan may be from the best one, and a note that it was
-    so. Where nodes are of several kinds, all their orders along the pipeline are tried, or, where these are too many,
-    a few (a note says so); a stage is as slow as its slowest device, and the bound is that of the work alone. Ties: see
-    `solve` and `pipedream_model`; the same input always gives the same plan.
+    Where the exact dynamic program would take too long (some thousand cuts or very many devices), it looks at some of
+    the cuts and at replicas on whole nodes; `Plan.gap` then says how far the plan may be from the best one, and a note
+    that it was so. Where nodes are of several kinds, all their orders along the pipeline are tried, or, where these are
+    too many, a few (a note says so); a stage is as slow as its slowest device, and the bound is that of the work alone.
+    Ties: see `solve` and `pipedream_model`; the same input always gives the same plan.
 
     Raises ValueError for options that do not fit, and where no plan fits the memory: which node is too large, by how
     much, and what would make it fit. Source: Narayanan et al., SOSP 2019, section 3.1.

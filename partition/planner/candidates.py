@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from ..allocator import certain
 from ..cluster import Cluster
-from ..solver.dynamic import MAX_STEPS, Solution, num_steps, solve, stage_ranks
+from ..solver.dynamic import Grain, Solution, grain_of, solve, stage_ranks
 from ..solver.orders import node_orders
 from ..solver.ranges import RangeCosts
-from ..solver.thresholds import solve_large
 from .evaluated import Ends
 from .model import Model
 from .space import Configuration
@@ -45,10 +44,10 @@ def candidates(
 ) -> Candidates:
     """Solutions, `wanted` at most by each way: for M microbatches, and without M, so that replicas have equal shares.
 
-    Raises TooLargeError where only unequal devices are too many: equal ones are left to a search over thresholds.
+    Raises TooLargeError where unequal devices are too many; of too many equal ones some are looked at (`grain_of`).
     """
     found: dict[tuple[Configuration, Ends], None] = {}
-    bounds, notes = [], []
+    bounds, notes, every = [], [], Grain(cuts=len(model.cuts))
     orders, note = node_orders(cluster)
     for order in orders:
         costs = RangeCosts(
@@ -61,6 +60,12 @@ def candidates(
             optimizer_ratio=model.optimizer_ratio,
             action_seconds=model.profile.action_seconds,
         )
+        grain = grain_of(costs, straight=straight)
+        if grain != every and not costs.is_uniform:
+            raise TooLargeError(
+                f"{len(costs.cuts)} cuts on {costs.num_devices} devices of several kinds: too large for unequal "
+                f"devices; expected one kind, fewer devices, or a smaller max_cuts"
+            )
         solutions = _solutions(costs, straight=straight, wanted=wanted)
         bounds += [solution.bound for solution in solutions[:1]]
         for solution in solutions:
@@ -77,28 +82,20 @@ def candidates(
                 ranks=stage_ranks(costs, solution, order, cluster),
             )
             found[configuration, (0, *(stage.last for stage in solution.stages))] = None
-    if not _is_exact(costs, straight=straight):
-        notes.append("too large for the exact dynamic program: found by a search over thresholds")
+    if grain != every:
+        bounds = [float(costs.work[-1]) / costs.num_devices]
+        notes.append(
+            f"too large for the exact dynamic program: {grain.cuts} of {every.cuts} cuts were looked at, and replicas "
+            f"in multiples of {grain.unit}"
+        )
     if note is not None:
         notes.append(note)
     return Candidates(found=tuple(found), bound=min(bounds, default=0.0), notes=tuple(notes))
 
 
-def _is_exact(costs: RangeCosts, *, straight: bool) -> bool:
-    return num_steps(costs, straight=straight) <= MAX_STEPS
-
-
 def _solutions(costs: RangeCosts, *, straight: bool, wanted: int) -> list[Solution]:
     """The best first."""
-    if _is_exact(costs, straight=straight):
-        best = solve(costs, straight=straight, num_candidates=wanted)
-        if costs.num_microbatches is not None:
-            best += solve(costs.per_replica(), straight=straight, num_candidates=wanted)
-        return best
-    if not costs.is_uniform:
-        raise TooLargeError(
-            f"{len(costs.cuts)} cuts on {costs.num_devices} devices of several kinds: too large for unequal devices; "
-            f"expected one kind, fewer devices, or a smaller max_cuts"
-        )
-    large = solve_large(costs, straight=straight)
-    return [] if large is None else [large]
+    best = solve(costs, straight=straight, num_candidates=wanted)
+    if costs.num_microbatches is not None:
+        best += solve(costs.per_replica(), straight=straight, num_candidates=wanted)
+    return best

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..profile import Profile
 from ..solver.antichains import MAX_CUTS, all_cuts
-from ..solver.cut_sums import Cuts, node_names
+from ..solver.cut_sums import Cuts, node_names, thinned
 from ..stage_cost import StageSums
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
@@ -41,21 +41,8 @@ class Model:
 
     @cached_property
     def coarse(self) -> list[int]:
-        """Cuts for the dynamic program: all, or, where they are many, one in each stretch of equal work.
-
-        Of a stretch the one with the least bytes across.
-        """
-        cuts = self.cuts
-        if len(cuts) <= MAX_COARSE:
-            return list(range(len(cuts)))
-        share = cuts.seconds / max(float(cuts.seconds[-1]), 1e-300)
-        stretch = np.minimum((share * (MAX_COARSE - 2)).astype(int), MAX_COARSE - 3)
-        best: dict[int, int] = {}
-        for at in range(1, len(cuts) - 1):
-            known = best.get(int(stretch[at]))
-            if known is None or cuts.crossing[at] < cuts.crossing[known]:
-                best[int(stretch[at])] = at
-        return [0, *sorted(best.values()), len(cuts) - 1]
+        """Cuts for the dynamic program over stages with one place each."""
+        return thinned(self.cuts, MAX_COARSE)
 
     def least_work_beyond(self, reach: int) -> float:
         """F + B of any stage that spans more of the coarse cuts, at least [s]; infinite where there is none."""

@@ -253,6 +253,20 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
     )
 
 
+def thinned(cuts: Cuts, most: int) -> list[int]:
+    """All cuts, or, of more than `most`, one in each stretch of equal work: that with the least bytes across."""
+    if len(cuts) <= most:
+        return list(range(len(cuts)))
+    share = cuts.seconds / max(float(cuts.seconds[-1]), 1e-300)
+    stretch = np.minimum((share * (most - 2)).astype(int), most - 3)
+    best: dict[int, int] = {}
+    for at in range(1, len(cuts) - 1):
+        known = best.get(int(stretch[at]))
+        if known is None or cuts.crossing[at] < cuts.crossing[known]:
+            best[int(stretch[at])] = at
+    return [0, *sorted(best.values()), len(cuts) - 1]
+
+
 def total(chosen: Bools, weights: Floats) -> Floats:
     """[n] of the chosen weights, always in one order (a matrix product may take another with other threads)."""
     return np.asarray(np.where(chosen, weights, 0.0).sum(axis=1), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The dynamic program over stages: exact for the default model on any hierarchy of links."""
+"""The dynamic program over stages: exact for the default model on any hierarchy of links, or on a coarser grain."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..topology import Floats, Indices
+from .cut_sums import thinned
 from .orders import own_ranks
 from .ranges import RangeCosts, Ranges
 
 MAX_STEPS = 6e7  # elementary ones; about 2 s
 _MOST_LOOKED_AT = 16  # for each candidate that is returned
 _BLOCK = 1 << 14  # pairs of replicas and devices that are looked at together
+_LEAST_CUTS = 100  # that are looked at before devices are taken one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,28 @@ class Solution:
         return tuple(stage.replicas for stage in self.stages)
 
 
-def num_steps(costs: RangeCosts, *, straight: bool) -> float:
-    """Elementary steps that `solve` would take."""
-    devices = costs.num_devices
-    shapes = devices if straight else devices * (devices + 1) / 2
-    return float(costs.cuts.inside.sum()) * shapes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grain:
+    """What the program looks at: so many cuts at most, and stages of multiples of `unit` devices."""
+
+    cuts: int
+    unit: int = 1
+
+
+def grain_of(costs: RangeCosts, *, straight: bool) -> Grain:
+    """All cuts and devices, or, where these are more than MAX_STEPS, fewer cuts, and whole nodes of devices."""
+
+    def shapes(unit: int) -> float:
+        units = costs.num_devices // unit
+        return units if straight else units * (units + 1) / 2
+
+    num_cuts, unit, sizes = len(costs.cuts), 1, costs.topology.level_sizes
+    if float(costs.cuts.inside.sum()) * shapes(1) <= MAX_STEPS:
+        return Grain(cuts=num_cuts)
+    least, node = min(num_cuts, _LEAST_CUTS), sizes[0] if len(sizes) > 1 else 1
+    while not straight and 4 * unit <= costs.num_devices and least**2 * shapes(unit) > 2 * MAX_STEPS:
+        unit = node if unit < node else 2 * unit
+    return Grain(cuts=min(num_cuts, max(3, int((2 * MAX_STEPS / shapes(unit)) ** 0.5))), unit=unit)
 
 
 def solve(costs: RangeCosts, *, straight: bool = False, num_candidates: int = 1) -> list[Solution]:
@@ -64,7 +83,8 @@ def solve(costs: RangeCosts, *, straight: bool = False, num_candidates: int = 1)
         straight: no replicas.
         num_candidates: plans to return, at most.
 
-    O(n^2 D^2) elementary steps for n cuts and D devices (O(n^2 D) where straight), O(n D^2) numbers.
+    O(n^2 D^2) elementary steps for n cuts and D devices (O(n^2 D) where straight), O(n D^2) numbers; of what is too
+    large so much is looked at as `grain_of` says, and a plan is the best of that.
     """
     return _Table(costs, straight=straight).candidates(num_candidates)
 
@@ -96,39 +116,42 @@ class _Block:
 
 class _Table:
     def __init__(self, costs: RangeCosts, *, straight: bool) -> None:
-        self.costs = costs
-        num_cuts, num_devices = len(costs.cuts), costs.num_devices
-        self.most = [1 if straight else e for e in range(num_devices + 1)]  # replicas, by the devices to the end
+        self.costs, grain = costs, grain_of(costs, straight=straight)
+        self.unit = grain.unit
+        cuts = thinned(costs.cuts, grain.cuts)
+        self.inside = costs.cuts.inside & np.isin(np.arange(len(costs.cuts)), cuts)
+        self.most = [1 if straight else e for e in range(costs.num_devices // self.unit + 1)]  # replicas, by devices
         self.blocks = list(self._blocks())
-        self.best: Floats = np.full((num_cuts, num_devices + 1), np.inf)
+        self.best: Floats = np.full((len(costs.cuts), costs.num_devices + 1), np.inf)
         self.best[-1, 0] = 0.0
-        for first in range(num_cuts - 2, 0, -1):
+        for first in cuts[-2:0:-1]:
             for block in self.blocks:
                 values = self._values(first, block)
                 self.best[first, block.devices[block.starts]] = np.minimum.reduceat(values.min(axis=0), block.starts)
 
     def _blocks(self) -> Iterator[_Block]:
         """All pairs of replicas and devices, so many at once that their figures stay in the cache."""
-        first = 1
-        while first <= self.costs.num_devices:
+        first, most = 1, len(self.most) - 1
+        while first <= most:
             last, size = first, self.most[first]
-            while last < self.costs.num_devices and size + self.most[last + 1] <= _BLOCK:
+            while last < most and size + self.most[last + 1] <= _BLOCK:
                 last += 1
                 size += self.most[last]
             yield self._block(first, last)
             first = last + 1
 
     def _block(self, first: int, last: int) -> _Block:
-        """The pairs with `first` to `last` devices."""
+        """The pairs with `first` to `last` units of devices."""
         counts = np.array(self.most[first : last + 1])
         devices = np.repeat(np.arange(first, last + 1), counts)
         starts = np.cumsum(counts) - counts
         replicas = 1 + np.arange(len(devices)) - np.repeat(starts, counts)
+        replicas, devices = replicas * self.unit, devices * self.unit
         return _Block(devices=devices, starts=starts, at=self.costs.ranges(replicas, devices))
 
     def _lasts(self, first: int) -> Indices:
         """Cuts at which a stage from `first` may end, the last ones first."""
-        return np.flatnonzero(self.costs.cuts.inside[first])[::-1]
+        return np.flatnonzero(self.inside[first])[::-1]
 
     def _values(self, first: int, block: _Block) -> Floats:
         """[last, pair] bottleneck behind `first`."""
@@ -163,9 +186,10 @@ class _Table:
     def _rest(self, first: int, devices: int) -> list[SolvedStage]:
         stages = []
         while devices:
-            values = self._values(first, self._block(devices, devices))
+            block = self._block(devices // self.unit, devices // self.unit)
+            values = self._values(first, block)
             row, column = np.argwhere(values <= self.best[first, devices])[0]
-            last, replicas = int(self._lasts(first)[row]), 1 + int(column)
+            last, replicas = int(self._lasts(first)[row]), int(block.at.replicas[column])
             stages.append(SolvedStage(first=first, last=last, replicas=replicas, devices=devices))
             first, devices = last, devices - replicas
         return stages

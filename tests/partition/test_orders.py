@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import candidates as candidates_module
+from support.inside import dynamic as dynamic_module
 from support.inside import node_orders, total_speed
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
@@ -107,9 +107,9 @@ def test_orders() -> None:
 
 
 def test_too_large_for_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates_module, "MAX_STEPS", 0)
-    profile = Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=1),))
-    with pytest.raises(ValueError, match="2 cuts on 2 devices of several kinds: too large for unequal devices"):
+    monkeypatch.setattr(dynamic_module, "MAX_STEPS", 0)
+    profile = Profile(nodes=tuple(Node(name=name, forward_seconds=1, backward_seconds=1) for name in "abcd"))
+    with pytest.raises(ValueError, match="5 cuts on 2 devices of several kinds: too large for unequal devices"):
         partition(profile, cluster_of((1.0, 2.0)))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
-from support.inside import candidates as candidates_module
+from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, read_pipedream_profile
 from stagewright.schedules import Costs, build, simulate
@@ -133,13 +134,24 @@ def test_a_graph_with_too_many_cuts_says_so_and_bounds_the_loss() -> None:
     assert plan.bound == 30 / 4
 
 
-def test_very_large_falls_back_on_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = read_pipedream_profile(DATA / "vgg16.txt")
-    exact = partition(profile, Cluster.from_levels([(16, 1.25e9)]))
-    monkeypatch.setattr(candidates_module, "MAX_STEPS", 0)
-    plan = partition(profile, Cluster.from_levels([(16, 1.25e9)]))
-    assert plan.predicted_step_time == pytest.approx(exact.predicted_step_time, rel=1e-7)
-    assert plan.notes == ("too large for the exact dynamic program: found by a search over thresholds",)
+def test_of_what_is_too_large_some_cuts_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, cluster = read_pipedream_profile(DATA / "vgg16.txt"), Cluster.from_levels([(4, 1e10), (4, 1.25e9)])
+    exact = partition(profile, cluster)
+    monkeypatch.setattr(dynamic_module, "MAX_STEPS", 1e4)
+    plan = partition(profile, cluster)
+    assert plan.bound <= exact.predicted_step_time <= plan.predicted_step_time <= 1.2 * exact.predicted_step_time
+    assert all(count % 4 == 0 for count in plan.replicas)
+    (note,) = plan.notes
+    assert re.fullmatch(
+        r"too large for the exact dynamic program: \d+ of \d+ cuts were looked at, and replicas in multiples of 4", note
+    )
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_whatever_is_too_large_has_a_plan(monkeypatch: pytest.MonkeyPatch, straight: bool) -> None:
+    monkeypatch.setattr(dynamic_module, "MAX_STEPS", 0)
+    plan = partition(chain(*range(1, 9)), Cluster.from_levels([(13, 1e9)]), straight=straight)
+    assert plan.replicas == ((1, 1) if straight else (12,))
 
 
 @pytest.mark.parametrize(
