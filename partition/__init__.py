@@ -4,7 +4,7 @@ read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the 
 """
 
 from .cluster import Cluster, DeviceKind, Level
-from .memory_use import MemoryUse
+from .memory import MemoryUse
 from .partitioner import partition
 from .pipedream_text import read_pipedream_profile
 from .planner import ProfileSource, plan

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from ..schedules.registry import FAMILIES, family
 from .allocator import certain
 from .cluster import Cluster
-from .in_flight import steady_in_flight
-from .memory_rules import MemoryRules
+from .memory import steady_in_flight
 from .planner.built import RefusedError
 from .planner.candidates import candidates
 from .planner.evaluate import Evaluator, MisfitError
@@ -22,6 +21,7 @@ from .planner.space import Configuration
 from .plans.plan import Plan
 from .plans.record import PlanStage
 from .profile import Profile
+from .recompute import MemoryRules
 from .solver.antichains import MAX_CUTS, pipedream_cuts
 from .solver.cut_sums import node_names
 from .solver.orders import canonical_order
@@ -53,7 +53,7 @@ def partition(
     """Cut `profile` into stages, and give each as many replicas on `cluster` as the slowest stage needs.
 
     Arguments:
-        cost_model: "default" (modules `stage_cost`, `stage_memory`), or "pipedream": as PipeDream's optimizer shipped
+        cost_model: "default" (modules `stage_cost`, `memory`), or "pipedream": as PipeDream's optimizer shipped
             (module `solver.pipedream_model`), which knows no memory, and fills all devices.
         schedule: "1f1b" (the default), "2bw", "paci" or "pipedream": what is in flight, and weight versions kept. Or
             "interleaved" or "looped-bfs", with V = `num_chunks` stages a rank and equal replicas (module

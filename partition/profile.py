@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from .memory_use import MemoryUse
+from .memory import MemoryUse
 from .strict import Fields, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1

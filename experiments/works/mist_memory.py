@@ -25,7 +25,7 @@ from statistics import fmean
 from ...partition.formulas.device_model import DeviceModel
 from ...partition.formulas.layers import transformer_profile
 from ...partition.formulas.transformer import Transformer
-from ...partition.memory_use import MemoryUse
+from ...partition.memory import MemoryUse
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from .mist_messages import VALUE_BYTES, crossing

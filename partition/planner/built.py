@@ -8,7 +8,7 @@ import numpy as np
 
 from ...schedules.ir import Schedule
 from ...schedules.registry import build, family
-from ..in_flight import InFlight, count_in_flight, in_flight_of_turns, merged, steady_in_flight
+from ..memory import Moments, count_in_flight, in_flight_of_turns, merged, steady_in_flight
 from .space import Configuration
 
 MAX_ACTIONS = 1_000_000  # of one simulation
@@ -27,10 +27,10 @@ class BuiltSchedules:
     """The last few schedules, and all counts of what is in flight."""
 
     def __init__(self) -> None:
-        self._flights: dict[object, tuple[InFlight, ...]] = {}
+        self._flights: dict[object, tuple[Moments, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
 
-    def in_flight(self, c: Configuration, *, exact: bool) -> tuple[InFlight, ...]:
+    def in_flight(self, c: Configuration, *, exact: bool) -> tuple[Moments, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch.
 
         Neither holds less.

@@ -8,11 +8,10 @@ import numpy as np
 
 from ...schedules.registry import family
 from ..allocator import certain
-from ..in_flight import InFlight
-from ..memory_rules import MemoryRules
+from ..memory import Moments, stage_parts
+from ..recompute import MemoryRules
 from ..solver.chunks import all_stages, equal_stages, even_stages
 from ..stage_cost import pace
-from ..stage_memory import stage_parts
 from ..topology import Floats
 from .evaluate import Evaluator
 from .evaluated import Ends
@@ -48,7 +47,7 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
 
 
 def even_ends(
-    model: Model, place: Placement, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration, *, reach: int
+    model: Model, place: Placement, flights: tuple[Moments, ...], rules: MemoryRules, c: Configuration, *, reach: int
 ) -> Ends | None:
     """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds.
 
@@ -88,7 +87,7 @@ class _EvenCosts:
         self,
         model: Model,
         place: Placement,
-        flights: tuple[InFlight, ...],
+        flights: tuple[Moments, ...],
         rules: MemoryRules,
         c: Configuration,
         *,
@@ -157,16 +156,15 @@ class _EvenCosts:
         key = (counts, versions, recompute)
         if key not in self._parts:
             streams = family(self.c.schedule).rule.is_asynchronous
+            divides = "full" in self.rules.sharding
             self._parts[key] = stage_parts(
                 self.sums,
-                versions=versions,
-                optimizer=self.rules.optimizer_ratio / (counts if "full" in self.rules.sharding else 1),
+                copies=versions + 1 + self.rules.optimizer_ratio / (counts if divides else 1),
                 replicas=counts,
-                divides="full" in self.rules.sharding,
+                divides=divides,
                 recompute=recompute,
                 tensor=self.c.tensor,
                 num_chunks=self.c.num_chunks,
-                sums_behind=self.c.num_chunks == 1 and not streams,
                 streams=streams,
             )
         fixed, each, behind = self._parts[key]

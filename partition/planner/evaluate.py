@@ -10,10 +10,9 @@ import numpy as np
 
 from ...schedules.registry import family
 from ..allocator import certain
-from ..in_flight import InFlight
-from ..memory_rules import MemoryRules
+from ..memory import Moments, RankMemory, RankPlace
+from ..recompute import MemoryRules
 from ..stage_cost import StageSeconds, StageSums, round_seconds, stage_seconds
-from ..stage_memory import RankMemory, RankPlace
 from ..topology import Topology
 from .built import BuiltSchedules
 from .evaluated import Ends, Evaluated
@@ -55,7 +54,7 @@ class Evaluator:
         self.placements = Placements(topology)
         self.schedules = BuiltSchedules()
         # Of the configuration at hand: cuts move, and most ranks keep theirs.
-        self._memories_of: tuple[Configuration, Sequence[InFlight]] | None = None
+        self._memories_of: tuple[Configuration, Sequence[Moments]] | None = None
         self._memories: dict[object, RankMemory] = {}
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
@@ -72,7 +71,7 @@ class Evaluator:
         return model.profile.around_seconds + (self.norm_seconds(c.schedule) or 0.0)
 
     def evaluate(
-        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[InFlight] | None = None
+        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[Moments] | None = None
     ) -> Evaluated:
         """Costs and memory; MisfitError where it does not fit, for the rank that has most too much, and RefusedError.
 
@@ -111,7 +110,7 @@ class Evaluator:
             bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
         )
 
-    def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[InFlight] | None = None) -> float:
+    def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
         """No order of this work is faster, whatever is done about memory [s]; 0 where M is open.
 
         Arguments:
@@ -145,7 +144,7 @@ class Evaluator:
         self,
         c: Configuration,
         ends: Ends,
-        flights: Sequence[InFlight],
+        flights: Sequence[Moments],
         known: dict[object, Figure],
         find: Callable[[int, RankPlace], Figure],
     ) -> list[Figure]:

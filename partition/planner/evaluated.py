@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...schedules.timing.costs import Ties
+from ..memory import RankMemory
 from ..stage_cost import StageSeconds, StageSums
-from ..stage_memory import RankMemory
 from .model import Model
 from .placement import Placement
 from .space import Configuration

@@ -13,10 +13,10 @@ import numpy as np
 from ...schedules.registry import FAMILIES, canonical_name, family
 from ..allocator import certain
 from ..cluster import Cluster
-from ..memory_rules import MemoryRules
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
 from ..profile import Profile
+from ..recompute import MemoryRules
 from ..solver.antichains import MAX_CUTS
 from ..solver.orders import canonical_order, node_orders, own_ranks
 from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...schedules.registry import family
+from ..memory import stage_bytes
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
 from ..plans.searched import Searched
 from ..profile import Node
 from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
-from ..stage_memory import stage_bytes
 from ..topology import Topology
 from .evaluated import Evaluated
 from .paces import stage_paces

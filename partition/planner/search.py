@@ -18,8 +18,8 @@ from typing import NamedTuple, overload
 
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
-from ..memory_rules import MemoryRules
 from ..plans.searched import Searched
+from ..recompute import MemoryRules
 from ..solver.chunks import level_ranks, neighbours
 from .bounds import LeastSeconds
 from .built import MAX_ACTIONS, RefusedError, TooLongError

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import TypeVar
 
 from ...schedules.timing.memory import StageBytes
-from ..memory_use import MemoryUse
+from ..memory import MemoryUse
 from ..stage_cost import RECOMPUTE
 from ..strict import Fields, parse_object
 from .record import PlanRecord, PlanStage, RunnerUp

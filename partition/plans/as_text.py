@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from ...schedules.wording import count, duration, size
-from ..memory_use import MemoryUse
+from ..memory import MemoryUse
 from .record import PlanRecord, PlanStage, RunnerUp
 from .simulated import sampled
 

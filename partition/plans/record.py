@@ -10,7 +10,7 @@ from itertools import pairwise
 from ...schedules.registry import family
 from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.memory import StageBytes
-from ..memory_use import MemoryUse
+from ..memory import MemoryUse
 from ..stage_cost import RECOMPUTE, message_overheads
 from .searched import Searched
 from .traffic import StageTraffic

@@ -6,7 +6,7 @@ with e devices from itself on to the end stands on e-r..e-1, its consumer below 
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
-The two lanes of `stage_cost`, a microbatch, and `stage_memory.stage_parts`, with four things that only the whole plan
+The two lanes of `stage_cost`, a microbatch, and `memory.stage_parts`, with four things that only the whole plan
 tells left at the least that they can be: messages go to the neighbour's nearest device (and to no more consumers than
 there are devices behind), the replicas have equal shares of them, they keep a rank as busy as those of the quickest
 level do, and gradients are summed once in U = M microbatches (where M is not given, once each replica has had one).
@@ -24,8 +24,8 @@ import numpy as np
 
 from ...schedules.registry import FAMILIES, family
 from ..cluster import Cluster
+from ..memory import stage_parts
 from ..stage_cost import StageSums, busiest_share, pace
-from ..stage_memory import stage_parts
 from ..topology import Floats, Index, Indices, Topology
 from .cut_sums import Cut, Cuts
 
@@ -164,10 +164,8 @@ class RangeCosts:
         """Bytes on each device of a stage in any case, for each microbatch in flight, and behind a batch."""
         fixed, each, behind = stage_parts(
             sums,
-            versions=self.versions,
-            optimizer=self.optimizer_ratio,
+            copies=self.versions + 1 + self.optimizer_ratio,
             replicas=replicas,
-            sums_behind=not self.rule.is_asynchronous,
             streams=self.rule.is_asynchronous,
         )
         return fixed, each + self.versions_in_flight * sums.weights, behind

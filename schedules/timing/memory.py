@@ -9,7 +9,7 @@
     messages      receives from when they are posted, sends until they are known to be received, as the lowered
                   program has them; sums of gradients while they are under way
 
-Plans count their peaks in `partition/stage_memory.py`, which says what a stage holds; here are the same figures, moment
+Plans count their peaks in `partition/memory.py`, which says what a stage holds; here are the same figures, moment
 by moment.
 """
 

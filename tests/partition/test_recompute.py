@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import (
     RECOMPUTE,
-    InFlight,
     MemoryRules,
     Model,
+    Moments,
     Option,
     RankMemory,
     RankPlace,
@@ -135,7 +135,7 @@ BYTES = st.integers(0, 20).map(float)
 
 
 @st.composite
-def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]:
+def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
     """One rank with V stages, what is in flight on it, and a device that is just large enough for some choice."""
 
     def column() -> np.ndarray:
@@ -162,40 +162,35 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]
     running = np.array([draw(st.integers(0, num_chunks - 1)) for _ in range(moments)])
     for moment, chunk in enumerate(running):
         held[moment, chunk] = max(1.0, held[moment, chunk])
-    flight = InFlight(
-        held=held,
-        graded=np.zeros_like(held),
-        summed=np.zeros_like(held),
-        in_backward=held,
-        graded_backward=np.zeros_like(held),
-        summed_backward=np.zeros_like(held),
-        running=running,
-        versions=1,
-        num_microbatches=4,
-    )
+    nobody = np.zeros_like(held)
+    in_backward = np.concatenate([held, nobody, nobody, np.eye(num_chunks)[running]], axis=1)
+    in_forward = np.concatenate([held, nobody, nobody, nobody], axis=1)
+    counts = np.concatenate([in_forward, in_backward])
+    flight = Moments(counts=counts, num_forwards=moments, versions=1, num_microbatches=4)
     tightest = [draw(st.sampled_from(RECOMPUTE))] * num_chunks
     if draw(st.booleans()):
         tightest = [draw(st.sampled_from(RECOMPUTE)) for _ in tightest]
     return sums, flight, total_by_hand((sums, flight, 0.0), tuple(tightest))
 
 
-def fitted(case: tuple[StageSums, InFlight, float], recompute: tuple[str, ...]) -> RankMemory:
+def fitted(case: tuple[StageSums, Moments, float], recompute: tuple[str, ...]) -> RankMemory:
     sums, flight, limit = case
     place = RankPlace(stages=tuple(range(len(sums.stash))), replicas=1, tensor=1, limit=limit)
     return MemoryRules(optimizer_ratio=2.0, recompute=recompute).fit(sums, flight, place)
 
 
-def seconds(case: tuple[StageSums, InFlight, float], choice: tuple[str, ...]) -> float:
+def seconds(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> float:
     return float(case[0].seconds_again(choice).sum())
 
 
-def total_by_hand(case: tuple[StageSums, InFlight, float], choice: tuple[str, ...]) -> float:
+def total_by_hand(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> float:
     sums, flight, _ = case
     kept, again = (
         [float(getattr(sums.under(name), what)[v]) for v, name in enumerate(choice)] for what in ("kept", "again")
     )
     most = max(
-        float(np.dot(row, kept)) + again[chunk] for row, chunk in zip(flight.in_backward, flight.running, strict=True)
+        float(np.dot(row[: len(kept)], kept) + np.dot(row[-len(kept) :], again))
+        for row in flight.counts[flight.num_forwards :]
     )
     received = float(sums.before[0]) * (4 + 2)  # ahead, and gradients sent back: of one rank the first stage alone
     return most + received + float(sums.before.max())  # the gradient of an input
@@ -216,7 +211,7 @@ def test_the_least_seconds_that_fit(data: st.DataObject) -> None:
         assert found.too_many == min(fitted_alone(case, choice).too_many for choice in choices)
 
 
-def fitted_alone(case: tuple[StageSums, InFlight, float], choice: tuple[str, ...]) -> RankMemory:
+def fitted_alone(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> RankMemory:
     """The same rank with one choice: as if each stage had "none" alone, with the figures of that choice."""
     sums, flight, limit = case
     kept = np.array([sums.under(name).kept[v] for v, name in enumerate(choice)])
@@ -280,13 +275,8 @@ def test_where_the_optimizer_is_divided(
     others = ("forward", "backward", "buffers", "stash", "before", "behind", "workspace", "largest")
     known = Recomputed(kept=none, again=none, seconds=none)
     sums = StageSums(**weights, **dict.fromkeys(others, none), by_node=lambda _: known)
-    held = np.ones((1, 1))
-    flight = InFlight(
-        **dict.fromkeys(("held", "graded", "summed", "in_backward", "graded_backward", "summed_backward"), held),
-        running=np.zeros(1, dtype=int),
-        versions=1,
-        num_microbatches=4,
-    )
+    counts = np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=4)
     exchange = TransferTime(latency=1.0, seconds_a_byte=0.02)
     place = RankPlace(stages=(0,), replicas=replicas, tensor=1, limit=limit, exchange=exchange)
     found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).fit(sums, flight, place)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from support.inside import (
-    InFlight,
+    Moments,
     RankProgram,
     Step,
     Transfer,
@@ -88,7 +88,7 @@ def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
         assert each.turns is not None
         quick = in_flight_of_turns(each.turns(P, M, V), num_chunks=V)
         for ours, counted in zip(quick, count_in_flight(schedule), strict=True):
-            for figure in (field.name for field in fields(InFlight)):
+            for figure in (field.name for field in fields(Moments)):
                 assert np.array_equal(getattr(ours, figure), getattr(counted, figure)), (each.name, P, V, M, figure)
 
 
@@ -108,9 +108,8 @@ def test_the_corners_among_the_moments_are_the_fullest_whatever_a_microbatch_tak
                     here += sum(bytes_of[stage][3] for stage, count in done.items() if count == M)
                     most = max(most, here)
                     done[action.stage] += action.op is Op.B
-                peak = count_in_flight(schedule)[rank].peak(kept, again, weights, summing)
-                found = peak.held @ kept + peak.anew @ again + peak.graded @ weights + peak.summed @ summing
-                assert found == pytest.approx(most, rel=1e-12)
+                moments = count_in_flight(schedule)[rank].counts @ np.concatenate([kept, weights, summing, again])
+                assert moments.max() == pytest.approx(most, rel=1e-12)
 
 
 def messages_held(program: RankProgram) -> Iterator[tuple[Step, set[Message]]]:

@@ -1,22 +1,40 @@
 """What to do about the memory of a rank: what its stages recompute, and whether its optimizer is divided.
 
-`stage_memory` says what a rank holds under any treatment, `recompute_choice` in which order choices are worth trying;
-here the one with the least seconds that fits is taken.
+`memory` says what a rank holds under any treatment; of those that fit the one with the least seconds is taken. Choices
+of V stages are tried in turn. Where there are few, all: those with the least seconds first. Else
+
+    greedy     each stage its option of least seconds; then always the change that frees most bytes for a second
+    alike      all stages the same option, the one with the least seconds first
+
+and, of the first choice that fits, `cheaper` names changes back. Bytes are what the stages keep at the rank's fullest,
+and the most that one of them makes again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import mul
+from itertools import product
+from typing import NamedTuple
 
-from .in_flight import InFlight
-from .recompute_choice import Choice, Option, cheaper, in_turn
+from .memory import Moments, RankBytes, RankMemory, RankPlace, Treatment
 from .stage_cost import StageSums, num_buckets
-from .stage_memory import RankBytes, RankMemory, RankPlace, Treatment, Way
 from .topology import Floats
+
+EVERY = 16  # choices up to which all are tried
+
+
+class Option(NamedTuple):
+    """One row of the table of recomputation (`stage_cost`) for one stage: bytes at the rank's fullest, seconds."""
+
+    name: str
+    seconds: float
+    kept: float
+    again: float
+
+
+Choice = tuple[Option, ...]  # [V]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +51,9 @@ class MemoryRules:
     recompute: tuple[str, ...] = ("none",)
     sharding: tuple[str, ...] = ("none",)
 
-    def fit(self, sums: StageSums, in_flight: InFlight, place: RankPlace) -> RankMemory:
-        """The treatment with the least seconds that fits the device (`recompute_choice`), or with the least excess."""
-        rank = _Treatments(sums, in_flight, place, self)
+    def fit(self, sums: StageSums, moments: Moments, place: RankPlace) -> RankMemory:
+        """The treatment with the least seconds that fits the device, or with the least excess."""
+        rank = _Treatments(sums, moments, place, self)
         if "none" in self.recompute:  # most ranks need no more
             plain = ("none",) * rank.num_chunks
             if len(self.recompute) == 1 or rank.least_excess(plain) == 0:
@@ -51,9 +69,9 @@ class MemoryRules:
                 break
         return rank.treated([option.name for option in best])
 
-    def least_seconds_again(self, sums: StageSums, in_flight: InFlight, place: RankPlace) -> float:
+    def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
-        rank = _Treatments(sums, in_flight, place, self)
+        rank = _Treatments(sums, moments, place, self)
         if set(self.recompute) == {"none"} or rank.least_excess(("none",) * rank.num_chunks) == 0:
             return 0.0
         return rank.least_seconds_again(self.recompute)
@@ -62,8 +80,8 @@ class MemoryRules:
 class _Treatments:
     """Treatments of one rank."""
 
-    def __init__(self, sums: StageSums, in_flight: InFlight, place: RankPlace, rules: MemoryRules) -> None:
-        self.bytes = RankBytes(sums, in_flight, place, optimizer_ratio=rules.optimizer_ratio)
+    def __init__(self, sums: StageSums, moments: Moments, place: RankPlace, rules: MemoryRules) -> None:
+        self.bytes = RankBytes(sums, moments, place, optimizer_ratio=rules.optimizer_ratio)
         self.num_chunks = self.bytes.num_chunks
         self.shards = self._shards(sums.update[self.bytes.own], rules.sharding)
 
@@ -126,37 +144,30 @@ class _Treatments:
 
     def least_excess(self, recompute: Sequence[str]) -> float:
         """`treated(recompute).too_many`, quickly: nothing else of it depends on what is recomputed."""
-        rows = list(enumerate(map(self.bytes.row, recompute)))
-        kept, again = [kept[v] for v, (kept, _) in rows], [again[v] for v, (_, again) in rows]
-        passing, ways = self.bytes.messages + self.bytes.largest_workspace, self._ways
-        return self.bytes.excess(min(way.fixed + max(way.peak(kept, again) + passing, way.behind) for way in ways))
+        names = tuple(recompute)
+        return min(self.bytes.too_many(Treatment(recompute=names, shards=shards)) for shards in self.shards)
 
     def least_seconds_again(self, names: Sequence[str]) -> float:
         """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts.
 
         What a backward makes again is left out, thus never more than a treatment takes that fits.
         """
-        return min(self._least_again(way, names) for way in self._ways)
+        return min(self._least_again(shards, names) for shards in self.shards)
 
-    def _least_again(self, way: Way, names: Sequence[str]) -> float:
-        stash, _ = self.bytes.row("none")
-        moments = [*way.forward, *((held, others) for held, others, _ in way.backward)]
-        most, held = max((sum(map(mul, held, stash)) + others, held) for held, others in moments)
-        excess = self.bytes.excess(way.fixed + most + self.bytes.messages + self.bytes.largest_workspace)
+    def _least_again(self, shards: tuple[int, ...], names: Sequence[str]) -> float:
+        rank, division = self.bytes, self.bytes.division(shards)
+        stash, _ = rank.row("none")
+        most, held = max(zip((rank.held @ stash + division.moments).tolist(), rank.held.tolist(), strict=True))
+        excess = rank.excess(division.fixed + most + rank.messages + rank.largest_workspace)
         steps: list[tuple[float, float]] = []  # seconds a byte and bytes, by stage each cheaper than the next
-        rows = [(self.bytes.row(name)[0], self._seconds(name)) for name in names]
+        rows = [(rank.row(name)[0].tolist(), self._seconds(name)) for name in names]
         for v, number in enumerate(held):
-            steps += _descents([(number * (stash[v] - kept[v]), seconds[v]) for kept, seconds in rows])
+            steps += _descents([(number * (float(stash[v]) - kept[v]), seconds[v]) for kept, seconds in rows])
         seconds = 0.0
         for rate, freed in sorted(steps):
             seconds += rate * min(freed, excess)
             excess -= min(freed, excess)
         return seconds
-
-    @cached_property
-    def _ways(self) -> list[Way]:
-        """By division of the optimizer's state."""
-        return [self.bytes.way(shards) for shards in self.shards]
 
     def relaxed(self, choice: Choice, options: Sequence[Sequence[Option]]) -> Choice:
         """The same with fewer seconds in single stages, where that still fits."""
@@ -187,3 +198,58 @@ def _descents(options: Sequence[tuple[float, float]]) -> list[tuple[float, float
         rate, freed, seconds = min(left, key=lambda each: (each[0], -each[1]))
         steps.append((max(rate, 0.0), freed - at))
         at, spent = freed, seconds
+
+
+def in_turn(options: Sequence[Sequence[Option]]) -> Iterator[Choice]:
+    """Choices, each at most once; V lists of the same names in the same order.
+
+    >>> stage = [Option("none", 0, 9, 0), Option("full", 2, 1, 3), Option("selective", 1, 6, 1)]
+    >>> [[option.name for option in choice] for choice in in_turn([stage])]
+    [['none'], ['selective'], ['full']]
+    """
+    if len(options[0]) ** len(options) <= EVERY:
+        yield from sorted(product(*options), key=lambda choice: (sum(each.seconds for each in choice), _bytes(choice)))
+        return
+    seen: set[Choice] = set()
+    alike = sorted(range(len(options[0])), key=lambda i: sum(each[i].seconds for each in options))
+    for choice in (*_greedy(options), *(tuple(each[i] for each in options) for i in alike)):
+        if choice not in seen:
+            seen.add(choice)
+            yield choice
+
+
+def cheaper(options: Sequence[Sequence[Option]], choice: Choice) -> Iterator[tuple[int, Option]]:
+    """Changes of one stage to fewer seconds: the stages with most seconds first, of each the least seconds first."""
+    if len(options[0]) ** len(options) <= EVERY:
+        return  # all with fewer seconds were tried
+    for stage in sorted(range(len(choice)), key=lambda v: -choice[v].seconds):
+        for option in sorted(options[stage], key=_order):
+            if option.seconds < choice[stage].seconds:
+                yield stage, option
+
+
+def _order(option: Option) -> tuple[float, float]:
+    return option.seconds, option.kept + option.again
+
+
+def _bytes(choice: Sequence[Option]) -> float:
+    return sum(option.kept for option in choice) + max(option.again for option in choice)
+
+
+def _greedy(options: Sequence[Sequence[Option]]) -> Iterator[Choice]:
+    now = [min(each, key=_order) for each in options]
+    while True:
+        yield tuple(now)
+        best: tuple[float, int, Option] | None = None
+        first, second = (*sorted((each.again for each in now), reverse=True), 0.0)[:2]
+        for stage, each in enumerate(options):
+            old = now[stage]
+            others = second if old.again == first else first  # the most that another stage makes again
+            for option in each:
+                more = option.seconds - old.seconds
+                freed = old.kept - option.kept + first - max(others, option.again)
+                if more >= 0 and freed > 0 and (best is None or freed / max(more, 1e-12) > best[0]):
+                    best = freed / max(more, 1e-12), stage, option
+        if best is None:
+            return
+        now[best[1]] = best[2]
