@@ -13,9 +13,8 @@ from .builders.looping import GIS, INTERLEAVED, INTERLEAVED_ZB, LOOPED_BFS
 from .builders.plain import EAGER_1F1B, GPIPE, ONE_F_ONE_B
 from .builders.sliced import SEQ1F1B, SEQ_ZB_H1, SLIMPIPE, TERAPIPE
 from .builders.v_blocks import V_HALF, V_MIN
-from .builders.zb_auto import ZB_1P, ZB_2P
-from .builders.zb_h import ZB_H1, ZB_H2
 from .builders.zb_v import ZB_V
+from .builders.zero_bubble import ZB_1P, ZB_2P, ZB_H1, ZB_H2
 from .families import Family
 from .ir import Schedule
 from .wording import count

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from ...schedules.as_one import run_as_one
 from ...schedules.ir import Schedule
+from ...schedules.program import run_as_one
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links
 from ...schedules.timing.simulate import simulate

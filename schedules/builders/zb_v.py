@@ -8,8 +8,7 @@ from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
 from ..placement import snake_placement
 from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, best_order, read_costs, read_memory
-from .weights import with_weights
+from .greedy import Listed, Rules, best_order, read_costs, read_memory, with_weights
 
 
 def v_rounds(

@@ -4,10 +4,8 @@ Constraints(rules=...)  ──ground──>  relations, limits, filters  ──s
 """
 
 from ..ir import Relation
-from .clash import ContradictionError
-from .notation import B, F, I, Rule, U, W, in_flight, in_order, in_turns, only_if
-from .so_far import SoFar
-from .solve import Constraints
+from .notation import B, F, I, Rule, SoFar, U, W, in_flight, in_order, in_turns, only_if
+from .solve import Constraints, ContradictionError
 
 __all__ = [
     "B",

@@ -9,12 +9,30 @@ only_if(lambda action, so_far: ...)     a filter: may this action go next?
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 from ..ir import Action, Op, Relation
-from .so_far import SoFar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoFar:
+    """State in which an action is asked for; valid during the call.
+
+    Arguments:
+        rank: that would run it.
+        program: what this rank has run.
+        in_flight: stage activations that this rank holds.
+        begun: what all ranks have begun.
+    """
+
+    rank: int
+    program: Sequence[Action]
+    in_flight: int
+    begun: AbstractSet[Action]
+
 
 F, B, I, W, U = Op.F, Op.B, Op.I, Op.W, Op.U
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..ir import Action, Op
 from ..timing.costs import CostTable
+from .notation import SoFar
 from .order import Fact, Order
-from .so_far import SoFar
 
 MOST_STATES = 20_000
 

@@ -3,18 +3,244 @@
     flush_first=2    call of batch 0: F0 .. B0 .. U0    of batch 1: all of it    of batch 2, 3, ...: calls of the stream
 
 What a batch meets follows from its number alone, so that a run goes on from any checkpoint as it would have gone on.
+
+An asynchronous schedule as calls: what each rank does for one more batch, and what drains it.
+
+    rank 0 of 2bw, P=2, M=2    call t: F(2t) B(2t-1) U(t-1) F(2t+1) B(2t)      drain after call t: B(2t+1) U(t)
+    rank 1                     call t: F(2t) B(2t) F(2t+1) B(2t+1) U(t)        (nothing)
+
+A finite program is cut in front of the first forward of each batch. Its steady call and its drain, shifted to any
+batch, make programs of any length: a stream that begins with batch b leaves out what belongs to batches before b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ..ir import Schedule
-from ..messages import Sharing
-from ..program import RankProgram
+from ..check import check, check_lowered
+from ..ir import Action, Collective, Op, Schedule, ScheduleError
+from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
+from ..program import GroupStep, Lowered, RankProgram, Step, Work, check_calls, parts_of
 from ..transform import flushed
-from .stream import Stream, make_stream
+from ..versions import derive_versions
+from .lower import lower
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """A schedule that goes on for ever.
+
+    Arguments:
+        schedule: the finite program that it was made from.
+        calls: per rank, one call of the steady state, numbered as if it were batch 0.
+        drains: per rank, what is left to do after the call of batch 0.
+        offsets: by (stage, microbatch of its batch): the version of its forward, less that of the batch's first update.
+    """
+
+    schedule: Schedule
+    calls: tuple[RankProgram, ...]
+    drains: tuple[RankProgram, ...]
+    offsets: dict[tuple[int, int], int]
+
+    def call(self, rank: int, batch: int, *, first_batch: int) -> RankProgram:
+        """The program of `rank` when batch `batch` comes, in a stream that began (empty) with `first_batch`."""
+        return _moved(self.schedule, self.calls[rank], batch, first_batch)
+
+    def drain(self, rank: int, last_batch: int, *, first_batch: int) -> RankProgram:
+        """The program with which `rank` ends a stream from `first_batch` to `last_batch`."""
+        return _moved(self.schedule, self.drains[rank], last_batch, first_batch)
+
+    def whole(self, rank: int, batch: int) -> RankProgram:
+        """The program of `rank` for a batch that is alone in the pipeline, from empty to empty."""
+        return _joined([self.call(rank, batch, first_batch=batch), self.drain(rank, batch, first_batch=batch)])
+
+    def version(self, stage: int, index: int, *, first_batch: int) -> int:
+        """The weight version of the forward (and backward) of microbatch `index` of a stage.
+
+        Some rules go by the batch alone, over flushes too; others by what is updated, which a flush brings up to date.
+        """
+        schedule = self.schedule
+        batch, microbatch = divmod(index, schedule.num_microbatches)
+        groups = schedule.groups_per_batch
+        return schedule.rule.version_in_stream(
+            index,
+            schedule.num_microbatches,
+            oldest=first_batch * groups,
+            steady=batch * groups + self.offsets[stage, microbatch],
+        )
+
+    def delay(self, stage: int) -> float:
+        """Updates by which gradients of a stage are late in the steady state: a mean over the microbatches.
+
+        Each counts the updates between the version it was computed at and the one that its own update is made of.
+        """
+        size, group = self.schedule.num_microbatches, self.schedule.group_size
+        return sum(k // group - self.offsets[stage, k] for k in range(size)) / size
+
+    def unrolled(self, num_batches: int) -> Schedule:
+        """The program of `num_batches` batches, from empty to empty."""
+        programs = []
+        for rank in range(self.schedule.num_ranks):
+            parts = [self.call(rank, batch, first_batch=0) for batch in range(num_batches)]
+            parts.append(self.drain(rank, num_batches - 1, first_batch=0))
+            programs.append(tuple(step for part in parts for step in part.steps if isinstance(step, Action)))
+        return replace(self.schedule, programs=tuple(programs), num_batches=num_batches)
+
+
+def make_stream(schedule: Schedule, *, sharing: Sharing, receives_ahead: int = RECEIVES_AHEAD) -> Stream:
+    """Cut an asynchronous schedule into calls, with their communication.
+
+    Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs
+    what another rank makes in a later one.
+    """
+    last = schedule.num_batches - 1
+    if last < 2:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} spans {schedule.num_batches} batches: expected at least 3, so that a batch of "
+            f"its steady state can be told from its beginning and its end"
+        )
+    calls = [_calls(schedule, rank) for rank in range(schedule.num_ranks)]
+    lowered = lower(schedule, sharing=sharing, receives_ahead=receives_ahead, calls=calls)
+    check_calls(lowered)  # first: it says why a receive can't be posted in time
+    check_lowered(lowered)
+    parts = [parts_of(program, count=schedule.num_batches + 1) for program in lowered.programs]
+    used = derive_versions(schedule).used
+    base, groups = (last - 1) * schedule.num_microbatches, (last - 1) * schedule.groups_per_batch
+    stream = Stream(
+        schedule=schedule,
+        calls=tuple(_moved(schedule, part[last - 1], 1 - last, None) for part in parts),
+        drains=tuple(_moved(schedule, part[last + 1], -last, None) for part in parts),
+        offsets={(s, k - base): v - groups for (s, k), v in used.items() if 0 <= k - base < schedule.num_microbatches},
+    )
+    _check_stream(stream, used)
+    return stream
+
+
+def _calls(schedule: Schedule, rank: int) -> list[int]:
+    """The call of each action: the newest batch that has begun on the rank; what is behind the steady part of the last
+    call belongs to the drain (call N). An update of batch t right before the first forward of batch t + 2
+    goes with that one: that is where 2bw needs it."""
+    program = schedule.programs[rank]
+    size, N = schedule.num_microbatches, schedule.num_batches
+    if not any(action.op is Op.F for action in program):  # a replica without work updates when the others have
+        return [action.index // schedule.groups_per_batch + 1 for action in program]
+    calls: list[int] = []
+    call = 0
+    updates: list[Action] = []  # right before this position
+    for action in program:
+        if action.op is Op.U:
+            updates.append(action)
+        elif action.op is Op.F and action.index // size > call:
+            call = action.index // size
+            waited = [u for u in updates if u.index // schedule.groups_per_batch <= call - 2]
+            calls[len(calls) - len(waited) :] = [call] * len(waited)
+        if action.op is not Op.U:
+            updates = []
+        calls.append(call)
+    length = calls.count(N - 2)
+    begin = calls.index(N - 1)
+    return calls[: begin + length] + [N] * (len(calls) - begin - length)
+
+
+def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: int | None) -> RankProgram:
+    """The program so many batches later, without what belongs to batches before `first_batch`."""
+    size, groups = schedule.num_microbatches, schedule.groups_per_batch
+    by_microbatch, by_group = batches * size, batches * groups
+    first = -(1 << 60) if first_batch is None else first_batch * size
+    first_group = -(1 << 60) if first_batch is None else first_batch * groups
+
+    def message(old: Message) -> Message | None:
+        kind, src, dst, index = old
+        if kind in STAGE_KINDS:
+            index += by_microbatch
+            return Message(kind, src, dst, index) if index >= first else None
+        index += by_group
+        return Message(kind, src, dst, index) if index >= first_group else None
+
+    def work(old: Work) -> Work | None:
+        if isinstance(old, GroupStep | Collective):
+            index = old.index + by_group
+            return old._replace(index=index) if index >= first_group else None
+        stage, op, index = old
+        if op is Op.U:
+            index += by_group
+            return Action(stage, op, index) if index >= first_group else None
+        index += by_microbatch
+        return Action(stage, op, index) if index >= first else None
+
+    steps: list[Step] = []
+    inputs: dict[Work, tuple[Message, ...]] = {}
+    for step in program.steps:
+        if isinstance(step, Transfer):
+            moved = message(step.message)
+            if moved is not None:
+                steps.append(Transfer(moved, step.peer, step.is_send))
+            continue
+        done = work(step)
+        if done is not None:
+            steps.append(done)
+            if step in program.inputs:
+                inputs[done] = _present(program.inputs[step], message)
+    proves = {
+        answer: _present(proved, message)
+        for old, proved in program.proves.items()
+        if (answer := message(old)) is not None
+    }
+    shared = {
+        name: tuple(done for each in actions if (done := work(each)) is not None)
+        for old, actions in program.shared.items()
+        if (name := message(old)) is not None
+    }
+    return replace(program, steps=tuple(steps), inputs=inputs, proves=proves, shared=shared)
+
+
+def _present(messages: Sequence[Message], move: Callable[[Message], Message | None]) -> tuple[Message, ...]:
+    return tuple(moved for moved in map(move, messages) if moved is not None)
+
+
+def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
+    """Put programs together from calls, and prove them: the one that the stream was made from, and short ones."""
+    schedule = stream.schedule
+    for length in (schedule.num_batches, 1, 2):
+        programs = []
+        for rank in range(schedule.num_ranks):
+            parts = [stream.call(rank, batch, first_batch=0) for batch in range(length)]
+            programs.append(_joined([*parts, stream.drain(rank, length - 1, first_batch=0)]))
+        unrolled = stream.unrolled(length)
+        if length == schedule.num_batches and unrolled.programs != schedule.programs:
+            rank = next(r for r, p in enumerate(unrolled.programs) if p != schedule.programs[r])
+            raise ScheduleError(
+                f"rank {rank} of schedule {schedule.name!r} does not repeat from batch to batch: expected the same "
+                f"order for each batch, microbatches and updates counted on, once the pipeline is full"
+            )
+        check(unrolled)
+        check_lowered(Lowered(schedule=unrolled, programs=tuple(programs)))
+    for (stage, index), version in used.items():
+        if stream.version(stage, index, first_batch=0) != version:
+            raise ScheduleError(
+                f"{stage}F{index} of schedule {schedule.name!r} uses weight version {version}, not "
+                f"{stream.version(stage, index, first_batch=0)} as the same microbatch of its other batches does: "
+                f"expected versions that grow by {schedule.groups_per_batch} a batch"
+            )
+
+
+def _joined(parts: Sequence[RankProgram]) -> RankProgram:
+    inputs: dict[Work, tuple[Message, ...]] = {}
+    proves: dict[Message, tuple[Message, ...]] = {}
+    shared: dict[Message, tuple[Work, ...]] = {}
+    for part in parts:
+        inputs |= part.inputs
+        proves |= part.proves
+        shared |= part.shared
+    return replace(
+        parts[0],
+        steps=tuple(step for part in parts for step in part.steps),
+        inputs=inputs,
+        proves=proves,
+        shared=shared,
+        finally_needs=tuple(message for part in parts for message in part.finally_needs),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,8 @@ from ..check import check_lowered
 from ..ir import Op, Schedule
 from ..messages import Message, Sharing, Transfer
 from ..needs import Needs
-from ..program import RankProgram
+from ..program import RankProgram, check_calls, parts_of
 from ..progress import post_in_time
-from .calls import check_calls, parts_of
 from .lower import lower
 
 

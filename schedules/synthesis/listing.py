@@ -9,12 +9,14 @@ deadlock: the oldest microbatch always finds the memory for the rest of its way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from .evaluate import Evaluator, Orders
 
 _NOT_YET = -1.0
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,131 +71,11 @@ class Lister:
             now += problem.input_grad[s][0] + problem.gradient_delay[s]
         return ways
 
-    def build(self, policy: Policy) -> Orders:  # noqa: PLR0912, PLR0915 - one loop: calls inside take half as long again
+    def build(self, policy: Policy) -> Orders:
         """The order that a policy leads to."""
-        problem, ev = self.problem, self.evaluator
-        S, M, P = problem.num_stages, problem.num_microbatches, problem.num_ranks
-        SM = S * M
-        seconds, delay, rank_of = ev.seconds, ev.delay, problem.rank_of
-        sequence = policy.sequence or tuple(range(M))
-        held, change, limits, roomy = self.held, ev.change, self.limits, self.roomy
-        ahead, backlog, fill = policy.ahead, policy.backlog, policy.fill
-        forward_first, patience = policy.forward_first, policy.patience
-        period = max(problem.work) / M
-        due = None if policy.due is None else [way * policy.due for way in self.ways]
-        there_f = [_NOT_YET] * SM  # when the input of a forward is there
-        there_i = [_NOT_YET] * SM
-        there_f[:M] = [0.0] * M
-        nf, ni = [0] * S, [0] * S  # how many forwards and input gradients of a stage have run
-        deepest_first = [tuple(sorted(own, reverse=True)) for own in problem.placement]
-        orders: Orders = [[] for _ in range(P)]
-        waiting: list[list[int]] = [[] for _ in range(P)]  # W that may run, as codes
-        begun = [0] * P  # first of them that has not run
-        memory = [0.0] * P
-        left = [3 * M * len(own) for own in problem.placement]
-        free = [0.0] * P  # when its last action ends
-        wake = [0.0] * P  # when it decides next: then, or when an input comes
-        events = [(0.0, rank) for rank in range(P)]
-        heapify(events)
-        infinity = float("inf")
-        while events:
-            now, rank = heappop(events)
-            if now != wake[rank]:
-                continue
-            pending = len(waiting[rank]) - begun[rank]
-            chosen = -1
-            next_input = infinity
-            gradient = -1
-            gradient_due = forward_due = infinity
-            for s in deepest_first[rank]:
-                at = ni[s]
-                if at < nf[s]:
-                    arrival = there_i[s * M + sequence[at]]
-                    if arrival >= 0.0:
-                        if arrival <= now:
-                            if due is None:
-                                gradient = s
-                                break
-                            if (key := due[S + s] + at * period) < gradient_due:
-                                gradient, gradient_due = s, key
-                        elif arrival < next_input:
-                            next_input = arrival
-            forward = -1
-            starved = False
-            for s in deepest_first[rank]:
-                at = nf[s]
-                if at < M and at - ni[s] < ahead[s]:
-                    k = s * M + sequence[at]
-                    arrival = there_f[k]
-                    if arrival >= 0.0:
-                        if memory[rank] + held[k] > limits[rank] or (
-                            memory[rank] + held[k] > roomy[rank] and not self._safe(rank, s, nf, sequence)
-                        ):
-                            starved = True
-                        elif arrival <= now:
-                            if due is None:
-                                forward = s
-                                break
-                            if (key := due[s] + at * period) < forward_due:
-                                forward, forward_due = s, key
-                        elif arrival < next_input:
-                            next_input = arrival
-            if pending > backlog[rank] or (starved and pending and gradient < 0 and forward < 0):
-                chosen = 2
-            elif gradient >= 0 and (
-                forward < 0 or (gradient_due <= forward_due if due is not None else not forward_first)
-            ):
-                chosen = 1
-            elif forward >= 0:
-                chosen = 0
-                if patience and gradient < 0 and next_input < now + patience * seconds[forward * M]:
-                    chosen = -1
-            if chosen < 0 and pending:
-                code = waiting[rank][begun[rank]]
-                if next_input - now >= fill[rank] * seconds[code]:
-                    chosen = 2
-            if chosen < 0:
-                wake[rank] = next_input
-                if next_input < infinity:
-                    heappush(events, (next_input, rank))
-                continue
-            if chosen == 2:
-                code = waiting[rank][begun[rank]]
-                begun[rank] += 1
-                end = now + seconds[code]
-            else:
-                if chosen:
-                    s = gradient
-                    at = s * M + sequence[ni[s]]
-                    ni[s] += 1
-                    code = SM + at
-                    waiting[rank].append(at + 2 * SM)
-                    user, table = (at - M, there_i) if s else (-1, there_i)
-                else:
-                    s = forward
-                    at = s * M + sequence[nf[s]]
-                    nf[s] += 1
-                    code = at
-                    user, table = (at + M, there_f) if s < S - 1 else (at, there_i)
-                end = now + seconds[code]
-                if user >= 0:
-                    arrival = end + delay[code]
-                    table[user] = arrival
-                    other = rank_of[user // M]
-                    if other != rank and arrival < wake[other] and free[other] < wake[other]:  # it idles
-                        wake[other] = max(arrival, free[other])
-                        heappush(events, (wake[other], other))
-            orders[rank].append(code)
-            memory[rank] += change[code]
-            left[rank] -= 1
-            free[rank] = end
-            wake[rank] = end if left[rank] else infinity
-            if left[rank]:
-                heappush(events, (end, rank))
-        assert not any(left), left
-        return orders
+        return _List(self, policy).run()
 
-    def _safe(self, rank: int, stage: int, nf: list[int], sequence: tuple[int, ...]) -> bool:
+    def safe(self, rank: int, stage: int, nf: list[int], sequence: tuple[int, ...]) -> bool:
         """Whether, once `stage` has run its next forward, the microbatches under way can still end one after the other.
 
         Those whose forwards here have all run give back what they hold; then the oldest of the others finds the memory
@@ -215,3 +97,200 @@ class Lister:
                 return False
             free += given
         return True
+
+
+_NOT_YET = -1.0
+
+
+class _List:
+    """One order as it grows. What is chosen, and what follows from that, are two functions alone: calls take time.
+
+    Attributes:
+        there: when the input of a forward, and then of an input gradient, is there, by code.
+        done: by stage, forwards that have run, then input gradients.
+        waiting, begun: by rank, codes of W that may run, and how many of them have run.
+        memory, left: by rank, what it holds, and how many of its actions have not run.
+        free, wake: by rank, when its last action ends, and when it decides next: then, or when an input comes.
+    """
+
+    def __init__(self, lister: Lister, policy: Policy) -> None:
+        problem, ev = lister.problem, lister.evaluator
+        S, M, P = problem.num_stages, problem.num_microbatches, problem.num_ranks
+        self.lister, self.policy, self.ev, self.rank_of = lister, policy, ev, problem.rank_of
+        self.S, self.M, self.SM = S, M, S * M
+        self.sequence = policy.sequence or tuple(range(M))
+        self.period = max(problem.work) / M
+        self.due = None if policy.due is None else [way * policy.due for way in lister.ways]
+        self.there = [0.0] * M + [_NOT_YET] * (2 * S * M - M)
+        self.done = [0] * (2 * S)
+        self.deepest_first = [tuple(sorted(own, reverse=True)) for own in problem.placement]
+        self.orders: Orders = [[] for _ in range(P)]
+        self.waiting: list[list[int]] = [[] for _ in range(P)]
+        self.begun = [0] * P
+        self.memory = [0.0] * P
+        self.left = [3 * M * len(own) for own in problem.placement]
+        self.free, self.wake = [0.0] * P, [0.0] * P
+        self.events = [(0.0, rank) for rank in range(P)]
+
+    def run(self) -> Orders:
+        events, wake = self.events, self.wake
+        heapify(events)
+        while events:
+            now, rank = heappop(events)
+            if now != wake[rank]:
+                continue
+            code = self._choose(rank, now)
+            if code >= 0:
+                self._take(rank, code, now)
+            elif wake[rank] < _NEVER:
+                heappush(events, (wake[rank], rank))
+        assert not any(self.left), self.left
+        return self.orders
+
+    def _choose(self, rank: int, now: float) -> int:  # noqa: PLR0912 - one loop: calls inside take half as long again
+        """The code of what a free rank runs; -1: it waits, until `wake`."""
+        there, done, sequence, due, period = self.there, self.done, self.sequence, self.due, self.period
+        S, M, SM, policy, lister = self.S, self.M, self.SM, self.policy, self.lister
+        held, memory = lister.held, self.memory[rank]
+        next_input = gradient_due = forward_due = _NEVER
+        gradient = forward = -1
+        for s in self.deepest_first[rank]:
+            at = done[S + s]
+            if at < done[s]:
+                arrival = there[SM + s * M + sequence[at]]
+                if 0.0 <= arrival <= now:
+                    if due is None:
+                        gradient = s
+                        break
+                    if (key := due[S + s] + at * period) < gradient_due:
+                        gradient, gradient_due = s, key
+                elif now < arrival < next_input:
+                    next_input = arrival
+        starved = False
+        for s in self.deepest_first[rank]:
+            at = done[s]
+            if at < M and at - done[S + s] < policy.ahead[s]:
+                k = s * M + sequence[at]
+                arrival = there[k]
+                if arrival < 0.0:
+                    continue
+                after = memory + held[k]
+                if after > lister.limits[rank] or (
+                    after > lister.roomy[rank] and not lister.safe(rank, s, done, sequence)
+                ):
+                    starved = True
+                elif arrival <= now:
+                    if due is None:
+                        forward = s
+                        break
+                    if (key := due[s] + at * period) < forward_due:
+                        forward, forward_due = s, key
+                elif arrival < next_input:
+                    next_input = arrival
+        waiting, begun = self.waiting[rank], self.begun[rank]
+        pending = len(waiting) - begun
+        if pending > policy.backlog[rank] or (starved and pending and gradient < 0 and forward < 0):
+            return waiting[begun]
+        if gradient >= 0:
+            is_first = gradient_due <= forward_due if due is not None else not policy.forward_first
+            if forward < 0 or is_first:
+                return SM + gradient * M + sequence[done[S + gradient]]
+        if forward >= 0:
+            is_patient = policy.patience and gradient < 0
+            if not is_patient or next_input >= now + policy.patience * self.ev.seconds[forward * M]:
+                return forward * M + sequence[done[forward]]
+        if pending and next_input - now >= policy.fill[rank] * self.ev.seconds[waiting[begun]]:
+            return waiting[begun]
+        self.wake[rank] = next_input
+        return -1
+
+    def _take(self, rank: int, code: int, now: float) -> None:
+        """A rank runs an action; who waits for it may decide sooner."""
+        ev, M, SM, wake = self.ev, self.M, self.SM, self.wake
+        end = now + ev.seconds[code]
+        if code >= 2 * SM:
+            self.begun[rank] += 1
+        else:
+            stage = code // M  # and S more for an input gradient
+            self.done[stage] += 1
+            if code >= SM:
+                self.waiting[rank].append(code + SM)
+                user = code - M if stage > self.S else -1
+            else:
+                user = code + M if stage < self.S - 1 else SM + code
+            if user >= 0:
+                self.there[user] = arrival = end + ev.delay[code]
+                other = self.rank_of[user // M % self.S]
+                if other != rank and arrival < wake[other] and self.free[other] < wake[other]:  # it idles
+                    wake[other] = max(arrival, self.free[other])
+                    heappush(self.events, (wake[other], other))
+        self.orders[rank].append(code)
+        self.memory[rank] += ev.change[code]
+        self.left[rank] -= 1
+        self.free[rank] = end
+        wake[rank] = _NEVER
+        if self.left[rank]:
+            wake[rank] = end
+            heappush(self.events, (end, rank))
+
+
+def refill(
+    evaluator: Evaluator,
+    orders: Orders,
+    *,
+    fill: Sequence[float],
+    backlog: Sequence[int],
+) -> Orders | None:
+    """The order with its W placed anew, F and I as they stand; None where memory does not suffice so.
+
+        F0 F1 I0 .  I1 .  I2          F0 F1 I0 W0 I1 W1 I2 W2        a W goes in front of an F or I that would wait for
+                                                                     most of its seconds, or that has no memory
+
+    Arguments:
+        orders: without B.
+        fill: by rank, a W goes into a gap of at least this part of its seconds.
+        backlog: by rank, W that may be put off.
+    """
+    problem = evaluator.problem
+    SM = problem.num_stages * problem.num_microbatches
+    seconds, delay, slot, need = evaluator.seconds, evaluator.delay, evaluator.slot, evaluator.need
+    change, limits = evaluator.change, evaluator.limits
+    fixed = [[code for code in order if code < 2 * SM] for order in orders]
+    waiting: list[list[int]] = [[] for _ in orders]
+    arrived = [_NOT_YET] * evaluator.num_slots
+    blocked = [-1] * evaluator.num_slots
+    at, done = [0] * len(orders), [0] * len(orders)
+    free, memory = [0.0] * len(orders), [0.0] * len(orders)
+    new: Orders = [[] for _ in orders]
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        now, own, begun = free[rank], waiting[rank], done[rank]
+        for code in fixed[rank][at[rank] :]:
+            waits = need[code]
+            arrival = 0.0 if waits < 0 else arrived[waits]
+            if arrival < 0.0:
+                blocked[waits] = rank
+                break
+            while begun < len(own):
+                weight = own[begun]
+                is_short = code < SM and memory[rank] + change[code] > limits[rank]
+                if not is_short and len(own) - begun <= backlog[rank] and arrival - now < fill[rank] * seconds[weight]:
+                    break
+                now += seconds[weight]
+                memory[rank] += change[weight]
+                new[rank].append(weight)
+                begun += 1
+            now = (arrival if arrival > now else now) + seconds[code]
+            memory[rank] += change[code]
+            if code >= SM:
+                own.append(code + SM)
+            elif memory[rank] > limits[rank]:
+                return None
+            new[rank].append(code)
+            at[rank] += 1
+            arrived[slot[code]] = now + delay[code]
+            if blocked[slot[code]] >= 0:
+                ready.append(blocked[slot[code]])
+        free[rank], done[rank] = now, begun
+    return [[*order, *own[begun:]] for order, own, begun in zip(new, waiting, done, strict=True)]

@@ -9,12 +9,11 @@ from random import Random
 from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
 from .incumbent import Budget, Incumbent, Progress
-from .listing import Lister, Policy
+from .listing import Lister, Policy, refill
 from .policies import changed, changed_weights, first_policies
 from .problem import Problem
 from .slides import OrderSearch
 from .starts import fuse, made_orders, named_orders, split
-from .weights import refill
 
 _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round

@@ -11,8 +11,8 @@ from operator import add, mul
 from statistics import fmean
 from typing import TypeVar, cast
 
-from ..as_one import run_as_one
 from ..ir import Op, Schedule
+from ..program import run_as_one
 
 PerStage = float | Sequence[float]
 PerAction = float | Sequence[float | Sequence[float]]

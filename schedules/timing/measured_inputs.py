@@ -8,9 +8,9 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from ..as_one import run_as_one
 from ..ir import COMPUTE_OPS, Op, Schedule
 from ..needs import Needs
+from ..program import run_as_one
 from .attribution import find_gaps
 from .beside import measured_shares, under_way, whole_seconds
 from .costs import Costs
