@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from ..alive import peak_held
 from ..ir import BACKWARD_OPS, Action, Op, Schedule
 from ..timing.costs import Costs, CostTable
-from ..timing.timeline import Timeline, in_time
+from ..timing.timeline import RankTrace, Timeline, in_time
 from .problem import Problem, Table
 
 MoveKind = Literal["offload"]
@@ -66,33 +67,12 @@ class _Link:
         insort(self.taken, (start, start + seconds))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    """The own work of a rank as it was simulated.
-
-    Attributes: `turns`, T[q] when the action before q has ended; `backward`, where the backward of each microbatch
-    stands, `here`, where the forward of those that wait and have not left; `comes`, by position, what comes back in
-    front of it; `to_host`, `from_host`, the directions of its link; `ways`, chosen so far.
-    """
-
-    program: Sequence[Action]
-    starts: list[float]
-    turns: list[float]
-    backward: dict[_What, int] = field(default_factory=dict)
-    here: dict[_What, int] = field(default_factory=dict)
-    comes: dict[int, list[_What]] = field(default_factory=dict)
-    to_host: _Link = field(default_factory=_Link)
-    from_host: _Link = field(default_factory=_Link)
-    ways: list[_Way] = field(default_factory=list)
-
-    def turn_before(self, time: float) -> int:
-        """The last position in front of which a move begins by this time."""
-        return bisect_right(self.turns, time) - 1
-
-
 def with_moves(timeline: Timeline, problem: Problem, costs: Costs) -> Schedule:
     """The schedule of a timeline without moves, with those that keep it within the memory, as far as they can."""
-    return _Spill(timeline, problem, costs.table_for(timeline.schedule)).run()
+    schedule, table = timeline.schedule, costs.table_for(timeline.schedule)
+    ranks = zip(timeline.ranks, schedule.programs, problem.limits, strict=True)
+    programs = [_Spill(trace, program, limit, problem, table).run() for trace, program, limit in ranks]
+    return replace(schedule, programs=tuple(programs))
 
 
 def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = None) -> list[float]:
@@ -102,105 +82,100 @@ def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = 
         problem: with what activations take, [S][M].
         waiting: what they take between a forward and its backward, which makes the rest again; None: as much.
     """
-    held, kept = problem.held, problem.kept
-    waiting = held if waiting is None else waiting
-    peaks = []
-    for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
-        now = peak = 0.0
-        for stage, op, k in in_time(trace, program) if trace.moves else program:
-            whole, part = held[stage][k], waiting[stage][k]
-            if op is Op.F or op is Op.RELOAD:
-                now += part
-            elif op is Op.OFFLOAD:
-                now -= part
-            elif op in BACKWARD_OPS:
-                now += whole - part
-            peak = max(peak, now)
-            if op in BACKWARD_OPS:
-                now -= whole if op is Op.B else whole - kept[stage][k]
-            elif op is Op.W:
-                now -= kept[stage][k]
-        peaks.append(peak)
-    return peaks
+    return [
+        peak_held(in_time(trace, program) if trace.moves else program, problem.held, kept=problem.kept, waiting=waiting)
+        for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True)
+    ]
 
 
 class _Spill:
-    def __init__(self, timeline: Timeline, problem: Problem, table: CostTable) -> None:
-        self.schedule, self.problem, self.table = timeline.schedule, problem, table
-        self.ranks = []
-        for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
-            spans = trace.compute[: len(program)]  # updates stand behind
-            turns = [0.0, *(span.end for span in spans)]
-            self.ranks.append(_Rank(program=program, starts=[span.start for span in spans], turns=turns))
+    """The moves of one rank.
 
-    def run(self) -> Schedule:
-        for own, limit in zip(self.ranks, self.problem.limits, strict=True):
-            self._plan(own, limit)
-        return replace(self.schedule, programs=tuple(map(self._program, self.ranks)))
+    Attributes: `starts`, when its actions start as they were simulated; `turns`, T[q] when the action before q has
+    ended; `backward`, where the backward of each microbatch stands; `here`, where the forward of those that wait and
+    have not left; `comes`, by position, what comes back in front of it; `ways`, chosen so far.
+    """
 
-    def _plan(self, own: _Rank, limit: float) -> None:
-        """Walk along a rank's program; what does not fit makes others leave in time."""
+    def __init__(
+        self, trace: RankTrace, program: Sequence[Action], limit: float, problem: Problem, table: CostTable
+    ) -> None:
+        self.program, self.limit, self.problem, self.table = program, limit, problem, table
+        spans = trace.compute[: len(program)]  # updates stand behind
+        self.starts = [span.start for span in spans]
+        self.turns = [0.0, *(span.end for span in spans)]
+        self.backward = {(s, k): at for at, (s, op, k) in enumerate(program) if op in BACKWARD_OPS}
+        self.here: dict[_What, int] = {}
+        self.comes: dict[int, list[_What]] = {}
+        self.to_host, self.from_host = _Link(), _Link()
+        self.ways: list[_Way] = []
+
+    def run(self) -> tuple[Action, ...]:
+        """Walk along the program; what does not fit makes others leave in time."""
         held, kept = self.problem.held, self.problem.kept
-        own.backward = {(s, k): at for at, (s, op, k) in enumerate(own.program) if op in BACKWARD_OPS}
         now = 0.0
-        for at, (stage, op, k) in enumerate(own.program):
-            for back in own.comes.get(at, ()):
+        for at, (stage, op, k) in enumerate(self.program):
+            for back in self.comes.get(at, ()):
                 now += held[back[0]][back[1]]
-                now -= self._evict(own, limit, at, own.turns[at], now)
+                now -= self._evict(at, self.turns[at], now)
             if op is Op.F:
                 now += held[stage][k]
-                now -= self._evict(own, limit, at, own.starts[at], now)
-                own.here[stage, k] = at
-            own.here.pop((stage, k) if op in BACKWARD_OPS else (-1, -1), None)
+                now -= self._evict(at, self.starts[at], now)
+                self.here[stage, k] = at
+            elif op in BACKWARD_OPS:
+                self.here.pop((stage, k), None)
             if op is Op.I:
                 now -= held[stage][k] - kept[stage][k]
             elif op is not Op.F:
                 now -= (held if op is Op.B else kept)[stage][k]
+        return self._with_ways()
 
-    def _evict(self, own: _Rank, limit: float, at: int, deadline: float, now: float) -> float:
+    def _evict(self, at: int, deadline: float, now: float) -> float:
         """Let leave by the deadline what is needed last, until the rest fits; returns how much has left."""
         gone = 0.0
-        while now - gone > limit:
+        while now - gone > self.limit:
             best: _Way | None = None
-            for what in own.here:
-                if best is not None and own.backward[what] <= best.back_at:
+            for what in self.here:
+                if best is not None and self.backward[what] <= best.back_at:
                     continue
-                way = self._way(own, what, at, deadline)
+                way = self._way(what, at, deadline)
                 if way is not None and (best is None or way.back_at > best.back_at):
                     best = way
             if best is None:
                 break
             what = best.stage, best.index
-            del own.here[what]
+            del self.here[what]
             gone += self.problem.held[best.stage][best.index]
-            own.to_host.take(best.out, self.table.offload[best.stage])
-            own.from_host.take(best.back, self.table.reload[best.stage])
-            own.ways.append(best)
-            own.comes.setdefault(best.back_at, []).append(what)
+            self.to_host.take(best.out, self.table.offload[best.stage])
+            self.from_host.take(best.back, self.table.reload[best.stage])
+            self.ways.append(best)
+            self.comes.setdefault(best.back_at, []).append(what)
         return gone
 
-    def _way(self, own: _Rank, what: _What, at: int, deadline: float) -> _Way | None:
+    def _way(self, what: _What, at: int, deadline: float) -> _Way | None:
         """A way out that is through by the deadline, and back behind position `at`; None where there is none."""
         stage, k = what
-        needed = own.backward[what]
-        seconds = self.table.offload[stage]
-        out = own.to_host.first(own.turns[own.here[what] + 1], seconds, deadline)
+        needed, seconds = self.backward[what], self.table.offload[stage]
+        out = self.to_host.first(self.turns[self.here[what] + 1], seconds, deadline)
         if out is None:
             return None
-        from_then = max(out + seconds, own.turns[at + 1])
-        back = own.from_host.last(from_then, self.table.reload[stage], own.starts[needed])
+        from_then = max(out + seconds, self.turns[at + 1])
+        back = self.from_host.last(from_then, self.table.reload[stage], self.starts[needed])
         if back is None:
             return None
-        return _Way(stage, k, out, back, own.turn_before(out), min(own.turn_before(back), needed))
+        return _Way(stage, k, out, back, self._turn_before(out), min(self._turn_before(back), needed))
 
-    def _program(self, own: _Rank) -> tuple[Action, ...]:
+    def _turn_before(self, time: float) -> int:
+        """The last position in front of which a move begins by this time."""
+        return bisect_right(self.turns, time) - 1
+
+    def _with_ways(self) -> tuple[Action, ...]:
         """The program with all moves where they begin: of one place those that leave first, each in turn."""
         before: dict[int, list[tuple[bool, float, Action]]] = {}
-        for way in own.ways:
-            before.setdefault(way.out_at, []).append((False, way.out, Action(way.stage, Op.OFFLOAD, way.index)))
-            before.setdefault(way.back_at, []).append((True, way.back, Action(way.stage, Op.RELOAD, way.index)))
+        for stage, k, out, back, out_at, back_at in self.ways:
+            before.setdefault(out_at, []).append((False, out, Action(stage, Op.OFFLOAD, k)))
+            before.setdefault(back_at, []).append((True, back, Action(stage, Op.RELOAD, k)))
         return tuple(
             step
-            for at in range(len(own.program) + 1)
-            for step in (*(move for _, _, move in sorted(before.get(at, ()))), *own.program[at : at + 1])
+            for at in range(len(self.program) + 1)
+            for step in (*(move for _, _, move in sorted(before.get(at, ()))), *self.program[at : at + 1])
         )
