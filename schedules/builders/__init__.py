@@ -1,1 +1,1 @@
-"""The families of schedules: a file each, a pure function that says who computes what in which order."""
+"""The families of schedules: pure functions that say who computes what in which order, those of one idea in a file."""

@@ -67,7 +67,7 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
 
     Raises StuckError where caps, memory or the given order keep all ranks waiting.
     """
-    ranks = [_Rank(number, own, costs, rules) for number, own in enumerate(placement)]
+    ranks = [_RankList(number, own, costs, rules) for number, own in enumerate(placement)]
     rank_of = {stage: rank for rank in ranks for stage in rank.stages}
     last = len(rank_of) - 1
     backward = Op.I if rules.split else Op.B
@@ -99,7 +99,7 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
     )
 
 
-class _Rank:
+class _RankList:
     """A rank's past, and its next choices."""
 
     def __init__(self, number: int, own: Sequence[int], costs: CostTable, rules: Rules) -> None:

@@ -154,11 +154,11 @@ def synthesize_jointly(
         objective=objective,
         activations=tuple(layer.activation for layer in layers),
     )
-    search = _Search(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=seed))
+    search = _CutSearch(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=seed))
     return search.run(tuple(dict.fromkeys(placements)), cuts)
 
 
-class _Search:
+class _CutSearch:
     """A search among cuts.
 
     Arguments:

@@ -28,7 +28,7 @@ MOVE_KINDS: tuple[MoveKind, ...] = ("offload",)
 _What = tuple[int, int]  # stage and microbatch of activations
 
 
-class _Way(NamedTuple):
+class _RoundTrip(NamedTuple):
     """A way out and back of one microbatch of a stage: when each half begins, and where in the program."""
 
     stage: int
@@ -107,7 +107,7 @@ class _Spill:
         self.here: dict[_What, int] = {}
         self.comes: dict[int, list[_What]] = {}
         self.to_host, self.from_host = _Link(), _Link()
-        self.ways: list[_Way] = []
+        self.ways: list[_RoundTrip] = []
 
     def run(self) -> tuple[Action, ...]:
         """Walk along the program; what does not fit makes others leave in time."""
@@ -133,7 +133,7 @@ class _Spill:
         """Let leave by the deadline what is needed last, until the rest fits; returns how much has left."""
         gone = 0.0
         while now - gone > self.limit:
-            best: _Way | None = None
+            best: _RoundTrip | None = None
             for what in self.here:
                 if best is not None and self.backward[what] <= best.back_at:
                     continue
@@ -151,7 +151,7 @@ class _Spill:
             self.comes.setdefault(best.back_at, []).append(what)
         return gone
 
-    def _way(self, what: _What, at: int, deadline: float) -> _Way | None:
+    def _way(self, what: _What, at: int, deadline: float) -> _RoundTrip | None:
         """A way out that is through by the deadline, and back behind position `at`; None where there is none."""
         stage, k = what
         needed, seconds = self.backward[what], self.table.offload[stage]
@@ -162,7 +162,7 @@ class _Spill:
         back = self.from_host.last(from_then, self.table.reload[stage], self.starts[needed])
         if back is None:
             return None
-        return _Way(stage, k, out, back, self._turn_before(out), min(self._turn_before(back), needed))
+        return _RoundTrip(stage, k, out, back, self._turn_before(out), min(self._turn_before(back), needed))
 
     def _turn_before(self, time: float) -> int:
         """The last position in front of which a move begins by this time."""
