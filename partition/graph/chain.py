@@ -17,6 +17,7 @@ from .cut import cut_evenly, forbid
 from .fingerprint import module_form
 from .forms import Arguments, Form
 from .handed_on import HandedOn, handed_on
+from .modes import hook_tables
 from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Together, Unit, ValueRef, check_stages
 
 
@@ -24,12 +25,6 @@ def is_sequential(model: nn.Module) -> bool:
     """Whether the children run one after the other (an nn.Sequential without a forward of its own)."""
     is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     return is_plain and "forward" not in vars(model)
-
-
-def hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
-    """Hooks around a module's forward and backward, a table a kind."""
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        yield vars(module)[kind]
 
 
 class ChainUnits:

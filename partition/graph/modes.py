@@ -5,7 +5,7 @@ with hooks on all modules (`register_module_forward_hook` and its like), which m
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
@@ -35,8 +35,15 @@ def uncompiled() -> AbstractContextManager[None]:
     return stance
 
 
+OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _X = torch.zeros(1)
 _GIVEN = {"forward_pre": ((_X,),), "forward": ((_X,), _X), "backward_pre": ((_X,),), "backward": ((_X,), (_X,))}
+
+
+def hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
+    """Hooks around a module's forward and backward, a table a kind."""
+    for kind in OWN_HOOKS:
+        yield vars(module)[kind]
 
 
 def changing_hook(module: nn.Module, kinds: Collection[str] = tuple(_GIVEN)) -> str | None:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ...partition.graph.chain import given_units, hook_tables, is_sequential
-from ...partition.graph.modes import changing_hook
+from ...partition.graph.chain import given_units, is_sequential
+from ...partition.graph.modes import changing_hook, hook_tables
 from ...partition.graph.source_line import module_at
 from .build import CutModel
 from .compiled import is_users_compiled

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support import models
-from support.inside import GPT, Arguments, GPTConfig, ModelUnits, RecordedUnits, StageModule, first_run, take
+from support.inside import (
+    GPT,
+    Arguments,
+    GPTConfig,
+    ModelUnits,
+    RecordedUnits,
+    StageModule,
+    first_run,
+    model_units,
+    take,
+)
 from torch import Tensor, nn
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
@@ -166,6 +178,32 @@ def test_units_cover_the_graph_and_run_as_stages(model: nn.Module, inputs: tuple
     assert covered == list(range(len(recorded.flow.order)))
     found = run_in_stages(recorded, {unit.name: i for i, unit in enumerate(recorded.units)}, *inputs)
     assert torch.equal(found, model(*inputs))
+
+
+def scaled(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor, float], Tensor]:
+    @functools.wraps(forward)
+    def wrapped(self: Any, x: Tensor, scale: float = 1.0) -> Tensor:
+        return forward(self, x) * scale
+
+    return wrapped
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @scaled
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_arguments_are_refused_where_a_forward_does_not_take_them() -> None:
+    """And not where a decorator does, whose signature is said to be the forward's own."""
+    x = torch.randn(2, 4)
+    assert names(model_units(Decorated(), Arguments.of((x,), {"scale": 2.0}), enter_unit=None)) == ["linear"]
+    with pytest.raises(ValueError, match=r"Shared.forward\(x: .* does not take .*: expected all that it needs"):
+        model_units(Shared(), Arguments.of((x, x)), enter_unit=None)
 
 
 def test_stages_need_not_be_contiguous() -> None:

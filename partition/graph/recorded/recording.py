@@ -7,15 +7,13 @@ from torch import nn
 
 from ..fakes import on_fakes
 from ..forms import Arguments
-from ..modes import changing_hook
+from ..modes import OWN_HOOKS, changing_hook
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
 from .intercept import listening
 from .recorder import Recorder
 from .values import RefusedError
 from .which import Roles
-
-_OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class RecordingError(ValueError):
@@ -50,7 +48,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
     """
     expected: str | None
     for path, module in roles.opened.items():
-        hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
+        hooks = next((kind for kind in OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
             reason = f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})"
             expected = "hooks on the modules in it, which run as they are"
