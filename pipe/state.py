@@ -52,13 +52,13 @@ class State:
         self.update.refuse_reading("state_dict")
         if not self.update.shards.apart:
             return self.ownership.state_dict()
-        with self.guard.together(), self.update.whole_weights():
+        with self.guard.together(), self.update.shards.whole_weights():
             return {name: value.detach() for name, value in self.ownership.state_dict().items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         self.training.drain()
-        with self.guard.together(), self.update.whole_weights():
+        with self.guard.together(), self.update.shards.whole_weights():
             return self.ownership.full_state_dict(self.collectives)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class State:
         self.training.settle()
         self.update.refuse_changes("load_state_dict")
         self.update.gate.enter()
-        with self.update.whole_weights(replaced=True):
+        with self.update.shards.whole_weights(replaced=True):
             self.ownership.load_state_dict(state)
         self.update.take_state(self.ownership.own_parts(state))
 

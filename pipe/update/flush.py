@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -181,7 +180,7 @@ class FlushUpdate(Update):
         if self._max_grad_norm is not None:
             recorder = next(iter(self._recorders.values()))
             start = recorder.clock.stamp()
-            norm = self._gradients.clip_updated(self._max_grad_norm)
+            norm = self._gradients.clip(self._max_grad_norm, of_parts=True)
             recorder.norm(start, recorder.clock.stamp())
         self.gate.enter()
         for part in self.shards.parts.values():
@@ -223,22 +222,6 @@ class FlushUpdate(Update):
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
         return self._gradients.clip(max_norm, norm_type=norm_type, only_finite=only_finite)
-
-    @contextmanager
-    def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
-        stages = tuple(self.shards.stages.values()) if self.shards.apart else ()
-        try:
-            if replaced:
-                for stage in stages:
-                    stage.make_room()
-            elif stages:
-                self.shards.gather()
-            yield
-            for stage in stages if replaced else ():
-                stage.take()
-        finally:
-            for stage in stages:
-                stage.let_go(all_of_them=True)
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         return assemble_timeline(schedule, records)
@@ -377,28 +360,21 @@ class _LocalGradients:
         self._collectives.all_reduce(found, what="looking for gradients that overflowed")
         return bool(found > 0)
 
-    def clip(self, max_norm: float, *, norm_type: float, only_finite: bool) -> float:
-        """Scale all so that their global norm is at most `max_norm`; see Update.clip."""
-        return self._clip(self.counted, self.parameters, max_norm, norm_type=norm_type, only_finite=only_finite)
-
-    def clip_updated(self, max_norm: float) -> float:
-        """The same in front of the updates, where of divided parameters each rank has the gradients of its parts."""
-        counted = [p for p in self.counted if id(p) not in self._wholes]
-        counted += [part.parameter for part in self._counted_parts]
-        return self._clip(counted, self._updated(), max_norm, norm_type=2.0, only_finite=False)
-
-    def _clip(
-        self,
-        counted: Sequence[nn.Parameter],
-        changed: Sequence[nn.Parameter],
-        max_norm: float,
-        *,
-        norm_type: float,
-        only_finite: bool,
+    def clip(
+        self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False, of_parts: bool = False
     ) -> float:
+        """Scale all so that their global norm is at most `max_norm`; see Update.clip.
+
+        Arguments:
+            of_parts: in front of the updates, where of divided parameters each rank has the gradients of its parts.
+        """
+        counted, changed = self.counted, self.parameters
+        if of_parts:
+            counted = [p for p in counted if id(p) not in self._wholes]
+            counted += [part.parameter for part in self._counted_parts]
+            changed = self._updated()
         part = norm_part([p.grad for p in counted], norm_type=norm_type, device=self._device)
-        largest = math.isinf(norm_type)
-        self._collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
+        self._collectives.all_reduce(part, what="summing the gradient norm", largest=math.isinf(norm_type))
         norm = norm_of(part, norm_type=norm_type)
         if math.isfinite(norm) or not only_finite:
             clip_gradients([p.grad for p in changed], norm=norm, max_norm=max_norm)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -293,16 +293,6 @@ class Update(ABC):
         return
 
     # State and measurement
-
-    @contextmanager
-    def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
-        """Within: weights of which each rank keeps a part are whole. Collective over the processes.
-
-        Arguments:
-            replaced: all of them get new values within, which are kept; the old ones are not gathered, and nothing is
-                collective.
-        """
-        yield
 
     def refuse_reading(self, what: str) -> None:
         """ValueError while weights that are read would not be of one update."""

@@ -16,7 +16,8 @@ program is through      -> settle: let go of what several stages of the rank use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -250,6 +251,28 @@ class Shards:
         return found
 
     # Weights that are let go
+
+    @contextmanager
+    def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
+        """Within: weights of which each rank keeps a part are whole. Collective over the processes.
+
+        Arguments:
+            replaced: all of them get new values within, which are kept; the old ones are not gathered, and nothing is
+                collective.
+        """
+        stages = tuple(self.stages.values()) if self.apart else ()
+        try:
+            if replaced:
+                for stage in stages:
+                    stage.make_room()
+            elif stages:
+                self.gather()
+            yield
+            for stage in stages if replaced else ():
+                stage.take()
+        finally:
+            for stage in stages:
+                stage.let_go(all_of_them=True)
 
     def begin(self, collective: Collective) -> None:
         """UNSHARD or RESHARD."""

@@ -121,7 +121,7 @@ class Verifier:
                     "expected the values of inputs and target there"
                 )
         self._training.drain()
-        with self._guard.together(), self._update.whole_weights():
+        with self._guard.together(), self._update.shards.whole_weights():
             weights = self._ownership.full_state_dict(self._collectives)
         step = self._training.num_steps
         before = self._own_buffers()
