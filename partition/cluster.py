@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from . import quantities
-from .strict import Fields, count, fail, number, parse_object, printable, read_text
+from .strict import count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 RINGS = ("levels", "flat")
@@ -245,8 +245,14 @@ class Cluster:
         """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
         record = parse_object(text, source=source)
         record.version(_JSON_VERSION)
-        levels = tuple(_level(each) for each in record.objects("levels"))
-        kinds = tuple(_kind(each) for each in record.objects("kinds"))
+        levels = tuple(
+            Level(**level.values(Level, positive=("bandwidth", "partial_reduce"))) for level in record.objects("levels")
+        )
+        positive = ("speed", "memory_bytes", "link_speed")
+        kinds = tuple(
+            DeviceKind(**kind.values(DeviceKind, positive=positive, needed=("name",)))
+            for kind in record.objects("kinds")
+        )
         nodes = record.take("nodes", "a list", default=None)
         if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):
             raise ValueError(f"{record.at('nodes')}: {nodes!r}: expected the name of a kind for each node")
@@ -261,29 +267,3 @@ class Cluster:
     def load(cls, path: str | Path) -> Cluster:
         """Read a JSON file."""
         return cls.from_json(read_text(path), source=str(path))
-
-
-def _level(record: Fields) -> Level:
-    level = Level(
-        name=record.text("name"),
-        size=record.count("size"),
-        bandwidth=record.number("bandwidth", positive=True),
-        latency=record.number("latency", default=0.0),
-        reduce_bandwidth=record.optional_number("reduce_bandwidth"),
-        reduce_latency=record.optional_number("reduce_latency"),
-        message_seconds=record.number("message_seconds", default=0.0),
-        sum_busy=record.number("sum_busy", default=0.0),
-        partial_reduce=record.number("partial_reduce", positive=True, default=1.0),
-    )
-    record.done()
-    return level
-
-
-def _kind(record: Fields) -> DeviceKind:
-    name, speed = record.text("name"), record.number("speed", positive=True, default=1.0)
-    links = record.number("link_speed", positive=True, default=1.0)
-    memory = record.take("memory_bytes", "a number", default=None)
-    if memory is not None:
-        memory = number(record.at("memory_bytes"), memory, positive=True)
-    record.done()
-    return DeviceKind(name=name, speed=speed, memory_bytes=memory, link_speed=links)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
@@ -361,12 +361,9 @@ class Profile:
         record.version(_JSON_VERSION)
         device, dtype = record.text("device"), record.text("dtype")
         origin = record.text("origin", choices=ORIGINS)
-        size = record.take("microbatch_size", "a whole number", default=None)
-        step = record.take("step_seconds", "a number", default=None)
-        ratio = record.take("optimizer_ratio", "a number", default=None)
-        microbatch_size = None if size is None else count(record.at("microbatch_size"), size)
-        step_seconds = None if step is None else number(record.at("step_seconds"), step, positive=True)
-        optimizer_ratio = None if ratio is None else number(record.at("optimizer_ratio"), ratio)
+        microbatch_size = record.optional_count("microbatch_size")
+        step_seconds = record.optional_number("step_seconds", positive=True)
+        optimizer_ratio = record.optional_number("optimizer_ratio")
         tensor = record.count("tensor", default=1)
         step_spread = record.number("step_spread", default=0.0)
         slowdown = record.number("slowdown", positive=True, default=1.0)
@@ -417,24 +414,8 @@ def _tied(pair: object, known: Collection[str]) -> Tied:
 
 
 def _node(record: Fields) -> Node:
-    values: dict[str, float] = {}
-    name, description = record.text("name"), record.text("description", default="")
-    optional = {each.name for each in fields(Node) if each.default == 0.0}
-    for figure in _FIGURES:
-        values[figure] = record.number(figure, default=0.0) if figure in optional else record.number(figure)
-    runs_again = record.truth("runs_again", default=True)
-    kept, again = (record.optional_number(figure) for figure in _SELECTIVE)
-    small = record.optional_number("small_parameter_bytes")
-    record.done()
+    values = record.values(Node)
     try:
-        return Node(
-            name=name,
-            description=description,
-            runs_again=runs_again,
-            small_parameter_bytes=small,
-            selective_bytes=kept,
-            selective_seconds=again,
-            **values,
-        )
+        return Node(**values)
     except ValueError as error:
         raise ValueError(f"{record.where}: {error}") from None

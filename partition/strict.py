@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MOST = 1e100  # of figures: their squares and sums are numbers, too
 MOST_COUNT = 10**15  # whole numbers that a float holds exactly
@@ -102,10 +103,10 @@ class Fields:
         value = self.take(key, "a finite number", **default)
         return number(self.at(key), value, positive=positive)
 
-    def optional_number(self, key: str) -> float | None:
+    def optional_number(self, key: str, *, positive: bool = False) -> float | None:
         """A finite number of at least 0, or null; null where it is missing."""
         value = self.take(key, "a finite number or null", default=None)
-        return None if value is None else number(self.at(key), value)
+        return None if value is None else number(self.at(key), value, positive=positive)
 
     def count(self, key: str, **default: int) -> int:
         """A whole number of at least 1."""
@@ -160,6 +161,26 @@ class Fields:
     def objects(self, key: str) -> list[Fields]:
         """A list of objects."""
         return [Fields(value, where=f"{self.at(key)}[{i}]") for i, value in enumerate(self.items(key))]
+
+    def values(self, kind: type, *, positive: Collection[str] = (), needed: Collection[str] = ()) -> dict[str, Any]:
+        """All fields of a dataclass of plain types, by its annotations; those with a default may be missing."""
+        found: dict[str, Any] = {}
+        for field in fields(kind):
+            name = field.name
+            default = {} if field.default is MISSING or name in needed else {"default": field.default}
+            match field.type:
+                case "float":
+                    found[name] = self.number(name, positive=name in positive, **default)
+                case "float | None":
+                    found[name] = self.optional_number(name, positive=name in positive)
+                case "int":
+                    found[name] = self.count(name, **default)
+                case "bool":
+                    found[name] = self.truth(name, **default)
+                case _:
+                    found[name] = self.text(name, **default)
+        self.done()
+        return found
 
     def version(self, expected: int) -> None:
         """The field `version`, which must be the one that is known."""
