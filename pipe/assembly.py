@@ -24,7 +24,7 @@ from .measure.steps import StepReports
 from .measure.tracer import Traced
 from .modes import EvaluationModes, StagesOf
 from .placing import Ground, Placed, place_stages, prepare
-from .replan import BatchSchedules
+from .replan import BatchOrder
 from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
@@ -105,9 +105,9 @@ def assemble(
         unchanged=placed.unchanged,
         reports=StepReports(settings.on_step, rank=layout.place.world.rank, device=settings.device),
         clocks=connected.clocks,
-        schedules=None
+        order=None
         if layout.replan is None
-        else BatchSchedules(connected.update.schedule, layout.replan, collectives=ground.collectives, guard=guard),
+        else BatchOrder(connected.update.schedule, layout.replan, collectives=ground.collectives, guard=guard),
     )
     measurement = _measurement(ground, placed, connected, training)
     evaluation = _evaluation(ground, placed, connected, makers=makers, stages_of=stages_of, training=training)

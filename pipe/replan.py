@@ -22,6 +22,7 @@ from ..partition.graph.forms import Arguments, Form, argument_name
 from ..partition.plans.replan import Replanner
 from ..partition.plans.sizes import Size
 from ..schedules import Action, Schedule
+from .batch.batches import Batch
 from .batch.given import signature_of
 from .stages.shapes import Signature
 
@@ -97,7 +98,7 @@ class _Told(NamedTuple):
     story: str = ""
 
 
-class BatchSchedules:
+class BatchOrder:
     """The schedule of each batch, the same in every process.
 
     Arguments:
@@ -111,24 +112,24 @@ class BatchSchedules:
         self._guard = guard
         self._known: dict[tuple[Size, ...], Schedule] = {}
 
-    def of(self, microbatches: Sequence[Signature], *, step: int) -> Schedule:
+    def of(self, batch: Batch) -> Schedule:
         """The schedule of a batch. Collective over the processes.
 
         Raises ValueError, on every rank alike, where ranks passed other sizes, and for a microbatch that no device has
         room for.
         """
-        sizes = tuple(map(self._replan.sizer.of, microbatches))
+        sizes = tuple(map(self._replan.sizer.of, batch.signatures))
         with self._guard.together():
             told = self._collectives.gather(self._find(sizes), what="agreeing on the schedule of a batch")
         for process, its in enumerate(told):
             if its.sizes != told[0].sizes:
                 raise ValueError(
-                    f"{self._collectives.name_of(process)} passed microbatches of {_shown(its.sizes)} to step {step}, "
-                    f"and {self._collectives.name_of(0)} {_shown(told[0].sizes)}: expected the same batch on every "
-                    f"rank; pipe.loader(dataset, batch_size=...) draws it"
+                    f"{self._collectives.name_of(process)} passed microbatches of {_shown(its.sizes)} to step "
+                    f"{batch.step}, and {self._collectives.name_of(0)} {_shown(told[0].sizes)}: expected the same "
+                    f"batch on every rank; pipe.loader(dataset, batch_size=...) draws it"
                 )
         if told[0].story:
-            raise ValueError(f"no schedule for the batch of step {step}: {told[0].story}")
+            raise ValueError(f"no schedule for the batch of step {batch.step}: {told[0].story}")
         if sizes not in self._known:
             programs = tuple(tuple(map(Action.parse, text.split())) for text in told[0].order)
             if len(self._known) == _KEPT:

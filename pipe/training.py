@@ -26,7 +26,7 @@ from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
 from .measure.measurement import gather_records
 from .measure.steps import StepReports
-from .replan import BatchSchedules
+from .replan import BatchOrder
 from .run.engine import Engine
 from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
@@ -43,7 +43,7 @@ class Training:
         unchanged: what the user may not change between two batches.
         reports: are told of each step.
         clocks: of the hosts, for timelines.
-        schedules: of each batch; None: all have the update's.
+        order: of each batch; None: all have the update's.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Training:
         unchanged: Unchanged,
         reports: StepReports,
         clocks: HostClocks,
-        schedules: BatchSchedules | None = None,
+        order: BatchOrder | None = None,
     ) -> None:
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
@@ -71,7 +71,7 @@ class Training:
         self._unchanged = unchanged
         self._reports = reports
         self._clocks = clocks
-        self._schedules = schedules
+        self._order = order
         self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
 
@@ -198,8 +198,8 @@ class Training:
         with self._guard.together():
             self._unchanged.check(training=True)
             check_same_batch(batch, self._collectives, device=self._seeder.device)
-        if self._schedules is not None:
-            self._replan(batch, self._schedules)
+        if self._order is not None:
+            self._replan(batch, self._order)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()
@@ -216,10 +216,10 @@ class Training:
                 f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )
 
-    def _replan(self, batch: Batch, schedules: BatchSchedules) -> None:
+    def _replan(self, batch: Batch, order: BatchOrder) -> None:
         """Find the order of a batch, and follow it. Collective over the processes."""
         begun = time.perf_counter()
-        schedule = schedules.of(batch.signatures, step=batch.step)
+        schedule = order.of(batch)
         self._update.follow(schedule)
         for local in self._engine.ranks:
             local.worker.follow(schedule)
