@@ -21,13 +21,12 @@ from .timing.bounds import lower_bound
 from .timing.costs import Costs
 from .timing.critical_path import CriticalPath, PathKind, PathStep, critical_path
 from .timing.difference import Change, Departure, Difference, compare
-from .timing.estimate_spread import estimate_spread
 from .timing.links import LinkLevel, Links, Sum, Way
 from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
 from .timing.prediction import PredictionCheck, check_prediction
 from .timing.sampling import StepSamples, simulate_spread
 from .timing.simulate import ideal_makespan, simulate
-from .timing.spread import Spread
+from .timing.spread import Spread, estimate_spread
 from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 from .transform import flushed, with_offload

@@ -84,8 +84,9 @@ def run(argv: Sequence[str]) -> int:
     answer = summarise(schedule, costs, simulate(schedule, costs))
     if options.spread is not None:
         spread = read_spread(options.spread, schedule)
-        _check_following(options, spread)
-        sampled = simulate_spread(schedule, costs, spread, following=options.following)
+        if options.following:
+            spread = _that_follow(spread, schedule, options)
+        sampled = simulate_spread(schedule, costs, spread)
         answer = replace(answer, sampled_seconds=sampled.median, sampled_range=sampled.range())
     elif options.following:
         raise ValueError(f"--following {options.following}: expected --spread and a run that measured steps, too")
@@ -147,12 +148,15 @@ def read_spread(text: str, schedule: Schedule) -> Spread:
     return found
 
 
-def _check_following(options: SimulateOptions, spread: Spread) -> None:
-    if options.following and not spread.steps:
+def _that_follow(spread: Spread, schedule: Schedule, options: SimulateOptions) -> Spread:
+    from ..works.pace import steps_that_follow  # numpy, likewise
+
+    if not spread.steps:
         raise ValueError(
             f"--following {options.following}: --spread {options.spread} knows nothing of how steps differ: expected a "
             f"run that measured them"
         )
+    return steps_that_follow(spread, schedule, options.following)
 
 
 def _schedule(options: SimulateOptions) -> Schedule:

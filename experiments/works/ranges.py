@@ -17,6 +17,7 @@ from ...schedules import simulate, simulate_spread
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from .equal_stages import schedule_of
+from .pace import steps_that_follow
 
 if TYPE_CHECKING:
     from ...pipe import PipelineModule, StepResult
@@ -83,7 +84,8 @@ def figures_of(
         if spread is None:
             raise ValueError(f"case {case}: steps: expected at least 10, of which a spread is known")
         alike = simulate_spread(pipe.schedule, costs, spread, seed=repetition)
-        taken = simulate_spread(pipe.schedule, costs, spread, following=size, seed=repetition)
+        ahead = steps_that_follow(spread, pipe.schedule, size, seed=repetition)
+        taken = simulate_spread(pipe.schedule, costs, ahead, seed=repetition)
         found = run()
         for name, value, unit in (
             (WITHIN, taken.holds(found), "fraction"),

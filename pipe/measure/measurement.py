@@ -11,8 +11,8 @@ from statistics import fmean
 from ...comm import Collectives, Guard, HostClocks
 from ...schedules import Costs, Op, Schedule, Spread, Timeline, estimate_spread
 from ...schedules.timing.costs import CostTable, by_owner
-from ...schedules.timing.estimate_spread import LEAST_STEPS
 from ...schedules.timing.records import RankRecord
+from ...schedules.timing.spread import LEAST_STEPS
 from .recorder import Recorder, Timed
 
 _MOST_ACTIONS = 100_000  # of the steps whose times are all looked at

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Message, Op, Span
-from ...schedules.timing.estimate_spread import Ran
 from ...schedules.timing.launches import launches
 from ...schedules.timing.records import RankRecord
+from ...schedules.timing.spread import Ran
 
 _WINDOW = 400  # durations remembered of each (stage, op)
 _STEPS = 50  # of which each action's is remembered

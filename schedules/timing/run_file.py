@@ -95,9 +95,14 @@ def _parse(data: Any) -> RunFile:
         memory=tuple(StageBytes(**each) for each in data["memory"]),
         memory_limit=_numbers(data["memory_limit"]),
         predicted_peak=_numbers(data["predicted_peak"]),
-        spread=None if data.get("spread") is None else Spread.from_json(json.dumps(data["spread"])),
+        spread=_spread(data.get("spread")),
         sampled=None if data.get("sampled") is None else StepSamples(**data["sampled"]),
     )
+
+
+def _spread(data: Any) -> Spread | None:
+    """None of runs of before steps were kept whole, whose spread had rows of ranks and a chance."""
+    return None if data is None or "chance" in data else Spread.from_json(json.dumps(data))
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:

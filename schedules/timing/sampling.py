@@ -14,12 +14,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from ..ir import Op, Schedule
-from ..wording import count, duration
+from ..wording import duration
 from .costs import Costs, CostTable
 from .links import Links
-from .pace import Pace, paces_of, steady_pace
 from .simulate import Beside, run_once
-from .spread import Spread
+from .spread import OpRatios, Spread
 from .wiring import OPS, Wiring
 
 if TYPE_CHECKING:
@@ -112,24 +111,18 @@ def simulate_spread(
     spread: Spread,
     links: Links | None = None,
     *,
-    following: int = 0,
     samples: int | None = None,
     seed: int = 0,
 ) -> StepSamples:
     """Seconds and bubbles of so many simulated steps, whose durations are drawn from `spread`.
 
-    They are steps like those that told the spread; or `following=N`, any of the N steps behind the last of these. The
-    machine's pace wanders between steps, so a range for those that follow is about the pace that the last steps had,
-    and the wider the larger N is and the more alike neighbours were (`pace`): 90% of N following steps are in their 90%
-    range, over many runs together. In a single run all may be outside, since they share a pace.
-
-    Each is what `simulate` says for its durations; of ratios of 1 alone, for these costs. Of an asynchronous schedule a
-    sample is a whole program: what is drawn once a step (ranks, sums, the norm) is drawn once for all of its batches.
-    The same seed gives the same samples.
+    They are steps like those that told the spread: each is one of these as a whole, its own ratios drawn anew where the
+    schedule has another number of microbatches than it had. Each is what `simulate` says for its durations; of ratios
+    of 1 alone, for these costs. Of an asynchronous schedule a sample is a whole program, whose batches are all drawn
+    from one step. The same seed gives the same samples.
 
     Arguments:
         costs, links: see `simulate`.
-        following: steps behind the measured ones (of an asynchronous schedule, batches) of which any may be meant.
         samples: simulated steps; None: 200, of programs of more than 10,000 actions fewer, down to 19.
 
     Raises ValueError as `simulate` does, and for a spread of another number of stages. O(samples * actions * log P).
@@ -145,12 +138,10 @@ def simulate_spread(
         samples = samples_of(sum(map(len, schedule.programs)))
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r}: expected a number of simulated steps, at least 1")
-    if not isinstance(following, int) or following < 0:
-        raise ValueError(f"following={following!r}: expected a number of steps, or 0 for steps like the measured ones")
     table = costs.table_for(schedule)
     wiring = Wiring(schedule, table, links)
     seconds, bubbles = [], []
-    draws = _Draws(schedule, table, spread, seed, following)
+    draws = _Draws(schedule, table, spread, seed)
     for _ in range(samples):
         timeline = run_once(wiring, draws.table(), messages=False, beside=draws.beside)
         seconds.append(timeline.batch_seconds)
@@ -172,13 +163,12 @@ class _Draws:
 
     Arguments:
         table: of the schedule, what ratios of 1 leave.
-        following: see `simulate_spread`.
     """
 
-    def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int, following: int) -> None:
+    def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
         import numpy as np  # simulating one step needs none
 
-        self._table, self._norm, self._following = table, spread.norm, following
+        self._table, self._norm = table, spread.norm
         self._random = np.random.default_rng(seed)
         self.beside = Beside(
             messages=partial(self._some_of, np.array(spread.messages)) if spread.messages else None,
@@ -187,37 +177,37 @@ class _Draws:
         self._ops = sorted(
             {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
         )
-        self._num_ranks, num_stages, num_indices = schedule.num_ranks, schedule.num_stages, schedule.total_indices
-        for op, stages in spread.actions.items():
+        num_stages, num_indices = schedule.num_stages, schedule.total_indices
+        for op, stages in (each for ratios in (spread.actions, *spread.steps) for each in ratios.items()):
             if len(stages) != num_stages:
                 raise ValueError(
                     f"a spread of {len(stages)} stages ({op}) for a schedule of {num_stages}: expected as many, as "
                     f"a run of that schedule measures them"
                 )
-        if spread.steps and len(spread.steps[0]) != schedule.num_ranks:
-            raise ValueError(
-                f"a spread of {count(len(spread.steps[0]), 'rank')} for a schedule of {schedule.num_ranks}"
-            )
-        self._paces, self._shares = _paces(spread, following) if spread.steps else ([], [])
         rows = [(op, stage) for op in self._ops for stage in range(num_stages)]
         self._shape = len(rows), num_indices
         self._seconds = np.array([np.resize(table.row(op, stage), num_indices) for op, stage in rows])
-        self._ranks = np.array(
-            [[schedule.owner(stage, 0 if op is Op.U else k) for k in range(num_indices)] for op, stage in rows]
-        )
+
+        def lists(ratios: OpRatios) -> list[Sequence[float]]:
+            return [(ratios[op][stage] if op in ratios else ()) or (1.0,) for op, stage in rows]
+
         # The ratios of all rows stand in one array: `first` and `number` say where those of a row are.
-        lists = [list(spread.actions[op][stage]) if op in spread.actions else [] for op, stage in rows]
-        lists = [each or [1.0] for each in lists]
-        number = np.array([len(each) for each in lists])
-        self._ratios = np.concatenate([np.array(each) for each in lists])
+        own = lists(spread.actions)
+        number = np.array([len(each) for each in own])
+        self._ratios = np.concatenate([np.array(each) for each in own])
         self._number, self._first = number[:, None], (np.cumsum(number) - number)[:, None]
+        self._steps = [[np.log(each) for each in lists(step)] for step in spread.steps]
+        self._means = [
+            fmean(step[row].mean() for step in self._steps) for row in range(len(rows) if self._steps else 0)
+        ]
+        self._sizes = [schedule.groups_per_batch if op is Op.U else schedule.batch_indices for op, _ in rows]
 
     def table(self) -> CostTable:
         """Durations of one more step."""
         import numpy as np
 
         at = self._first + (self._random.random(self._shape) * self._number).astype(np.intp)
-        seconds = (self._seconds * self._of_ranks()[self._ranks] * self._ratios[at]).tolist()
+        seconds = (self._seconds * self._of_step() * self._ratios[at]).tolist()
         width = len(self._table.latency)
         rows = {op: tuple(map(tuple, seconds[n * width : (n + 1) * width])) for n, op in enumerate(self._ops)}
         norm = self._table.norm
@@ -231,19 +221,25 @@ class _Draws:
         found: list[float] = ratios[self._random.integers(len(ratios), size=number)].tolist()
         return found
 
-    def _of_ranks(self) -> NDArray[np.float64]:
-        """[P] ratios of one step: of one like those that were measured, or of one that follows."""
+    def _of_step(self) -> NDArray[np.float64]:
+        """Ratios of all actions in one measured step, as far from their means as they were there, and wider as the
+        square root of N over a chi-squared number of N - 1 degrees says: what N steps do not tell of their variance."""
         import numpy as np
 
-        if not self._paces:
-            return np.ones(self._num_ranks)
-        ahead = int(self._random.integers(self._following)) + 1 if self._following else 0
-        at = int(self._random.choice(len(self._paces), p=self._shares)) if ahead else 0
-        return self._paces[at].draw(self._random, ahead)
+        if not self._steps:
+            return np.ones(self._shape)
+        number = len(self._steps)
+        step = self._steps[int(self._random.integers(number))]
+        wider = math.sqrt(number / self._random.chisquare(number - 1)) if number > 1 else 1.0
+        logs = [
+            mean + wider * (self._for_batches(own, size) - mean)
+            for own, mean, size in zip(step, self._means, self._sizes, strict=True)
+        ]
+        return np.exp(np.array(logs))
 
+    def _for_batches(self, own: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+        """Logarithms by index: of a batch of as many actions as were measured those, else some of them."""
+        import numpy as np
 
-def _paces(spread: Spread, following: int) -> tuple[list[Pace], list[float]]:
-    """Paces of steps like the measured ones, or of those that follow, and how probable each is."""
-    if following:
-        return paces_of(spread.steps, spread.chance)
-    return [steady_pace(spread.steps, spread.chance)], [1.0]
+        num_indices = self._shape[1]
+        return np.resize(own, num_indices) if len(own) == size else self._random.choice(own, num_indices)

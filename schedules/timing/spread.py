@@ -1,84 +1,87 @@
-"""How much durations vary.
+"""How much durations vary: the last measured steps, kept whole, or what a profile says of single actions.
 
-    seconds of an action  =  its cost  *  ratio of its rank in this step  *  a ratio of its own
-                             (Costs)      the ranks' drawn together
+    seconds of an action  =  its cost  *  its ratio in the step that is drawn  *  a ratio of its own (a profile's)
+                             (Costs)
 
-    seconds of a message, of a sum, of the norm  =  its cost  *  a ratio of its own
-
-Ranks of one host share its load: what slows one may slow all of them, or give the others more. So the ratios of a step
-are kept as a row, and rows in the order of steps: neighbours are alike where the machine's pace wanders (`pace`).
-`simulate_spread` draws from both; `estimate_spread` finds them in measured steps.
+Ranks of one host share its load: what slows one may slow all of them, or give the others more; so a step is drawn with
+all of its ratios. Messages, sums and the norm have ratios of their own: of messages those of which the steps'
+timelines show that their receiver waited from before they were made, since of others only the late ones are seen.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Real
-from statistics import NormalDist
+from statistics import NormalDist, fmean
+from typing import NamedTuple
 
-from ..ir import Op
+from ..ir import Action, Op
+from .costs import CostTable
+from .measured_inputs import durations_beside
+from .timeline import Timeline
 from .wiring import OPS
 
 Ratios = tuple[float, ...]
-LEAST_ROWS = 4  # Student's distribution has a variance from three degrees of freedom on
+OpRatios = Mapping[Op, Sequence[Sequence[float]]]  # by op, for each stage
+LEAST_STEPS = 10  # of a measurement: below, what differs between steps is anybody's guess
+_LEAST_DRAWN = 4  # Student's distribution has a variance from three degrees of freedom on
 _BESIDE = ("messages", "sums", "norm")
 _NUM_ALIKE = 64  # ratios that stand for a distribution
+_MOST_RATIOS = 256  # kept of a list beside actions; more of them are put together
+_MOST_ACTIONS = 100_000  # of all steps that are kept, if these are more than LEAST_STEPS
+
+
+class Ran(NamedTuple):
+    """One action of a measured step, and the seconds that it kept its rank busy, the overhead behind it included."""
+
+    action: Action
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Ratios of durations to the costs that stand for them, each of a list equally likely.
+    """Ratios of durations to the costs that stand for them.
 
     Arguments:
-        actions: by op, for each stage, of an action by itself; of an op without them, and of an empty one: none varies.
-        steps: [N][P] of all actions of each rank in one step, a row a measured step; none or one: steps are alike.
-            The fewer rows, the wider they are drawn, as Student's distribution is wider than the normal one: two or
-            three would be drawn from one without a variance. In the order in which they ran: of that it is told how
-            far the pace may be in steps that follow (`pace`).
-        chance: part of the variance of measured rows that was chance of a rank's few actions. `steps` are free of it:
-            their logarithms are as many times less than those that were measured as sqrt(1 - chance) says.
+        actions: by op, for each stage, of an action by itself, each equally likely; of an op without them, and of an
+            empty one: none varies.
+        steps: measured steps, each equally likely: by op, for each stage, of its actions in the order of their numbers
+            in the batch; of an op without them: 1. None or one: steps are alike. The fewer there are, the wider they
+            are drawn, as Student's distribution is wider than the normal one: two or three would be drawn from one
+            without a variance.
         messages, sums, norm: of each message, of a sum (or gather) in one step, of the global norm; empty: they do not
             vary.
 
     Raises ValueError for ratios that are no finite numbers above 0, stages that are as many for one op as not for
-    another, rows of unequal length, two or three rows, and a `chance` that is no part.
+    another, and two or three steps.
 
-    >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]], Op.B: [[1.0, 1.1]]}, steps=[[0.95], [0.98], [1.02], [1.05]])
+    >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]]}, steps=[{Op.F: [[1.0, 1.1 + n]]} for n in range(4)])
     >>> Spread.from_json(noise.to_json()) == noise
     True
     """
 
-    actions: Mapping[Op, Sequence[Sequence[float]]]
-    steps: Sequence[Sequence[float]] = ()
-    chance: float = 0.0
+    actions: OpRatios
+    steps: Sequence[OpRatios] = ()
     messages: Sequence[float] = ()
     sums: Sequence[float] = ()
     norm: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        wrong = [op for op in self.actions if op not in OPS]
-        if wrong:
-            raise ValueError(f"a spread of {wrong[0]!s}: expected one of {', '.join(map(str, OPS))}")
-        actions = {
-            op: tuple(_ratios(f"{op} of stage {stage}", each) for stage, each in enumerate(stages))
-            for op, stages in self.actions.items()
-        }
-        if len({len(stages) for stages in actions.values()}) > 1:
-            numbers = {str(op): len(stages) for op, stages in actions.items()}
+        actions = _by_stage(self.actions, "")
+        steps = tuple(_by_stage(step, f" in step {number}") for number, step in enumerate(self.steps))
+        numbers = {str(op): len(stages) for each in (actions, *steps) for op, stages in each.items()}
+        if len({len(stages) for each in (actions, *steps) for stages in each.values()}) > 1:
             raise ValueError(f"ratios of {numbers} stages: expected as many for each op")
-        steps = tuple(_ratios(f"step {number}", each) for number, each in enumerate(self.steps))
-        if len({len(row) for row in steps}) > 1:
-            raise ValueError(f"rows of {sorted({len(row) for row in steps})} ranks: expected as many in each step")
-        if 1 < len(steps) < LEAST_ROWS:
+        if 1 < len(steps) < _LEAST_DRAWN:
             raise ValueError(
-                f"a spread of {len(steps)} measured steps: expected at least {LEAST_ROWS}, which tell how far steps "
+                f"a spread of {len(steps)} measured steps: expected at least {_LEAST_DRAWN}, which tell how far steps "
                 f"vary, or steps=() for steps that are alike"
             )
-        if not isinstance(self.chance, Real) or not 0 <= float(self.chance) < 1:
-            raise ValueError(f"chance={self.chance!r}: expected a number of at least 0 and below 1")
         for name in _BESIDE:
             object.__setattr__(self, name, _ratios(name, getattr(self, name)))
         object.__setattr__(self, "actions", actions)
@@ -103,19 +106,85 @@ class Spread:
 
     def to_json(self) -> str:
         """One JSON object."""
-        actions = {op.value: stages for op, stages in self.actions.items()}
+        actions, *steps = ({op.value: stages for op, stages in each.items()} for each in (self.actions, *self.steps))
         beside = {name: getattr(self, name) for name in _BESIDE}
-        return json.dumps({"actions": actions, "steps": self.steps, "chance": self.chance, **beside})
+        return json.dumps({"actions": actions, "steps": steps, **beside})
 
     @classmethod
     def from_json(cls, text: str) -> Spread:
         """Read `to_json`'s form; ValueError says what is missing or unreadable."""
         try:
             data = json.loads(text)
-            actions = {Op(name): stages for name, stages in data.pop("actions").items()}
-            return cls(actions=actions, **data)
+            actions, *steps = (
+                {Op(name): stages for name, stages in each.items()}
+                for each in (data.pop("actions"), *data.pop("steps", ()))
+            )
+            return cls(actions=actions, steps=steps, **data)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a spread: {error}; expected the JSON that Spread.to_json writes") from None
+
+
+def estimate_spread(
+    ranks: Sequence[Sequence[Sequence[Ran]]], table: CostTable, timelines: Sequence[Timeline] = ()
+) -> Spread | None:
+    """The spread of measured steps around these costs; None for fewer than LEAST_STEPS, which do not tell it.
+
+    Arguments:
+        ranks: [P][N] what each rank ran in each step, in its order; the newest steps of all ranks belong together.
+        timelines: of these steps, or some of them; of none, and of fewer than LEAST_STEPS, what goes on beside actions
+            is taken not to vary.
+    """
+    number = min((len(steps) for steps in ranks if steps), default=0)
+    newest = [steps[len(steps) - number :] for steps in ranks if steps]
+    steps = [_ratios_of_step(together, table) for together in zip(*newest, strict=True)]
+    actions = {key for step in steps for key in step}
+    whole = [step for step in steps if step.keys() == actions]
+    if len(whole) < LEAST_STEPS:
+        return None
+    most = max(LEAST_STEPS, _MOST_ACTIONS // sum(map(len, whole[-1].values())))
+    stages, ops = range(len(table.latency)), [op for op in OPS if any(op is each for each, _ in actions)]
+    by_stage = [{op: [step.get((op, stage), ()) for stage in stages] for op in ops} for step in whole[-most:]]
+    return Spread(actions={}, steps=by_stage, **_beside(timelines, table))
+
+
+def _ratios_of_step(ranks: Sequence[Sequence[Ran]], table: CostTable) -> dict[tuple[Op, int], Ratios]:
+    """Ratios of one step by op and stage. Those of a stream, whose actions are of two batches, stand as in one."""
+    ratios: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)
+    for (stage, op, index), seconds in (ran for rank in ranks for ran in rank):
+        cost = table.of(op, stage, index)
+        if seconds > 0 and cost > 0:
+            ratios[op, stage].setdefault(index, float(f"{seconds / cost:.4g}"))  # of an update the first replica's
+    return {
+        key: tuple(by_index[index] for index in sorted(by_index, key=lambda index: index % len(by_index)))
+        for key, by_index in ratios.items()
+    }
+
+
+def _beside(timelines: Sequence[Timeline], table: CostTable) -> dict[str, Ratios]:
+    """Ratios of messages, sums and the norm, by the field of a `Spread`."""
+    found: dict[str, list[float]] = {name: [] for name in _BESIDE}
+    seen = durations_beside(timelines) if len(timelines) >= LEAST_STEPS else ()
+    for kind, stages, seconds in seen:
+        cost = _cost(kind, stages, table)
+        if cost and seconds > 0:
+            found[kind].append(seconds / cost)
+    return {kind: _put_together(ratios) for kind, ratios in found.items()}
+
+
+def _cost(kind: str, stages: tuple[int, ...], table: CostTable) -> float | None:
+    if kind == "norm":
+        return table.norm
+    if kind == "messages":
+        return table.latency[stages[0]]
+    return table.reduce_grad[stages[0]] if len(stages) == 1 else table.tied.get(stages)
+
+
+def _put_together(ratios: Sequence[float]) -> Ratios:
+    """Ascending ratios to four digits; of very many, the means of neighbours, which have the same mean."""
+    ordered = sorted(ratios)
+    number = min(len(ordered), _MOST_RATIOS)
+    cuts = [n * len(ordered) // number for n in range(number + 1)] if number else [0]
+    return tuple(float(f"{fmean(ordered[a:b]):.4g}") for a, b in pairwise(cuts))
 
 
 def _alike(half_range: float) -> Ratios:
@@ -124,6 +193,16 @@ def _alike(half_range: float) -> Ratios:
         return ()
     normal = NormalDist(0.0, math.log1p(half_range) / NormalDist().inv_cdf(0.75))
     return tuple(math.exp(normal.inv_cdf((n + 0.5) / _NUM_ALIKE)) for n in range(_NUM_ALIKE))
+
+
+def _by_stage(ratios: OpRatios, where: str) -> dict[Op, tuple[Ratios, ...]]:
+    wrong = [op for op in ratios if op not in OPS]
+    if wrong:
+        raise ValueError(f"a spread of {wrong[0]!s}: expected one of {', '.join(map(str, OPS))}")
+    return {
+        op: tuple(_ratios(f"{op} of stage {stage}{where}", each) for stage, each in enumerate(stages))
+        for op, stages in ratios.items()
+    }
 
 
 def _ratios(name: str, values: Iterable[float]) -> Ratios:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.inside import COMMANDS, BuildOptions, RunFile, main
+from support.inside import COMMANDS, BuildOptions, RunFile, main, steps_that_follow
 
-from stagewright.schedules import FAMILIES, Costs, Schedule, Spread, build, simulate, simulate_spread
+from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -127,12 +127,13 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
 
 def test_a_simulation_of_steps_that_follow_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--following", "50"]
-    spread = Spread(actions={}, steps=[[1.0 + 0.01 * n] * 2 for n in range(20)])
+    spread = Spread(actions={}, steps=[{op: [[1.0 + 0.01 * n] * 4] * 2 for op in (Op.F, Op.B)} for n in range(20)])
     (tmp_path / "noise.json").write_text(spread.to_json())
     assert main([*words, "--spread", str(tmp_path / "noise.json"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0)
-    assert tuple(answer["sampled_range"]) == simulate_spread(schedule, costs, spread, following=50).range()
+    steps = steps_that_follow(spread, schedule, 50)
+    assert tuple(answer["sampled_range"]) == simulate_spread(schedule, costs, steps).range()
     for given, why in [
         ([], "--following 50: expected --spread and a run"),
         (["--spread", "0.1"], "--following 50: --spread 0.1 knows nothing of how steps differ"),

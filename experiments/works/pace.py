@@ -10,25 +10,86 @@ is drawn under one of them: around what is left of the pace of the last step, wi
 until then and by what is not known. Where steps are independent that is the distribution of the steps that were there,
 wider by Student's factor.
 
+The ratio of a rank is what its actions share in a step, told apart from the noise of single ones by a covariance: of
+the median of every other action with that of those between.
+
 Filter and likelihood: Durbin and Koopman, Time Series Analysis by State Space Methods, 2nd edition, 4.3, 5.7, 7.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, sqrt
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from statistics import covariance, fmean, median, variance
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
-    Numbers = NDArray[np.float64]
+from ...schedules import Op, Schedule, Spread
+
+Numbers = NDArray[np.float64]
 
 _DRIVES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TAUS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)  # steps
 _STEADY = 1 / 3  # probability of a pace that does not wander, before any step is looked at
+_MADE = 400  # steps that stand for those that follow
+_MOST_CHANCE = 0.9999  # of the variance of rows that is told
+
+
+def steps_that_follow(spread: Spread, schedule: Schedule, following: int, *, seed: int = 0) -> Spread:
+    """A spread of steps as they may follow the measured ones: each of these at a pace that any of so many steps behind
+    the last may have. 90% of N following steps are in their 90% range, over many runs together; in a single run all may
+    be outside, since they share a pace.
+
+    Raises ValueError for a number below 1.
+    """
+    if not isinstance(following, int) or following < 1:
+        raise ValueError(f"following={following!r}: expected a number of steps, or 0 for steps like the measured ones")
+    random = np.random.default_rng(seed)
+    rows, chance = shared_ratios(spread, schedule)
+    paces, shares = paces_of(rows, chance)
+    steps = []
+    for _ in range(_MADE):
+        number, ahead = int(random.integers(len(rows))), int(random.integers(following)) + 1
+        pace = paces[int(random.choice(len(paces), p=shares))]
+        factors = pace.draw(random, ahead) / rows[number]
+        steps.append(
+            {
+                op: [
+                    [ratio * factors[schedule.owner(stage, index)] for index, ratio in enumerate(own)]
+                    for stage, own in enumerate(stages)
+                ]
+                for op, stages in spread.steps[number].items()
+            }
+        )
+    return replace(spread, steps=steps)
+
+
+def shared_ratios(spread: Spread, schedule: Schedule) -> tuple[list[list[float]], float]:
+    """[N][P] ratios that all actions of a rank share in a step, around 1, and which part of the variance of the medians
+    that were measured was chance of few actions."""
+    logs = [_logs_by_rank(step, schedule) for step in spread.steps]
+    medians = [[median(of_rank) for of_rank in ranks] for ranks in zip(*logs, strict=True)]
+    halves = [
+        ([median(of_rank[::2]) for of_rank in ranks], [median(of_rank[1::2] or of_rank) for of_rank in ranks])
+        for ranks in zip(*logs, strict=True)
+    ]
+    whole = sum(variance(of_rank) for of_rank in medians)
+    common = sum(covariance(one, other) for one, other in halves)
+    scale = sqrt(min(1.0, max(0.0, common / whole))) if whole > 0 else 0.0
+    shared = [[exp(scale * (each - fmean(of_rank))) for each in of_rank] for of_rank in medians]
+    return [list(row) for row in zip(*shared, strict=True)], min(1 - scale**2, _MOST_CHANCE)
+
+
+def _logs_by_rank(step: Mapping[Op, Sequence[Sequence[float]]], schedule: Schedule) -> list[list[float]]:
+    """[P] logarithms of the ratios of each rank's actions."""
+    logs: list[list[float]] = [[] for _ in range(schedule.num_ranks)]
+    for stages in step.values():
+        for stage, own in enumerate(stages):
+            for index, ratio in enumerate(own):
+                logs[schedule.owner(stage, index)].append(log(ratio))
+    return [of_rank or [0.0] for of_rank in logs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +133,6 @@ class Pace:
     def draw(self, random: np.random.Generator, ahead: int) -> Numbers:
         """[P] ratios of a step so many steps behind the last: as far from the middle as one of the measured was, made
         wider or narrower by what is not known of s."""
-        import numpy as np
-
         number = len(self.surprises)
         surprise: Numbers = self.surprises[random.integers(number)]
         widened = sqrt(self.variance(ahead) * number / random.chisquare(max(1, number - 1)))
@@ -92,8 +151,6 @@ def paces_of(rows: Sequence[Sequence[float]], chance: float = 0.0) -> tuple[list
         rows: [N][P] ratios of ranks, in the order of steps.
         chance: part of the variance of measured steps that was chance of few actions, which `rows` are free of.
     """
-    import numpy as np
-
     moving = [(drive, exp(-1 / tau)) for drive in _DRIVES for tau in _TAUS]
     before = [_STEADY, *[(1 - _STEADY) / len(moving)] * len(moving)]
     logs = _logs(rows, chance)
@@ -105,8 +162,6 @@ def paces_of(rows: Sequence[Sequence[float]], chance: float = 0.0) -> tuple[list
 
 def _logs(rows: Sequence[Sequence[float]], chance: float) -> Numbers:
     """[N][P] logarithms as they were measured, chance of few actions included."""
-    import numpy as np
-
     logs: Numbers = np.log(np.asarray(rows, dtype=float))
     middle: Numbers = logs.mean(axis=0)
     return middle + (logs - middle) / sqrt(1 - chance)
@@ -114,8 +169,6 @@ def _logs(rows: Sequence[Sequence[float]], chance: float) -> Numbers:
 
 def _num_independent(logs: Numbers) -> float:
     """How many ranks vary by themselves: 1 where all do so together, P where each does."""
-    import numpy as np
-
     centred = logs - logs.mean(axis=0)
     # of the products over ranks, or over steps, whichever are fewer: their eigenvalues are the same
     products = centred.T @ centred if centred.shape[1] <= len(centred) else centred @ centred.T
@@ -129,8 +182,6 @@ def _filtered(logs: Numbers, grid: Sequence[tuple[float, float]], chance: float)
     Arguments:
         grid: [G] drive, and what is kept of a push.
     """
-    import numpy as np
-
     drive, kept = np.array(grid).T
     pace, variance = np.zeros((len(grid), logs.shape[1])), drive / (1 - kept**2)
     answer = np.zeros(len(grid))  # what the pace would be if all logarithms were 1

@@ -6,16 +6,26 @@ from collections import Counter
 from collections.abc import Callable
 from math import cos, exp, log, pi, sin, sqrt
 from random import Random
-from statistics import fmean
+from statistics import covariance, fmean, pvariance
 
 import numpy as np
 import pytest
-from support.inside import Pace, paces_of, steady_pace
+from support.inside import Pace, paces_of, shared_ratios, steady_pace, steps_that_follow
 from support.noisy_machine import Machine
 
 from stagewright.schedules import Costs, Op, Spread, build, estimate_spread, simulate_spread
 
 ONE = build("gpipe", num_ranks=1, num_microbatches=1)  # F of 1 s, B of 2 s
+
+
+def _paced(ratios: list[float]) -> Spread:
+    """Steps of ONE whose actions all have the same ratio."""
+    return Spread(actions={}, steps=[{op: [[ratio]] for op in (Op.F, Op.B)} for ratio in ratios])
+
+
+def _range(spread: Spread, following: int, samples: int) -> tuple[float, float]:
+    steps = steps_that_follow(spread, ONE, following) if following else spread
+    return simulate_spread(ONE, Costs(), steps, samples=samples).range()
 
 
 def test_a_pace_is_what_dense_algebra_says() -> None:
@@ -102,24 +112,42 @@ def test_steps_say_how_much_of_their_variance_is_chance() -> None:
         machine = Machine(schedule, Costs(), 1, step=step, rank=0.0, action=0.2)
         spread = estimate_spread(machine.ranks(100), machine.table)
         assert spread is not None
-        assert low <= spread.chance <= high
+        _, chance = shared_ratios(spread, schedule)
+        assert low <= chance <= high
+
+
+def test_variance_goes_to_where_it_is_from() -> None:
+    """Deviations over 200 steps: of a rank's ratios, and of what two ranks have in common."""
+    schedule = build("1f1b", num_ranks=3, num_microbatches=8)
+
+    def shared(**noise: float) -> tuple[float, float]:
+        machine = Machine(schedule, Costs(), seed=1, **noise)
+        spread = estimate_spread(machine.ranks(200), machine.table)
+        assert spread is not None
+        rows, _ = shared_ratios(spread, schedule)
+        first, second, _ = ([log(each) for each in own] for own in zip(*rows, strict=True))
+        return sqrt(pvariance(first)), sqrt(max(0.0, covariance(first, second)))
+
+    assert shared(step=0.1, rank=0.05, action=0.1) == pytest.approx((sqrt(0.1**2 + 0.05**2), 0.1), abs=0.012)
+    assert shared(step=0.0, rank=0.1, action=0.1) == pytest.approx((0.1, 0.0), abs=0.04)
+    alone, _ = shared(step=0.0, rank=0.0, action=0.2)
+    assert alone < 0.03  # a step's median of 16 actions alone has 0.06
 
 
 def test_rows_that_do_not_vary_are_drawn_as_they_are() -> None:
-    assert simulate_spread(ONE, Costs(), Spread(actions={}), following=9, samples=3).range() == (3.0, 3.0)
-    alike = Spread(actions={}, steps=[[0.5]] * 12)
+    alike = _paced([0.5] * 12)
     for following in (0, 9):
-        assert simulate_spread(ONE, Costs(), alike, following=following, samples=3).range() == pytest.approx((1.5, 1.5))
+        assert _range(alike, following, samples=3) == pytest.approx((1.5, 1.5))
 
 
 def test_steps_that_follow_begin_at_the_pace_of_the_last() -> None:
     """A machine that slowed down to twice its seconds stays there a while, and may be anywhere later."""
     random = Random(3)
-    rows = [[(1.0 if n < 25 else 2.0) * exp(random.gauss(0, 0.02))] for n in range(50)]
-    spread = Spread(actions={}, steps=rows)
+    ratios = [(1.0 if n < 25 else 2.0) * exp(random.gauss(0, 0.02)) for n in range(50)]
+    spread = _paced(ratios)
 
     def ends(following: int) -> tuple[float, float]:
-        return simulate_spread(ONE, Costs(), spread, following=following, samples=600).range()
+        return _range(spread, following, samples=600)
 
     assert ends(0) == pytest.approx((2.8, 6.4), rel=0.1)
     low, high = ends(1)
@@ -129,8 +157,8 @@ def test_steps_that_follow_begin_at_the_pace_of_the_last() -> None:
     assert widths == sorted(widths)
     assert widths[-1] > 1.3 * widths[0]
     # the order of steps is what tells that: in another one the same steps are independent
-    random.shuffle(rows)
-    low, high = simulate_spread(ONE, Costs(), Spread(actions={}, steps=rows), following=50, samples=600).range()
+    random.shuffle(ratios)
+    low, high = _range(_paced(ratios), 50, samples=600)
     assert (low, high) == pytest.approx(ends(0), rel=0.25)
 
 
@@ -139,19 +167,16 @@ def test_any_of_the_steps_that_follow_is_meant_under_any_pace(monkeypatch: pytes
     drawn: list[tuple[Pace, int]] = []
     monkeypatch.setattr(Pace, "draw", lambda self, _, ahead: drawn.append((self, ahead)) or np.ones(1))
     random = Random(4)
-    spread = Spread(actions={}, steps=[[exp(random.gauss(0, 0.1))] for _ in range(12)], chance=0.5)
-    simulate_spread(ONE, Costs(), spread, following=5, samples=1000)
+    spread = _paced([exp(random.gauss(0, 0.1)) for _ in range(12)])
+    monkeypatch.setattr("stagewright.experiments.works.pace._MADE", 1000)
+    steps_that_follow(spread, ONE, 5)
     times = Counter(ahead for _, ahead in drawn)
     assert sorted(times) == [1, 2, 3, 4, 5]
     assert min(times.values()) > 150
     steady = [pace for pace, _ in drawn if pace.drive == 0]
-    _, shares = paces_of(spread.steps, 0.5)
+    _, shares = paces_of(*shared_ratios(spread, ONE))
     assert 0.2 < shares[0] < 0.8
     assert len(steady) == pytest.approx(1000 * shares[0], abs=60)
-    drawn.clear()
-    simulate_spread(ONE, Costs(), spread, samples=9)
-    assert {(pace.drive, ahead) for pace, ahead in drawn} == {(0.0, 0)}
-    assert {round(pace.own_variance, 9) for pace in (steady[0], drawn[0][0])} == {0.5}
 
 
 Steps = Callable[[Random, int], list[float]]  # logarithms of so many steps
@@ -225,19 +250,13 @@ def test_ranges_of_a_pipeline_hold_the_steps_that_follow(step: float, kept: floa
         assert spread is not None
         assert Spread.from_json(spread.to_json()) == spread
         found = [machine.draw()[1] for _ in range(50)]
-        shares.append(simulate_spread(schedule, costs, spread, following=50, samples=150, seed=seed).holds(found))
+        ahead = steps_that_follow(spread, schedule, 50, seed=seed)
+        shares.append(simulate_spread(schedule, costs, ahead, samples=150, seed=seed).holds(found))
         alike.append(simulate_spread(schedule, costs, spread, samples=150, seed=seed).holds(found))
     assert 0.84 < fmean(shares) < 0.96
     assert fmean(alike) < without
 
 
-def test_a_spread_of_before_chance_was_told_is_read() -> None:
-    old = '{"actions": {"F": [[1.0, 1.1]]}, "steps": [[0.9], [1.0], [1.1], [1.0]], "norm": [1.0]}'
-    spread = Spread.from_json(old)
-    assert spread == Spread(actions={Op.F: [[1.0, 1.1]]}, steps=[[0.9], [1.0], [1.1], [1.0]], norm=[1.0])
-    assert spread.chance == 0.0
-    for wrong in (1.0, -0.1, "much"):
-        with pytest.raises(ValueError, match=r"chance=.*expected a number of at least 0 and below 1"):
-            Spread(actions={}, chance=wrong)  # type: ignore[arg-type]
+def test_a_number_of_steps_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"following=-1: expected a number of steps, or 0"):
-        simulate_spread(ONE, Costs(), spread, following=-1)
+        steps_that_follow(_paced([1.0] * 12), ONE, -1)
