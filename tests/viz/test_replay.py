@@ -27,11 +27,10 @@ REPLAY = """
     }
   }
   const meetings = [];
-  for (const { stages, op, owner, begun, through } of run.meetings) {
+  for (const { stages, op, begun, through } of run.meetings) {
     for (const [group, end] of through) {
       for (const [rank, start] of begun.get(group)) {
-        const own = stagewright.replay.opOn({ op, owner }, rank);
-        meetings.push([rank, stages.join("+") + own + group, start, end]);
+        meetings.push([rank, stages.join("+") + op + group, start, end]);
       }
     }
   }

@@ -189,5 +189,5 @@
     };
   }
 
-  Object.assign(app.replay, { panelOf, opOn });
+  Object.assign(app.replay, { panelOf });
 })(stagewright);
