@@ -423,7 +423,7 @@ def stage_bytes(
     return tuple(found)
 
 
-class Division(NamedTuple):
+class StateDivision(NamedTuple):
     """Bytes under one division of the optimizer's state, before it is known what is recomputed.
 
     optimizer, summing: [V] its state; bytes beside the gradients while they are summed. moments: gradients and sums at
@@ -453,7 +453,7 @@ class RankBytes:
         self.held, self.states, self.anew = np.split(moments.counts, [V, 3 * V], axis=1)
         self.most = moments.held.max(axis=0)
         self._rows: dict[str, tuple[Floats, Floats]] = {}
-        self._divisions: dict[tuple[int, ...], Division] = {}
+        self._divisions: dict[tuple[int, ...], StateDivision] = {}
 
     def row(self, name: str) -> tuple[Floats, Floats]:
         """[V] bytes kept of a microbatch, [V] made again."""
@@ -462,12 +462,12 @@ class RankBytes:
             self._rows[name] = row.kept[self.own], row.again[self.own]
         return self._rows[name]
 
-    def division(self, shards: tuple[int, ...]) -> Division:
+    def division(self, shards: tuple[int, ...]) -> StateDivision:
         """Bytes under one division of the optimizer's state."""
         if shards not in self._divisions:
             optimizer, summing = self.weights * self.optimizer_ratio / np.array(shards), self._summing(shards)
             kept = self.weights * self.moments.versions + optimizer + self.buffers
-            self._divisions[shards] = Division(
+            self._divisions[shards] = StateDivision(
                 optimizer=optimizer,
                 summing=summing,
                 moments=self.states @ np.concatenate([self.weights, summing]),

@@ -10,7 +10,7 @@ from .allocator import certain
 from .cluster import Cluster
 from .memory import steady_in_flight
 from .planner.built import RefusedError
-from .planner.candidates import candidates
+from .planner.cuts import candidates
 from .planner.evaluate import Evaluator, MisfitError
 from .planner.evaluated import Ends
 from .planner.model import Model

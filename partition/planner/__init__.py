@@ -2,7 +2,7 @@
 
 space      which configurations there are
 search     which of them to look at next, and when none left can win
-cuts       where to cut one of them; `candidates` brings its own, with unequal replicas
+cuts       where to cut one of them, or cuts of their own with unequal replicas
 evaluate   what it costs and holds on the ranks of its `placement` (`evaluated`); the least step from its `paces`
 simulated  the step of what was evaluated, on the schedule that is `built` of it
 result     the Plan

@@ -24,7 +24,7 @@ from ..stage_cost import RECOMPUTE
 from ..strict import count, number
 from ..topology import Topology
 from .built import MAX_ACTIONS
-from .candidates import TooLargeError, candidates
+from .cuts import TooLargeError, candidates
 from .evaluate import Evaluator
 from .evaluated import Ends
 from .model import Model
