@@ -14,12 +14,12 @@ from functools import partial
 from statistics import median
 
 from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.training import Training, simulated
 from ...schedules import simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from .equal_stages import costs_of, schedule_of
 from .megatron import DEVICE
+from .trainings import Training, simulated
 
 _GAIN = "interleaved / 1f1b"
 _BATCHES = 2  # of a repetition of one schedule

@@ -2,7 +2,7 @@
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC'21, arXiv
 2104.04473): nodes of eight devices, eight cards of 200 Gbit/s each. What is predicted of them is one step
-(`partition/formulas/training.py`).
+(`trainings.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.training import MeasuredTraining, fit_trainings
+from .device_fit import fit_trainings
+from .trainings import MeasuredTraining
 
 _TABLE_1 = Path(__file__).parent / "data" / "megatron_table1.json"
 DEVICE = "A100-80GB"

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.training import simulated
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from .megatron import fitted, table
+from .trainings import simulated
 
 
 def simulate_run(case: Case, repetitions: int) -> Iterator[Figure]:

@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ...partition.formulas.agreement import least_errors
-from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.measured import CONSTANTS, fit_measured, fit_sums, read_sums, read_trainings
-from ...partition.formulas.training import MeasuredTraining, estimated, simulated
+from ...partition.formulas import DeviceModel
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
+from .agreement import least_errors
+from .device_fit import SHOWN, fit_measured, fit_sums
+from .training_files import read_sums, read_trainings
+from .trainings import MeasuredTraining, estimated, simulated
 
 _DATA = Path(__file__).parent / "data"
 NETWORK = 4 * 25e9 / 8  # [bytes/s] a device: four cards a node
@@ -145,7 +146,7 @@ def half(case: Case, repetitions: int) -> Iterator[Figure]:
         yield Figure(case=own, name=MEAN, value=sum(found) / len(found), unit="fraction", how=How.SIMULATED)
         yield Figure(case=own, name=WORST, value=max(found), unit="fraction", how=How.SIMULATED)
         yield Figure(case=own, name=COUNT_FAR, value=sum(each > FAR for each in found), unit="", how=How.SIMULATED)
-        for constant in CONSTANTS:
+        for constant in SHOWN:
             unit = "s" if constant.endswith("_seconds") else "fraction"
             yield Figure(case=own, name=constant, value=getattr(device, constant), unit=unit, how=How.SIMULATED)
 

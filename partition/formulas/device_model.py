@@ -11,57 +11,36 @@
 
 o is the number of outputs of a product. A device computes them in waves: every multiprocessor makes a tile of them at
 once, and the last wave is, on average, half empty. So small microbatches and narrow slices of a tensor cost more a FLOP
-than large ones. `fit` finds the constants. With those of the presets and the formulas of `layers.py` Megatron-LM's
-Table 1 is predicted within 6% (`tests/partition/test_megatron_table.py`); fitted to half of the trainings that vTrain's
-authors measured it predicts the other half (docs/planning.md).
+than large ones. `experiments/works/device_fit.py` finds the constants. With those of the presets and the formulas of
+`layers.py` Megatron-LM's Table 1 is predicted within 6% (`tests/experiments/test_megatron_table.py`); fitted to half of
+the trainings that vTrain's authors measured it predicts the other half (docs/planning.md).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from ..cluster import Cluster, Level
 from ..strict import Fields, fail, number, parse_object, read_text
 
 _JSON_VERSION = 1
-Floats = npt.NDArray[np.float64]
 TILE = 64 * 128  # outputs that a multiprocessor makes at once, where a product has few: larger tiles need more of them
 NVLINK_EFFICIENCY = 0.76  # NCCL's sums over 8 A100: 229 of 300 GB/s (vTrain's measurements)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Range:
-    """Where a constant may lie, where a fit starts, how far it moves; by which factor e^spread it differs elsewhere."""
-
-    least: float
-    most: float
-    start: float
-    step: float
-    spread: float
-
-
-def _part(start: float, spread: float) -> _Range:
-    """Range of a part of a data sheet's figure."""
-    return _Range(least=0.01, most=1.0, start=start, step=0.1, spread=spread)
-
-
-_FITTED = {
-    "matrix_efficiency": _part(0.5, 0.1),
-    "wave_outputs": _Range(least=0.0, most=1e9, start=3e6, step=1e6, spread=1.0),
-    "link_efficiency": _part(0.8, 0.05),
-    "memory_efficiency": _part(0.8, 0.15),
-    "kernel_seconds": _Range(least=0.0, most=1e-2, start=5e-5, step=1e-5, spread=0.3),
-    "hop_seconds": _Range(least=0.0, most=1e-2, start=5e-6, step=1e-6, spread=0.5),
-    "network_efficiency": _part(0.8, 0.1),
-    "partial_efficiency": _part(0.5, 0.3),
-}
+CONSTANTS = (
+    "matrix_efficiency",
+    "wave_outputs",
+    "link_efficiency",
+    "memory_efficiency",
+    "kernel_seconds",
+    "hop_seconds",
+    "network_efficiency",
+    "partial_efficiency",
+)
 _MAY_BE_ZERO = ("wave_outputs", "kernel_seconds", "hop_seconds")
 
 
@@ -109,7 +88,7 @@ class DeviceModel:
         where = f"device {self.name!r}"
         for figure in ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth"):
             object.__setattr__(self, figure, number(f"{where}: {figure}", getattr(self, figure), positive=True))
-        for constant in _FITTED:
+        for constant in CONSTANTS:
             positive = constant not in _MAY_BE_ZERO
             value = getattr(self, constant)
             if positive and not (isinstance(value, int | float) and 0 < value <= 1):
@@ -187,72 +166,6 @@ class DeviceModel:
             partial_reduce=level.partial_reduce * shared,
         )
 
-    def fit(
-        self,
-        measured: Sequence[float],
-        predict: Callable[[DeviceModel], Sequence[float]],
-        *,
-        constants: Sequence[str] = ("matrix_efficiency",),
-        noise: float | None = None,
-    ) -> DeviceModel:
-        """The same device with the constants that make the sum of squares of log(predicted / measured) least.
-
-        Arguments:
-            measured: of each run [s].
-            predict: what a device model says of the same runs [s]; called some ten times a constant.
-            constants: which to fit, of those that the module's docstring names; the others keep their value.
-            noise: by how much equal runs differ, as a part (such as 0.04). With it, a run that is off by much more
-                hardly counts (Cauchy's loss), and a constant that few runs show stays near this device's value; fewer
-                runs than constants will do, then. None: neither.
-
-        Raises ValueError for another constant, for fewer runs than constants without `noise`, and with it for a
-        constant whose value here is 0.
-
-        >>> device = DeviceModel.preset("A100-80GB")
-        >>> fitted = device.fit([2.0], lambda model: [model.matrix_seconds(312e12, outputs=1e12)])
-        >>> round(fitted.matrix_efficiency, 5)
-        0.5
-        """
-        from scipy.optimize import least_squares  # type: ignore[import-untyped]
-
-        goal = np.array([number(f"measured[{i}]", seconds, positive=True) for i, seconds in enumerate(measured)])
-        unknown = [each for each in constants if each not in _FITTED]
-        if unknown or not constants or len(set(constants)) < len(constants):
-            fail("constants", tuple(constants), f"some of {', '.join(_FITTED)}, each once")
-        known = np.array([getattr(self, constant) for constant in constants])
-        if noise is None and len(goal) < len(constants):
-            fail("measured", tuple(measured), f"at least {len(constants)} runs for {len(constants)} constants")
-        ranges = [_FITTED[constant] for constant in constants]
-        low, high = (np.array([getattr(each, end) for each in ranges]) for end in ("least", "most"))
-
-        def with_values(values: Floats) -> DeviceModel:
-            return replace(self, **{c: float(v) for c, v in zip(constants, values, strict=True)})  # type: ignore[arg-type]
-
-        def errors(values: Floats) -> Floats:
-            predicted = np.array(predict(with_values(values)), dtype=np.float64)
-            if predicted.shape != goal.shape:
-                fail("predict", predicted.tolist(), f"{len(goal)} numbers of seconds, one a measured run")
-            logs: Floats = np.log(predicted / goal)
-            return logs
-
-        if noise is None:
-            start, step = ([getattr(each, name) for each in ranges] for name in ("start", "step"))
-            return with_values(least_squares(errors, start, bounds=(low, high), x_scale=step).x)
-
-        scale = number("noise", noise, positive=True)
-        if not known.all():
-            at_zero = constants[int(np.argmin(known))]
-            fail(f"device {self.name!r}: {at_zero}", 0.0, "a value above 0 to begin with, where noise is given")
-        spread = np.array([each.spread for each in ranges])
-
-        def robust(factors: Floats) -> Floats:  # logarithms, so that a constant moves by parts of itself
-            off = errors(known * np.exp(factors)) / scale
-            return np.concatenate([np.sign(off) * np.sqrt(np.log1p(off**2)), factors / spread])
-
-        ends = np.log(np.maximum(low, 1e-12 * known) / known), np.log(high / known)
-        inside = np.clip(0.0, ends[0] + 1e-9, ends[1] - 1e-9)
-        return with_values(known * np.exp(least_squares(robust, inside, bounds=ends, x_scale=spread, ftol=1e-5).x))
-
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""
         return json.dumps({"version": _JSON_VERSION, **asdict(self)}, indent=1)
@@ -266,7 +179,7 @@ class DeviceModel:
         sheet = ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth")
         values = {each: record.take(each, "a finite number above 0") for each in sheet}
         defaults = {each.name: each.default for each in fields(cls)}
-        values |= {each: record.take(each, "a finite number", default=defaults[each]) for each in _FITTED}
+        values |= {each: record.take(each, "a finite number", default=defaults[each]) for each in CONSTANTS}
         record.done()
         try:
             return cls(name=name, **values)  # type: ignore[arg-type]
@@ -316,6 +229,6 @@ PRESETS = (
 )
 """SXM modules, 16-bit matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021),
 H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to Megatron-LM's Table 1, thus to
-the A100 80 GB; for the others it is an assumption, and `fit` takes measurements. DGX-A100 is all that vTrain's 55
+the A100 80 GB; for the others it is an assumption, and a fit takes measurements. DGX-A100 is all that vTrain's 55
 trainings show of A100 80 GB in nodes of eight with four network cards (`stagewright experiment run vtrain`): a device
 to begin a fit of others' measurements with."""

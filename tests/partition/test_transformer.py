@@ -9,7 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import PRESETS, DeviceModel, LiveBytes, Split, Transformer, TransformerSource, transformer_profile
+from support.inside import (
+    PRESETS,
+    DeviceModel,
+    LiveBytes,
+    Split,
+    Transformer,
+    TransformerSource,
+    fit_device,
+    transformer_profile,
+)
 
 from stagewright.partition import Cluster, Profile, plan
 
@@ -306,7 +315,7 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
         models = [Transformer(layers=1, hidden=h, heads=8, vocabulary=1000, length=512) for h, _ in sizes]
         return [profile_of(m, t=t, device=device).parts_seconds for m, (_, t) in zip(models, sizes, strict=True)]
 
-    found = A100.fit(seconds(true), seconds, constants=("matrix_efficiency", "wave_outputs", "link_efficiency"))
+    found = fit_device(A100, seconds(true), seconds, constants=("matrix_efficiency", "wave_outputs", "link_efficiency"))
     assert found.matrix_efficiency == pytest.approx(0.7, rel=1e-4)
     assert found.wave_outputs == pytest.approx(3e6, rel=1e-3)
     assert found.link_efficiency == pytest.approx(0.6, rel=1e-3)
@@ -389,13 +398,13 @@ def test_bad_devices(changes: dict[str, object], message: str) -> None:
 
 def test_bad_fits() -> None:
     with pytest.raises(ValueError, match=r"constants: \('speed',\): expected some of matrix_efficiency, wave_outputs"):
-        A100.fit([1.0], lambda _: [1.0], constants=("speed",))
+        fit_device(A100, [1.0], lambda _: [1.0], constants=("speed",))
     with pytest.raises(ValueError, match=r"measured: \(1\.0,\): expected at least 2 runs for 2 constants"):
-        A100.fit([1.0], lambda _: [1.0], constants=("matrix_efficiency", "wave_outputs"))
+        fit_device(A100, [1.0], lambda _: [1.0], constants=("matrix_efficiency", "wave_outputs"))
     with pytest.raises(ValueError, match=r"measured\[0\]: 0: expected a finite number above 0"):
-        A100.fit([0], lambda _: [1.0])
+        fit_device(A100, [0], lambda _: [1.0])
     with pytest.raises(ValueError, match=r"predict: \[1\.0, 2\.0\]: expected 1 numbers of seconds"):
-        A100.fit([1.0], lambda _: [1.0, 2.0])
+        fit_device(A100, [1.0], lambda _: [1.0, 2.0])
 
 
 @pytest.mark.parametrize("part", ["attention", "mlp"])

@@ -1,4 +1,4 @@
-"""Measurements of others, as files, and a device model fitted to it.
+"""Measurements of others, as files.
 
 Trainings are CSV with the columns of vTrain (Bang et al., MICRO 2024, github.com/VIA-Research/vTrain, data/), a line
 each; sums over the devices of a node are CSV with those of NCCL's tests. Lines that begin with "# " are comments, but
@@ -10,25 +10,12 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from ...partition.strict import fail, read_text
+from .trainings import MeasuredTraining
 
-from ..strict import fail, read_text
-from .device_model import DeviceModel
-from .training import MeasuredTraining, fit_trainings
-
-CONSTANTS = (
-    "matrix_efficiency",
-    "wave_outputs",
-    "memory_efficiency",
-    "kernel_seconds",
-    "hop_seconds",
-    "network_efficiency",
-    "partial_efficiency",
-)
-NOISE = 0.04  # by which equal trainings on a shared cluster differ
 _TRAINING = {  # argument of Training: column
     "num_devices": "# GPUs",
     "batch_size": "global batch",
@@ -104,38 +91,6 @@ def read_sums(path: str | Path) -> tuple[MeasuredSum, ...]:
         for where, row in _rows(path, _SUM)
     ]
     return tuple(sorted(found, key=lambda each: each.num_bytes))
-
-
-def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: int) -> DeviceModel:
-    """The device with link_efficiency and hop_seconds of measured sums over `num_devices` of a node.
-
-    seconds = 2 (n-1) (hop_seconds + bytes / n / (link_bandwidth * link_efficiency)), with least relative errors.
-
-    Raises ValueError for sums of fewer than two sizes, of one device, or faster than the link.
-    """
-    if len({each.num_bytes for each in sums}) < 2:
-        fail("sums", len(sums), "some of at least two sizes")
-    if num_devices < 2:
-        fail("num_devices", num_devices, "at least 2")
-    seconds = np.array([each.seconds for each in sums])
-    hops = 2 * (num_devices - 1)
-    moved = np.array([each.num_bytes for each in sums]) * hops / num_devices
-    (start, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, moved / seconds], 1), np.ones(len(sums)), rcond=None)
-    efficiency = 1 / per_byte / device.link_bandwidth if per_byte > 0 else math.inf
-    if efficiency > 1:
-        expected = f"seconds that {device.link_bandwidth / 1e9:g} GB/s allow"
-        raise ValueError(f"sums of {len(sums)} sizes: as if by {efficiency:.3g} of the link: expected {expected}")
-    return replace(device, link_efficiency=float(efficiency), hop_seconds=max(float(start) / hops, 0.0))
-
-
-def fit_measured(
-    device: DeviceModel, trainings: Sequence[MeasuredTraining], *, constants: Sequence[str] = CONSTANTS
-) -> DeviceModel:
-    """The device as measured trainings show it; a constant that they do not show stays near the value that it has here.
-
-    A training that is off by more than others (a slow node, a busy network) counts little: see `DeviceModel.fit`.
-    """
-    return fit_trainings(device, trainings, constants=constants, noise=NOISE)
 
 
 def _rows(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..strict import fail
-from .device_model import Floats
-from .training import NODE, MeasuredTraining
+from ...partition.strict import fail
+from .device_fit import Floats
+from .trainings import NODE, MeasuredTraining
 
 _ALIKE = ("num_devices", "batch_size", "layers", "hidden", "heads", "vocabulary", "length", "tensor", "chunks")
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from support.inside import (
-    CONSTANTS,
     LAYER_KERNELS,
+    SHOWN,
     DeviceModel,
     Head,
     MeasuredTraining,
     Topology,
     TransformerSource,
     estimated,
+    fit_device,
     fit_measured,
     fit_sums,
     least_errors,
@@ -25,7 +26,7 @@ from support.inside import (
     transformer_profile,
     vtrain,
 )
-from support.inside import FormulasTrainingTraining as Training
+from support.inside import WorksTrainingsTraining as Training
 from support.inside import simulated_simulated as simulated_plan
 from support.inside import training_simulated as simulated
 
@@ -89,13 +90,14 @@ OTHER = replace(
 def test_constants_are_recovered_from_trainings_that_the_model_made() -> None:
     """One run of ten took half as long again: it moves the others by little."""
     rows = measured_on(OTHER, SYNTHETIC)
-    found = vtrain.typical().fit(
+    found = fit_device(
+        vtrain.typical(),
         [row.seconds for row in rows],
         lambda model: [estimated(row, model) for row in rows],
-        constants=CONSTANTS,
+        constants=SHOWN,
         noise=0.002,
     )
-    for constant in CONSTANTS:
+    for constant in SHOWN:
         assert getattr(found, constant) == pytest.approx(getattr(OTHER, constant), rel=0.05), constant
     rows[2] = replace(rows[2], seconds=1.5 * rows[2].seconds)
     found = fit_measured(vtrain.typical(), rows)
@@ -122,7 +124,7 @@ def test_a_constant_that_no_training_shows_stays() -> None:
         fit_measured(DeviceModel.preset("A100-80GB"), rows)
 
 
-@pytest.mark.parametrize("constant", CONSTANTS)
+@pytest.mark.parametrize("constant", SHOWN)
 def test_a_worse_constant_costs_time_where_it_counts(constant: str) -> None:
     worse = 0.8 if constant.endswith("_efficiency") else 1.2
     device = vtrain.typical()
@@ -324,5 +326,5 @@ def test_sums_measured_by_themselves_give_bandwidth_and_start() -> None:
 @pytest.mark.nightly
 def test_the_preset_is_the_fit_to_all_rows() -> None:
     preset, found = DeviceModel.preset("DGX-A100"), vtrain.fitted(vtrain.all_rows())
-    for constant in (*CONSTANTS, "link_efficiency", "wave_outputs"):
+    for constant in (*SHOWN, "link_efficiency", "wave_outputs"):
         assert getattr(preset, constant) == pytest.approx(getattr(found, constant), rel=0.01), constant

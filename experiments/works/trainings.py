@@ -7,16 +7,14 @@ replicas next to each other, stages outermost; nothing of the sum over replicas 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ...partition import Cluster
+from ...partition.formulas import DeviceModel, Transformer
+from ...partition.formulas.layers import LayerFormulas
+from ...partition.strict import count, fail, number
 from ...schedules import Costs, Schedule, build, simulate
-from ..cluster import Cluster
-from ..strict import count, fail, number
-from .device_model import DeviceModel
-from .layers import LayerFormulas
-from .transformer import Transformer
 
 NODE = 8  # devices
 
@@ -203,19 +201,3 @@ def estimated(training: Training, device: DeviceModel) -> float:
     fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
     messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)
     return M * busiest + fill + messages * stages.latency + stages.tied + sum(stages.update[::P])
-
-
-def fit_trainings(
-    device: DeviceModel,
-    trainings: Sequence[MeasuredTraining],
-    *,
-    constants: Sequence[str],
-    noise: float | None = None,
-) -> DeviceModel:
-    """The device with the constants that fit these trainings best; arguments as for `DeviceModel.fit`."""
-    return device.fit(
-        [training.seconds for training in trainings],
-        lambda model: [estimated(training, model) for training in trainings],
-        constants=constants,
-        noise=noise,
-    )
