@@ -13,20 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..schedules import Action, MessageKind, Op, RankTrace, Timeline
+from ..schedules import Action, CriticalPath, Op, Timeline
 from ..schedules.versions import derive_versions
 from .idle import IdleFill, draw_idle
-from .lanes import assign_lanes
-from .palette import (
-    COLLECTIVE_HUES,
-    MESSAGE_HUES,
-    OP_HUES,
-    OTHER_HUE,
-    RGB,
-    batch_shade,
-    ink,
-    shade,
-)
+from .palette import ink
+from .rows import Box, bars_of, boxes_of
 from .scale import LANES, LANES_HEIGHT, TOP, Scale, corners, points, style_rows
 
 if TYPE_CHECKING:
@@ -38,63 +29,14 @@ _FILL = 0.82  # of a box's width, at the most, goes to its number
 _NARROW = 2.0  # an update narrower than this is a line [inch / 100]
 _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
 _VERSION, _ROOM_FOR_VERSION = 0.6, 2.0  # size of a weight version, and least height of a box with one, in word sizes
+PATH_INK = "#000000"
+_PATH_LINE = 1.6
+_ABOVE_BOXES = 1.8  # and below the numbers
 _ROW_OF_NAMES = 14.0  # least height from name to name [inch / 100]
 
 
-def num_chunks(timeline: Timeline) -> int:
-    """V: the most stages of any rank."""
-    return max(len(stages) for stages in timeline.schedule.placement)
-
-
-def shows_batches(timeline: Timeline) -> bool:
-    """Whether batches are told apart."""
-    return timeline.schedule.num_batches > 1
-
-
-def batch_of(timeline: Timeline, action: Action) -> int:
-    """The batch to which an action belongs."""
-    schedule = timeline.schedule
-    return action.index // (schedule.groups_per_batch if action.op is Op.U else schedule.batch_indices)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Box:
-    rank: int
-    start: float  # [s] from the timeline's own start
-    width: float  # [s]
-    op: Op
-    stage: int
-    index: int
-    label: str
-    colour: RGB
-
-
-def _boxes(timeline: Timeline) -> list[_Box]:
-    chunk_of = [{stage: c for c, stage in enumerate(stages)} for stages in timeline.schedule.placement]
-    chunks = num_chunks(timeline)
-    boxes = []
-    for rank, trace in enumerate(timeline.ranks):
-        for action, start, end in trace.compute:
-            hue = OP_HUES.get(action.op, OTHER_HUE)
-            colour = shade(hue, chunk=chunk_of[rank].get(action.stage, 0), num_chunks=chunks)
-            if shows_batches(timeline):
-                colour = batch_shade(colour, batch_of(timeline, action))
-            number = "" if action.op is Op.U and not shows_batches(timeline) else str(action.index)
-            label = f"U{number}" if action.op is Op.U else number
-            at, width = start - timeline.start, end - start
-            boxes.append(
-                _Box(
-                    rank=rank,
-                    start=at,
-                    width=width,
-                    op=action.op,
-                    stage=action.stage,
-                    index=action.index,
-                    label=label,
-                    colour=colour,
-                )
-            )
-    return boxes
+def _boxes(timeline: Timeline) -> list[Box]:
+    return [box for rank in range(len(timeline.ranks)) for box in boxes_of(timeline, rank)]
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels, *, idle: IdleFill) -> None:
@@ -124,7 +66,7 @@ def name_rows(axes: Axes, names: Sequence[str], scale: Scale) -> None:
     axes.tick_params(axis="y", length=0, labelsize=size)
 
 
-def _draw_boxes(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
+def _draw_boxes(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
     from matplotlib.collections import PolyCollection
 
     narrow = [b for b in boxes if b.op is Op.U and scale.on_page(b.width) < _NARROW]
@@ -176,19 +118,19 @@ def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
     return Labels(size=size, ops=ops if size <= highest else frozenset())
 
 
-def _largest_font(box: _Box, scale: Scale) -> float:
-    ems = _LETTER + _DIGIT * (len(box.label) - 1) if box.op is Op.U else _DIGIT * len(box.label)
+def _largest_font(box: Box, scale: Scale) -> float:
+    ems = _DIGIT * len(box.number) + (_LETTER if box.op is Op.U else 0)
     return _FILL * points(scale.on_page(box.width)) / ems
 
 
-def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale, labels: Labels) -> None:
+def _draw_labels(axes: Axes, boxes: Sequence[Box], scale: Scale, labels: Labels) -> None:
     for box in boxes:
         # Equal durations differ in the last bits.
         if box.op in labels.ops and _largest_font(box, scale) >= 0.99 * labels.size:
             axes.text(
                 (box.start + box.width / 2) / scale.unit,
                 box.rank + scale.middle,
-                box.label,
+                f"U{box.number}" if box.op is Op.U else box.number,
                 size=labels.size,
                 color=ink(box.colour),
                 ha="center",
@@ -210,7 +152,7 @@ def _draw_versions(axes: Axes, timeline: Timeline, scale: Scale) -> None:
     used = derive_versions(timeline.schedule).used
     size = _VERSION * scale.font
     for box in (box for box in _boxes(timeline) if box.op is Op.F):
-        text = f"v{used.get((box.stage, box.index), 0)}"
+        text = f"v{used.get((box.action.stage, box.action.index), 0)}"
         if points(scale.on_page(box.width)) < _DIGIT * size * (len(text) + 0.3):
             continue
         axes.text(
@@ -229,37 +171,44 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
     overlap."""
     from matplotlib.collections import PolyCollection
 
-    bars = [_bars(trace) for trace in timeline.ranks]
-    lanes = [assign_lanes([(start, end) for start, end, _ in own]) for own in bars]
-    height = LANES_HEIGHT / (1 + max((lane for ranks in lanes for lane in ranks), default=0))
+    bars = [sorted(bars_of(trace), key=lambda bar: bar[1:]) for trace in timeline.ranks]
+    height = LANES_HEIGHT / (1 + max((bar.lane for of_rank in bars for bar in of_rank), default=0))
     places, colours = [], []
-    for rank, own in enumerate(bars):
-        for (start, end, colour), lane in zip(own, lanes[rank], strict=True):
-            x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
-            places.append(corners(x, width, rank + LANES + lane * height, height))
-            colours.append(colour)
+    for rank, of_rank in enumerate(bars):
+        for bar in of_rank:
+            x, width = (bar.start - timeline.start) / scale.unit, (bar.end - bar.start) / scale.unit
+            places.append(corners(x, width, rank + LANES + bar.lane * height, height))
+            colours.append(bar.hue)
     if places:  # edges of their own colour keep the shortest ones in sight
         collection = PolyCollection(places, facecolors=colours, edgecolors="face", linewidths=0.4)
         axes.add_collection(collection, autolim=False)
 
 
-def _bars(trace: RankTrace) -> list[tuple[float, float, str]]:
-    """Bars of a rank's lanes: start, end, colour."""
-    messages = [(start, end, MESSAGE_HUES[message.kind]) for message, start, end in trace.comm]
-    together = [(start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE)) for what, start, end in trace.beside]
-    return sorted(messages + together)
+def draw_path(axes: Axes, timeline: Timeline, path: CriticalPath, scale: Scale) -> None:
+    """The critical path over the boxes: dark frames round its actions, lines along its messages and waits; O(steps)."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    frames, lines = [], []
+    for step in path.steps:
+        start, end = ((at - timeline.start) / scale.unit for at in (step.start, step.end))
+        if isinstance(step.what, Action):
+            frames.append(corners(start, end - start, step.rank + TOP, scale.box_height))
+        else:
+            sender = step.rank if step.sender is None else step.sender
+            lines.append([(start, sender + scale.middle), (end, step.rank + scale.middle)])
+    if frames:
+        drawn = PolyCollection(
+            frames, facecolors="none", edgecolors=PATH_INK, linewidths=_PATH_LINE, zorder=_ABOVE_BOXES
+        )
+        axes.add_collection(drawn, autolim=False)
+    if lines:
+        between = LineCollection(lines, colors=PATH_INK, linewidths=_PATH_LINE, zorder=_ABOVE_BOXES)
+        axes.add_collection(between, autolim=False)
 
 
-def ops_of(timeline: Timeline) -> set[Op]:
-    """The ops that were run."""
-    return {span.what.op for trace in timeline.ranks for span in trace.compute}
-
-
-def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
-    """The messages that arrived."""
-    return {span.what.kind for trace in timeline.ranks for span in trace.comm}
-
-
-def collectives_of(timeline: Timeline) -> set[Op]:
-    """Kinds of what ranks did together, and of moves of activations."""
-    return {span.what.op for trace in timeline.ranks for span in trace.beside}
+def path_words(path: CriticalPath) -> str:
+    """Shares of the path by kind, the largest first: `backward 61%, forward 32%, message 7%`."""
+    if path.seconds <= 0:
+        return "nothing"
+    shares = [(kind.value, seconds / path.seconds) for kind, seconds in path.by_kind.items()]
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..schedules import Idle, MemoryPart, MessageKind, Op
+from .gantt import PATH_INK
 from .idle import IdleFill
 from .memory_panel import LINE_INK, LINE_STYLES
 from .palette import (
@@ -18,13 +19,10 @@ from .palette import (
     MEMORY_HUES,
     MESSAGE_HUES,
     MESSAGE_WORDS,
-    OP_HUES,
     OP_WORDS,
     OTHER_HUE,
-    batch_shade,
-    shade,
+    box_colour,
 )
-from .path_marks import PATH_INK
 from .scale import UNITS_AN_INCH
 
 if TYPE_CHECKING:
@@ -155,9 +153,8 @@ def _frame() -> Any:
 
 def _op_handle(op: Op, shown: Shown) -> Any:
     """Swatches of all shades of an op."""
-    hue = OP_HUES.get(op, OTHER_HUE)
     return tuple(
-        _patch(batch_shade(shade(hue, chunk=chunk, num_chunks=shown.chunks), batch))
+        _patch(box_colour(op, chunk=chunk, num_chunks=shown.chunks, batch=batch))
         for chunk in range(shown.chunks)
         for batch in range(2 if shown.batches else 1)
     )

@@ -81,21 +81,13 @@ _PALEST = 0.58  # how far the last chunk's shade is mixed with white
 _ODD_BATCH = 0.36  # likewise, every other batch
 
 
-def shade(hue: str, *, chunk: int, num_chunks: int) -> RGB:
-    """The colour of a chunk: chunk 0 has the full hue, the last one the palest.
+def box_colour(op: Op, *, chunk: int, num_chunks: int, batch: int) -> RGB:
+    """The colour of an action: of chunk 0 the full hue, of the last one the palest; in odd batches paler still.
 
-    >>> shade("#0000FF", chunk=0, num_chunks=2)
-    (0.0, 0.0, 1.0)
+    >>> box_colour(Op.F, chunk=0, num_chunks=2, batch=0) == rgb(OP_HUES[Op.F])
+    True
     """
-    return mixed(rgb(hue), _PALEST * chunk / max(num_chunks - 1, 1))
-
-
-def batch_shade(colour: RGB, batch: int) -> RGB:
-    """The colour in a batch: as it is in even ones, paler in odd ones.
-
-    >>> batch_shade((0.0, 0.0, 1.0), 3)
-    (0.36, 0.36, 1.0)
-    """
+    colour = mixed(rgb(OP_HUES.get(op, OTHER_HUE)), _PALEST * chunk / max(num_chunks - 1, 1))
     return mixed(colour, _ODD_BATCH) if batch % 2 else colour
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ..schedules import CriticalPath, Op, StepSamples, Timeline, critical_path
 from .exhibit import Exhibit
-from .gantt import Labels, batch_of, draw_timeline, num_chunks, ops_of
+from .gantt import Labels, draw_timeline
 from .idle import IdleFill
 from .memory_panel import MemoryPanel
+from .rows import batch_of, num_chunks, ops_of
 from .scale import Scale
 
 if TYPE_CHECKING:

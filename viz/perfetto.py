@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..schedules import Action, Collective, Message, Span, Timeline
+from ..schedules import Action, Collective, Message, Op, Span, Timeline
+from ..schedules.messages import STAGE_KINDS
 from ..schedules.timing.attribution import Gap, find_gaps
 from ..schedules.timing.timeline import What
-from .arrows import find_arrows
-from .lanes import assign_lanes
-from .slice_words import Event, SliceWords
+from ..schedules.versions import derive_versions
+from .rows import assign_lanes, find_arrows
+
+Event = dict[str, Any]  # as the Trace Event Format has it
 
 # Times are rounded to 1/8 us: such a number times 1000 is exact in a double, so that slices which touch here
 # still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
@@ -119,7 +121,7 @@ class _Trace:
         self.first_pid = first_pid
         self.first_arrow = first_arrow
         self.num_arrows = 0
-        self._origin, self._words = timeline.start, SliceWords(timeline)
+        self._origin, self._words = timeline.start, _SliceWords(timeline)
         self._places: list[dict[Action | Message | Collective, _Place]] = [{} for _ in timeline.ranks]
         slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
         self.events = [*self._metadata(name), *slices, *self._flows()]
@@ -190,3 +192,54 @@ class _Trace:
                     **({"bp": "e"} if phase == "f" else {}),
                 }
             self.num_arrows += 1
+
+
+class _SliceWords:
+    """Name, category and args of the slices of one timeline: what a reader sees who clicks on one."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        schedule = timeline.schedule
+        self._versions = derive_versions(schedule) if schedule.is_asynchronous else None
+        self._clock_error = timeline.clock_error
+        self._num_slices = schedule.num_slices
+
+    def of_action(self, rank: int, action: Action, gap: Gap | None) -> Event:
+        """An action, with the idle time before it [us] and its cause, the version of the weights that it uses, and by
+        how much the clock of its rank may be wrong [us]."""
+        stage, op, index = action
+        args: Event = {"action": str(action), "stage": stage}
+        args |= {"update_group": index} if op is Op.U else self._part(index)
+        if gap is not None:
+            args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
+        if op is not Op.U and self._versions is not None:
+            args["weight_version"] = self._versions.read_by(action)
+        if self._clock_error:
+            args["clock_error_us"] = round(self._clock_error[rank] * 1e6, 3)
+        return {"name": f"{op.value} {index}", "cat": "compute", "args": args}
+
+    def of_message(self, message: Message) -> Event:
+        """A message that arrives."""
+        kind, src, dst, index = message
+        args: Event = {"message": str(message)}
+        if kind in STAGE_KINDS:
+            args |= {"from_stage": src, "to_stage": dst, **self._part(index)}
+        else:
+            args |= {"from_rank": src, "to_rank": dst, "update_group": index}
+        return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
+
+    def of_move(self, move: Action) -> Event:
+        """Activations that leave the rank, or come."""
+        stage, op, index = move
+        return {"name": f"{op.value} {index}", "cat": "moves", "args": {"stage": stage, **self._part(index)}}
+
+    def _part(self, index: int) -> Event:
+        """The microbatch of an index, and its slice of the sequence where there are several."""
+        if self._num_slices == 1:
+            return {"microbatch": index}
+        return {"microbatch": index // self._num_slices, "sequence_slice": index % self._num_slices}
+
+    def of_collective(self, collective: Collective) -> Event:
+        """A step that ranks take together."""
+        stages, op, index = collective
+        args: Event = {"collective": str(collective), "stages": list(stages), "update_group": index}
+        return {"name": f"{op.value} {index}", "cat": "together", "args": args}

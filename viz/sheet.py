@@ -19,20 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .gantt import (
-    collectives_of,
-    message_kinds_of,
-    num_chunks,
-    ops_of,
-    plan_labels,
-    shows_batches,
-    shows_versions,
-)
+from .gantt import draw_path, path_words, plan_labels, shows_versions
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
 from .legend import RANGE_BAND, Shown, draw_line, legend_lines, line_height
 from .memory_panel import MemoryPanel, ceiling_of, lines_of, parts_of
 from .panels import Panel, TimelinePanel, time_unit
-from .path_marks import draw_path, path_words
+from .rows import collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches
 from .scale import UNITS_AN_INCH, Scale, points
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from ..schedules import Idle, Op, Timeline
+from ..schedules import Idle
 from .exhibit import Exhibit
-from .gantt import batch_of, num_chunks, ops_of, shows_batches
 from .idle import causes_of, idle_shares, idle_stretches
-from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, OTHER_HUE, RGB, batch_shade, ink, shade
+from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, RGB, ink
 from .panels import TimelinePanel, panels_of, time_unit
+from .rows import Box, boxes_of, ops_of
 
 _NARROWEST = 40
 _IDLE = {  # without colours, by cause
@@ -277,30 +277,20 @@ def _columns(pieces: Sequence[_Piece], column: float, count: int) -> list[_Piece
 
 def _rows(panel: TimelinePanel) -> Iterator[_Row]:
     timeline = panel.timeline
-    looks: dict[tuple[Op, int, int], _Look] = {}
     shares, idle = idle_shares(timeline), idle_stretches(timeline)
     for rank in range(len(timeline.ranks)):
         if rank in timeline.missing:
             yield _Row(f"rank {rank}", [], None, "not recorded")
             continue
-        pieces = [*_actions(timeline, rank, looks)]
+        pieces = [_Piece(box.start, box.end, _box_look(box), box.number) for box in boxes_of(timeline, rank)]
         pieces += [
             _Piece(start - timeline.start, end - timeline.start, _idle_look(cause)) for cause, start, end in idle[rank]
         ]
         yield _Row(f"rank {rank}", pieces, shares[rank])
 
 
-def _actions(timeline: Timeline, rank: int, looks: dict[tuple[Op, int, int], _Look]) -> Iterator[_Piece]:
-    chunks, stages = num_chunks(timeline), timeline.schedule.placement[rank]
-    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    several = shows_batches(timeline)
-    for action, start, end in timeline.ranks[rank].compute:
-        key = (action.op, chunk_of.get(action.stage, 0), batch_of(timeline, action) % 2 if several else 0)
-        if key not in looks:
-            own = shade(OP_HUES.get(action.op, OTHER_HUE), chunk=key[1], num_chunks=chunks)
-            looks[key] = _Look(action.op.value[0], "-", _on(batch_shade(own, key[2])))
-        label = "" if action.op is Op.U and not several else str(action.index)
-        yield _Piece(start - timeline.start, end - timeline.start, looks[key], label)
+def _box_look(box: Box) -> _Look:
+    return _Look(box.op.value[0], "-", _on(box.colour))
 
 
 def _idle_look(cause: str) -> _Look:

@@ -1,4 +1,4 @@
-"""Data of the page: what is drawn and said, as compact JSON. Everything is computed here or below, not in the page.
+"""Data of the page: what is drawn and said, as compact JSON. Everything is computed here, not in the page.
 
 Times are whole ticks from each timeline's own start; `tick` is their length in seconds. Long lists are columns.
 """
@@ -6,13 +6,31 @@ Times are whole ticks from each timeline's own start; `tick` is their length in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...schedules import Idle, MemoryPart, MessageKind
-from ...schedules.timing.critical_path import PathKind
+from ...schedules import (
+    Action,
+    Idle,
+    MemoryCurve,
+    MemoryPart,
+    MessageKind,
+    Op,
+    RankTrace,
+    Straggler,
+    Timeline,
+    compare,
+    find_stragglers,
+)
+from ...schedules.messages import STAGE_KINDS, Message
+from ...schedules.needs import Needs
+from ...schedules.timing.clocks import clock_note
+from ...schedules.timing.critical_path import PathKind, critical_path
+from ...schedules.timing.links import wire_bytes
+from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
 from ..headline import headline
+from ..idle import IdleStretch, idle_shares, idle_stretches, is_window
 from ..palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
@@ -23,11 +41,19 @@ from ..palette import (
     OP_HUES,
     OP_WORDS,
     OTHER_HUE,
+    RGB,
+    box_colour,
+    ink,
 )
-from .difference_data import difference_columns
-from .panel_data import Programs, timeline_panel
+from ..rows import Bar, bars_of, find_arrows, num_chunks
 
+_KINDS, _PATH_KINDS, _PARTS = list(MessageKind), list(PathKind), list(MemoryPart)
+_CAUSES = list(Idle._fields)
+_NONE = -1
+_BYTE_STEPS = 20_000  # from nothing to the highest line: finer than any row is drawn
 _TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the deepest zoom that anyone reads
+
+Columns = dict[str, Any]
 
 
 def page_data(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
@@ -49,7 +75,7 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
             {
                 "step": step.number,
                 **timeline_panel(exhibit, step.timeline, tick, programs),
-                "difference": difference_columns(predicted, step.timeline),
+                "difference": _difference_columns(predicted, step.timeline),
             }
             for step in exhibit.measured
         ],
@@ -79,3 +105,270 @@ def _palette() -> dict[str, Any]:
         "path_kinds": [kind.value for kind in PathKind],
         "causes": [[CAUSE_HUES[cause], cause.replace("_", " ")] for cause in Idle._fields],
     }
+
+
+class Programs:
+    """Programs of ranks, each kept once: the steps of a run repeat them."""
+
+    def __init__(self) -> None:
+        self.columns: list[Columns] = []
+        self._number: dict[tuple[tuple[Action, ...], tuple[int, ...]], int] = {}
+
+    def number(self, actions: tuple[Action, ...], versions: tuple[int, ...]) -> int:
+        """Number of a program.
+
+        Arguments:
+            versions: of the weights that each action uses (an update: makes); empty where there is one alone.
+        """
+        key = (actions, versions)
+        if key not in self._number:
+            self._number[key] = len(self.columns)
+            self.columns.append(
+                {
+                    "ops": "".join(action.op.value for action in actions),
+                    "stages": [action.stage for action in actions],
+                    "indices": [action.index for action in actions],
+                    "versions": list(versions),
+                }
+            )
+        return self._number[key]
+
+
+def timeline_panel(exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> Columns:
+    """Everything that is drawn of one timeline."""
+    return _Panel(exhibit, timeline, tick, programs).columns()
+
+
+class _Panel:
+    def __init__(self, exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> None:
+        self.exhibit, self.timeline, self.tick, self.programs = exhibit, timeline, tick, programs
+        self.schedule = timeline.schedule
+        self.start = timeline.start
+        self.window = is_window(timeline)
+        places = [(rank, action) for rank, trace in enumerate(timeline.ranks) for action in trace.actions]
+        self.number_of = {place: number for number, place in enumerate(places)}  # replicas make equal updates
+        self.versions = derive_versions(self.schedule) if self.schedule.is_asynchronous else None
+
+    def columns(self) -> Columns:
+        timeline, schedule = self.timeline, self.schedule
+        lanes = [bars_of(trace) for trace in timeline.ranks]
+        return {
+            "measured": timeline.measured,
+            "schedule": {
+                "name": schedule.name,
+                "ranks": schedule.num_ranks,
+                "stages": schedule.num_stages,
+                "chunks": num_chunks(timeline),
+                "microbatches": schedule.num_microbatches,
+                "slices": schedule.num_slices,
+                "batches": schedule.num_batches,
+                "groups": schedule.groups_per_batch,
+                "asynchronous": schedule.is_asynchronous,
+            },
+            "makespan": timeline.makespan,
+            "batch_seconds": timeline.batch_seconds,
+            "bubble": timeline.bubble,
+            "span_bubble": timeline.span_bubble,
+            "window": self.window,
+            "shades": self._shades(),
+            "rows": [self._row(rank, *at) for rank, at in enumerate(zip(lanes, idle_stretches(timeline), strict=True))],
+            "idle_shares": [[round(share, 6) for share in idle] for idle in idle_shares(timeline)],
+            "missing": list(timeline.missing),
+            "clocks": clock_note(timeline),
+            "messages": self._messages(lanes),
+            "path": _path_columns(timeline, self.number_of, self._ticks),
+            "memory": _memory_columns(self.exhibit, timeline, self._ticks),
+        }
+
+    def _ticks(self, seconds: float) -> int:
+        return round((seconds - self.start) / self.tick)
+
+    def _row(self, rank: int, bars: Sequence[Bar], idle: Sequence[IdleStretch]) -> Columns:
+        trace = self.timeline.ranks[rank]
+        times: list[int] = []
+        at = 0
+        for _, start, end in trace.compute:
+            begin, stop = self._ticks(start), self._ticks(end)
+            times += [begin - at, stop - begin]
+            at = stop
+        return {
+            "stages": list(self.schedule.placement[rank]),
+            "program": self.programs.number(trace.actions, self._used(trace)),
+            "times": times,
+            "idle": [] if rank in self.timeline.missing else self._idle(idle),
+            "together": [
+                [str(bar.what), bar.what.op.value, self._ticks(bar.start), self._ticks(bar.end), bar.lane]
+                for bar in bars
+                if not isinstance(bar.what, Message)
+            ],
+            "lanes": 1 + max((bar.lane for bar in bars), default=-1),
+        }
+
+    def _shades(self) -> Columns:
+        """Op -> [V chunks] of [colour, ink] in even and in odd batches."""
+        chunks = num_chunks(self.timeline)
+        ops = {action.op for trace in self.timeline.ranks for action in trace.actions}
+
+        def colours(op: Op, chunk: int) -> list[list[str]]:
+            both = [box_colour(op, chunk=chunk, num_chunks=chunks, batch=batch) for batch in range(2)]
+            return [[_hex(colour), ink(colour)] for colour in both]
+
+        return {op.value: [colours(op, chunk) for chunk in range(chunks)] for op in sorted(ops)}
+
+    def _used(self, trace: RankTrace) -> tuple[int, ...]:
+        """The weight version of each action, where there are several."""
+        versions = self.versions
+        if versions is None:
+            return ()
+        return tuple(each.index + 1 if each.op is Op.U else versions.read_by(each) for each in trace.actions)
+
+    def _idle(self, stretches: Sequence[IdleStretch]) -> list[int]:
+        """Idle time by cause: start, length, cause, start, length, cause, ... [ticks]."""
+        found: list[int] = []
+        for cause, start, end in stretches:
+            begin, stop = self._ticks(start), self._ticks(end)
+            if stop > begin:
+                found += (begin, stop - begin, _CAUSES.index(cause))
+        return found
+
+    def _messages(self, lanes: Sequence[Sequence[Bar]]) -> Columns:
+        """Messages by receiving rank: those that took time on a link, with their lane, and those that took none."""
+        arrows = {arrow.message: arrow for arrow in find_arrows(self.timeline)}
+        sizes = self._sizes()
+        rows: list[tuple[int, ...]] = []
+        seen: set[Message] = set()
+        ends = {what: end for trace in self.timeline.ranks for what, _, end in trace.compute}
+
+        def add(message: Message, receiver: int, start: float, end: float, lane: int) -> None:
+            arrow = arrows.get(message)
+            maker = _NONE if arrow is None else self.number_of.get((arrow.sender, arrow.maker), _NONE)
+            user = _NONE if arrow is None else self.number_of.get((arrow.receiver, arrow.user), _NONE)
+            rows.append(
+                (
+                    _KINDS.index(message.kind),
+                    message.src,
+                    message.dst,
+                    message.index,
+                    maker,
+                    user,
+                    receiver,
+                    self._ticks(start),
+                    self._ticks(max(start, end)),  # clocks of two hosts may disagree
+                    lane,
+                )
+            )
+
+        for rank, bars in enumerate(lanes):
+            for bar in bars:
+                if isinstance(bar.what, Message):
+                    add(bar.what, rank, bar.start, bar.end, bar.lane)
+                    seen.add(bar.what)
+        for message, arrow in arrows.items():
+            if message not in seen:
+                add(message, arrow.receiver, ends[arrow.maker], ends[arrow.maker], _NONE)
+        names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end", "lane")
+        columns: Columns = dict(zip(names, map(list, zip(*rows, strict=True)) if rows else [[]] * 10, strict=True))
+        columns["bytes"] = [[_KINDS.index(kind), src, dst, size] for (kind, src, dst), size in sizes.items()]
+        return columns
+
+    def _sizes(self) -> dict[tuple[MessageKind, int, int], float]:
+        """Bytes of each message, by kind and stages; empty where they are not known."""
+        links, predicted = self.exhibit.links, self.exhibit.predicted
+        same = predicted is not None and predicted.schedule.stage_edges == self.schedule.stage_edges
+        if links is None or not same:
+            return {}
+        found = wire_bytes(self.schedule, links, Needs(self.schedule).wires)
+        return {wire[:3]: size for wire, size in found.items() if size > 0 and wire.kind in STAGE_KINDS}
+
+
+def _hex(colour: RGB) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
+def _path_columns(
+    timeline: Timeline, number_of: Mapping[tuple[int, Action], int], ticks: Callable[[float], int]
+) -> Columns:
+    """Steps in the order of time, and shares of the makespan by kind, link, sum and rank, the largest first."""
+    path = critical_path(timeline)
+    whole = path.seconds or 1.0
+    steps = [
+        (
+            _PATH_KINDS.index(step.kind),
+            number_of.get((step.rank, step.what), _NONE) if isinstance(step.what, Action) else _NONE,
+            step.rank,
+            _NONE if step.sender is None else step.sender,
+            ticks(step.start),
+            ticks(step.end),
+        )
+        for step in path.steps
+    ]
+    names = ("kind", "action", "rank", "sender", "start", "end")
+    columns: Columns = dict(zip(names, map(list, zip(*steps, strict=True)) if steps else [[]] * 6, strict=True))
+    links = {f"rank {src} to rank {dst}": seconds for (src, dst), seconds in path.by_link.items()}
+    sums = {f"gradients of stage{'s' * (len(s) > 1)} {', '.join(map(str, s))}": x for s, x in path.by_sum.items()}
+    groups = {
+        "kinds": {str(kind): seconds for kind, seconds in path.by_kind.items()},
+        "links": dict(sorted((links | sums).items(), key=lambda pair: -pair[1])),
+        "ranks": {f"rank {rank}": seconds for rank, seconds in path.by_rank.items()},
+    }
+    shares = {
+        name: [[text, round(seconds / whole, 6)] for text, seconds in group.items()] for name, group in groups.items()
+    }
+    return {**columns, "shares": shares}
+
+
+def _memory_columns(exhibit: Exhibit, timeline: Timeline, ticks: Callable[[float], int]) -> Columns | None:
+    """Curves, limits and peaks by rank; None where nothing is known of them."""
+    curves = exhibit.curves(timeline)
+    lines = {
+        "limit": exhibit.memory_limit,
+        "predicted_peak": exhibit.predicted_peak,
+        "measured_peak": exhibit.measured_peak,
+    }
+    known = {name: values for name, values in lines.items() if values is not None}
+    if curves is None:
+        return None
+    most = max([0.0, *(curve.peak for curve in curves)])
+    unit = max(1.0, most / _BYTE_STEPS)
+    return {
+        "unit": unit,
+        "rows": [
+            None if rank in timeline.missing else _memory_row(curve, unit, ticks) for rank, curve in enumerate(curves)
+        ],
+        **{name: [round(value) for value in values] for name, values in known.items()},
+    }
+
+
+def _memory_row(curve: MemoryCurve, unit: float, ticks: Callable[[float], int]) -> Columns:
+    times = [ticks(time) for time in curve.times]
+    return {
+        "steps": [after - before for before, after in zip([0, *times], times, strict=False)],
+        "parts": [[_PARTS.index(part), _units(values, unit)] for part, values in curve.parts.items()],
+        "peak": round(curve.peak),
+    }
+
+
+def _units(values: Sequence[float], unit: float) -> list[int] | int:
+    """Whole units at each time, or one number for all."""
+    units = [round(value / unit) for value in values]
+    return units[0] if len(set(units)) == 1 else units
+
+
+def _difference_columns(predicted: Timeline | None, measured: Timeline) -> Columns:
+    """Actions that depart most as [rank, action, predicted, measured], causes as [name, seconds more] of the mean rank,
+    stragglers by name; without a prediction the stragglers among their peers alone."""
+    if predicted is None:
+        return {"departures": [], "causes": [], "stragglers": [_straggler(s) for s in find_stragglers(measured)]}
+    found = compare(predicted, measured)
+    return {
+        "departures": [[each.rank, str(each.action), each.before, each.after] for each in found.departures],
+        "causes": [[change.name.replace("_", " "), change.seconds] for change in found.causes],
+        "stragglers": [_straggler(each) for each in found.stragglers],
+        "notes": list(found.notes),
+    }
+
+
+def _straggler(each: Straggler) -> Columns:
+    rank = each.who if isinstance(each.who, int) else each.who[1]
+    against = each.against.replace("the other timeline", "predicted")
+    return {"name": each.name, "rank": rank, "ratio": each.ratio, "seconds": each.seconds, "against": against}

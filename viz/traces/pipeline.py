@@ -18,8 +18,7 @@ from ...schedules.needs import Needs
 from ...schedules.timing.records import RankRecord, assemble_timeline
 from ..exhibit import Exhibit, MeasuredStep
 from .events import read_trace
-from .names import Named
-from .processes import Process, Ran, processes_of
+from .processes import Named, Process, Ran, processes_of
 
 _NS = 1e-9
 _APART = 1e-5  # [s]: clocks that differ by less are not spoken of

@@ -3,7 +3,13 @@
 A slice may hold more than compute: torch's `PP:1F0` waits for its input before it computes, and `Forward 0` sends its
 output, too. On the CPU an action begins when its input is there, or, where that is not seen, with its first operation
 that is no communication, and ends where a send begins. On a GPU it lasts from its first kernel to its last
-(`gpu_user_annotation`).
+(`gpu_user_annotation`). Names of actions:
+
+    PP:1F0, 1F0            torch.distributed.pipelining, all schedules but GPipe and 1F1B; and this package
+    PP:(0F1;1B0)OVERLAP_F_B    likewise, of two actions one behind the other
+    Forward 0              torch's ScheduleGPipe: the microbatch alone; a rank has one stage
+
+torch's Schedule1F1B (2.13) names nothing.
 """
 
 from __future__ import annotations
@@ -12,15 +18,29 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...schedules import Op
+from ...schedules import Action, Op
 from .events import Event, TraceFile
-from .names import Named, actions_of, is_arrival, is_communication, received_by, step_of
 
 _ON_GPU, _OPERATION = "gpu_user_annotation", "cpu_op"
 _RANK = re.compile(r"\brank[ _:]?(\d+)\b", re.IGNORECASE)
 _AUTOGRAD = "autograd::engine"
+_ACTION = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
+_OVERLAP = re.compile(r"PP:\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
+_RECEIVE = re.compile(r"PP:(\d+)RECV_([FB])(\d+)")
+_OF_ONE_STAGE = re.compile(r"(Forward|Backward) (\d+)")
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_COMMUNICATION = ("c10d::", "gloo:", "nccl:", "ncclx:", "record_param_comms", "PP:")
+_ARRIVALS = ("gloo:recv",)
+
+
+class Named(NamedTuple):
+    """An action as its name has it; stage None: the one stage of its rank."""
+
+    stage: int | None
+    op: Op
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
 
 class Ran(NamedTuple):
@@ -74,7 +94,7 @@ def processes_of(files: Sequence[TraceFile]) -> list[Process]:
 
 
 def _process(name: str, rank: int | None, file: TraceFile, slices: tuple[Event, ...]) -> Process:
-    marked = [(each, step_of(each.name)) for each in slices]
+    marked = [(each, _step_of(each.name)) for each in slices]
     steps = {number: (each.start, each.end) for each, number in marked if number is not None}
     return Process(
         name=name,
@@ -122,9 +142,9 @@ class _Operations:
         self._backward: dict[object, list[tuple[int, int]]] = {}
         self._arrived: dict[object, list[tuple[int, int]]] = {}
         for each in slices:
-            if is_arrival(each.name):
+            if _is_arrival(each.name):
                 self._arrived.setdefault(each.tid, []).append((each.start, each.end))
-            elif each.category == _OPERATION and is_communication(each.name):
+            elif each.category == _OPERATION and _is_communication(each.name):
                 self._sends.setdefault(each.tid, []).append(each.start)
             elif each.category == _OPERATION:
                 self._starts.setdefault(each.tid, []).append(each.start)
@@ -168,10 +188,57 @@ def _arrivals(slices: Sequence[Event]) -> Mapping[Named, list[int]]:
     in RECV."""
     found: dict[Named, list[int]] = {}
     posted = [(each, what) for each in slices if (what := received_by(each.name)) is not None]
-    receives = [(each.start, each.end, each.tid) for each in slices if is_arrival(each.name)]
+    receives = [(each.start, each.end, each.tid) for each in slices if _is_arrival(each.name)]
     for each, what in posted:
         low, high = bisect_left(receives, (each.start,)), bisect_right(receives, (each.end,))
         ends = [end for _, end, tid in receives[low:high] if tid == each.tid]
         if ends:
             found.setdefault(what, []).append(max(ends))
     return found
+
+
+def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Named, ...]:
+    """The actions of a slice, in order; none where it is something else.
+
+    >>> actions_of("PP:1F0", {})
+    (Named(stage=1, op=<Op.F: 'F'>, index=0),)
+    """
+    given = args.get("action")
+    if isinstance(given, str):
+        try:
+            return (Named(*Action.parse(given)),)
+        except ValueError:
+            return ()
+    if match := _ACTION.fullmatch(name):
+        return (Named(int(match[1]), Op(match[2]), int(match[3])),)
+    if match := _OVERLAP.fullmatch(name):
+        return tuple(Named(*Action.parse(each)) for each in match.groups())
+    if match := _OF_ONE_STAGE.fullmatch(name):
+        return (Named(None, Op.F if match[1] == "Forward" else Op.B, int(match[2])),)
+    return ()
+
+
+def received_by(name: str) -> Named | None:
+    """The action whose input a slice of torch's runtime begins to receive.
+
+    >>> received_by("PP:1RECV_F0")
+    Named(stage=1, op=<Op.F: 'F'>, index=0)
+    """
+    match = _RECEIVE.fullmatch(name)
+    return None if match is None else Named(int(match[1]), Op(match[2]), int(match[3]))
+
+
+def _step_of(name: str) -> int | None:
+    """Number of a step that torch.profiler marks."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def _is_communication(name: str) -> bool:
+    """Whether a slice sends or receives, or marks that."""
+    return name.startswith(_COMMUNICATION)
+
+
+def _is_arrival(name: str) -> bool:
+    """Whether a slice lasts from the posting of a receive until its message is there."""
+    return name in _ARRIVALS

@@ -1,0 +1,137 @@
+"""What pictures, page, terminal and trace files show of a timeline, said once: boxes, lanes, and arrows between ranks.
+
+rank 0 |##0##|##1##|    |##0##|     boxes of compute
+       |       ---- ---             lanes of messages arriving, of collectives and moves under way, beside each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from ..schedules import Action, Collective, Message, MessageKind, Op, RankTrace, Timeline
+from ..schedules.needs import Delivery, Needs
+from .palette import COLLECTIVE_HUES, MESSAGE_HUES, OTHER_HUE, RGB, box_colour
+
+
+class Box(NamedTuple):
+    """One action on its rank, from `start` to `end` [s], which count from the timeline's own start.
+
+    width: end less start as they were stamped [s].
+    number: of its microbatch or update; empty for an update where there is one alone.
+    chunk: of the rank; odd: 1 in every other batch, where batches are told apart.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    width: float
+    number: str
+    chunk: int
+    odd: int
+    colour: RGB
+
+    @property
+    def op(self) -> Op:
+        """Op of the action."""
+        return self.action.op
+
+
+class Bar(NamedTuple):
+    """What goes on beside compute, from `start` to `end` [s] as stamped, in a lane of the rank."""
+
+    what: Message | Collective | Action
+    start: float
+    end: float
+    hue: str
+    lane: int
+
+
+def boxes_of(timeline: Timeline, rank: int) -> list[Box]:
+    """Boxes of a rank, in the order of its program."""
+    chunk_of = {stage: chunk for chunk, stage in enumerate(timeline.schedule.placement[rank])}
+    several, chunks, origin = shows_batches(timeline), num_chunks(timeline), timeline.start
+    boxes = []
+    for action, start, end in timeline.ranks[rank].compute:
+        chunk, odd = chunk_of.get(action.stage, 0), batch_of(timeline, action) % 2 if several else 0
+        number = "" if action.op is Op.U and not several else str(action.index)
+        colour = box_colour(action.op, chunk=chunk, num_chunks=chunks, batch=odd)
+        boxes.append(Box(rank, action, start - origin, end - origin, end - start, number, chunk, odd, colour))
+    return boxes
+
+
+def bars_of(trace: RankTrace) -> list[Bar]:
+    """Messages that arrive on a rank, then collectives and moves, each in the lowest lane that is free."""
+    bars = [Bar(what, start, end, MESSAGE_HUES[what.kind], 0) for what, start, end in trace.comm]
+    bars += [Bar(what, start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE), 0) for what, start, end in trace.beside]
+    order = sorted(range(len(bars)), key=lambda at: bars[at][1:])
+    for at, lane in zip(order, assign_lanes((bars[at].start, bars[at].end) for at in order), strict=True):
+        bars[at] = bars[at]._replace(lane=lane)
+    return bars
+
+
+def assign_lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
+    """The lane of each (start, end), so that no two spans of a lane overlap; they may touch.
+
+    The fewest lanes that will do, each span in the lowest that is free (greedy interval partitioning).
+    Starts must ascend. O(spans * log lanes).
+
+    >>> assign_lanes([(0, 2), (1, 3), (2, 4)])
+    [0, 1, 0]
+    """
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []  # (end, lane)
+    lanes = []
+    for start, end in spans:
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        lane = heappop(free) if free else len(busy)
+        heappush(busy, (end, lane))
+        lanes.append(lane)
+    return lanes
+
+
+def find_arrows(timeline: Timeline) -> list[Delivery]:
+    """The messages of a timeline whose makers stand in it, in the order of the users' ranks and programs."""
+    needs = Needs(timeline.schedule)
+    made = {what for trace in timeline.ranks for what, _, _ in trace.compute}
+    return [
+        delivery
+        for trace in timeline.ranks
+        for action, _, _ in trace.compute
+        for delivery in needs.arrivals(action)
+        if delivery.maker in made
+    ]
+
+
+def num_chunks(timeline: Timeline) -> int:
+    """V: the most stages of any rank."""
+    return max(len(stages) for stages in timeline.schedule.placement)
+
+
+def shows_batches(timeline: Timeline) -> bool:
+    """Whether batches are told apart."""
+    return timeline.schedule.num_batches > 1
+
+
+def batch_of(timeline: Timeline, action: Action) -> int:
+    """The batch to which an action belongs."""
+    schedule = timeline.schedule
+    return action.index // (schedule.groups_per_batch if action.op is Op.U else schedule.batch_indices)
+
+
+def ops_of(timeline: Timeline) -> set[Op]:
+    """The ops that were run."""
+    return {span.what.op for trace in timeline.ranks for span in trace.compute}
+
+
+def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
+    """The messages that arrived."""
+    return {span.what.kind for trace in timeline.ranks for span in trace.comm}
+
+
+def collectives_of(timeline: Timeline) -> set[Op]:
+    """Kinds of what ranks did together, and of moves of activations."""
+    return {span.what.op for trace in timeline.ranks for span in trace.beside}
