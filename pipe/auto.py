@@ -36,10 +36,10 @@ from ..partition.profiler import profile_model
 from .batch.agreement import SamePrograms, agreed, check_agreement
 from .batch.given import Given, check_batch
 from .clipped import clipping
-from .layout import Layout, layout_of_plan
+from .context import Layout, layout_of_plan
+from .options import Settings
 from .replan import Replan, Sizer
 from .runtime_seconds import RuntimeSeconds, measure_runtime_seconds
-from .settings import Settings
 from .stages.shapes import Signature
 from .trial import Trials, to_try
 

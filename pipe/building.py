@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ..comm import Guard, World
+from ..comm import Guard, World, read_mesh
 from ..partition.graph.forms import Arguments
-from .assembly import Pipeline, assemble
 from .batch.given import Given, check_batch
-from .layout import Layout
+from .build import Pipeline, build
+from .context import Layout
+from .options import AUTO, LayoutOptions, Options
 from .run.engine import check_runnable
-from .settings import Settings
 from .slicing import check_slicing
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ class Building:
     """A module's layout and pipeline, as soon as there are any.
 
     Arguments:
-        model, stages: one of them.
-        verify: whether to keep what `Verifier` needs.
+        make_layout: None: the first batch decides on it, schedule="auto".
 
     Attributes:
         layout: None under schedule="auto" before the first batch.
@@ -38,29 +36,25 @@ class Building:
     """
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        stages: Sequence[nn.Module] | None,
-        *,
-        settings: Settings,
-        world: World,
-        guard: Guard,
-        verify: bool,
+        self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
     ) -> None:
-        self._model, self._stages = model, stages
-        self._settings = settings
+        self._options = options
         self._world = world
         self._guard = guard
-        self._verifies = verify
         self._auto: AutoLayout | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
+        if make_layout is None:
+            self._plan_first(options.layout)
+        else:
+            self._start(make_layout(world), options.example)
 
-    def start(self, layout: Layout, example: Given | None) -> None:
+    def _start(self, layout: Layout, example: Given | None) -> None:
         """Take a layout; with example inputs build the stages."""
-        check_slicing(layout, self._settings)
-        check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
-        layout.sharding.check_optimizer(has_optimizer=self._settings.optimizer is not None)
+        settings = self._options.settings
+        check_slicing(layout, settings)
+        check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
+        layout.sharding.check_optimizer(has_optimizer=settings.optimizer is not None)
         self.layout = layout
         self._guard.stands_at(layout.place)
         if example is not None:
@@ -68,21 +62,27 @@ class Building:
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
 
-    def plan_first(self, *, num_ranks: int, num_microbatches: int | None, replans: bool, trials: int) -> None:
-        """Let the first batch decide on the layout: schedule="auto"; with `replans` each batch on its order."""
+    def _plan_first(self, options: LayoutOptions) -> None:
+        """Let the first batch decide on the layout."""
         from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
 
-        assert self._model is not None
+        self._options.settings.refuse_flush(AUTO)
+        assert self._options.model is not None
         self._auto = AutoLayout(
-            self._model,
+            self._options.model,
             self._world,
-            self._settings,
+            self._options.settings,
             guard=self._guard,
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            replans=replans,
-            trials=trials,
+            num_ranks=read_mesh(options.mesh_sizes, self._world, wanted=None).num_processes,
+            num_microbatches=options.num_microbatches,
+            replans=options.replan is not None,
+            trials=options.trials,
         )
+
+    @property
+    def model_name(self) -> str:
+        """For people."""
+        return "stages" if self._options.model is None else type(self._options.model).__name__
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class Building:
         """The layout; under schedule="auto" the first batch decides on it."""
         if self.layout is None:
             assert self._auto is not None
-            self.start(self._auto.decide(given.detached()), None)
+            self._start(self._auto.decide(given.detached()), None)
             assert self.layout is not None
         return self.layout
 
@@ -145,7 +145,7 @@ class Building:
                     raise
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
-        run_on, own = self._settings.device, layout.schedule.num_microbatches // layout.place.replica[1]
+        run_on, own = self._options.settings.device, layout.schedule.num_microbatches // layout.place.replica[1]
 
         def like(x: torch.Tensor) -> torch.Tensor:
             if x.is_meta:
@@ -157,13 +157,13 @@ class Building:
             return given.cut(own)[0].arguments.map(like)
 
         with self.alone(), self._guard.together():
-            self.pipeline = assemble(
+            self.pipeline = build(
                 first,
-                model=self._model,
-                stages=self._stages,
+                model=self._options.model,
+                stages=self._options.layout.stages,
                 layout=layout,
-                settings=self._settings,
+                settings=self._options.settings,
                 guard=self._guard,
-                verify=self._verifies,
+                verify=self._options.verify,
             )
         return self.pipeline

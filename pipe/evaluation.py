@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments, Form
 from ..partition.graph.modes import evaluating
-from ..schedules import Schedule
+from ..schedules.messages import Sharing
 from .batch.agreement import check_same_batch
 from .batch.batches import join_outputs, share_of_sum
 from .batch.checksum import Call
-from .batch.given import Given, check_batch
+from .batch.given import Given, check_batch, check_like_example
 from .batch.reader import BatchReader
 from .batch.results import EvalResult
+from .context import Run
 from .run.engine import Engine
-from .settings import Settings
-from .stages.randomness import Seeder
+from .run.ranks import Mode, Ranks, links_of, wire
+from .run.worker import EvaluationWorker
 from .stages.shapes import InferredStages, Signature
 from .stages.unchanged import Unchanged
 from .training import Training
+from .update.flush import batch_programs
 from .update.interface import Programs
 from .update.rank_update import RankUpdate
 
@@ -63,54 +64,40 @@ def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_sam
 class Evaluation:
     """Runs batches forwards.
 
+    A model that returns its own loss is trained with labels and predicts without: the same stages, run in another way.
+
     Arguments:
-        forwards: (M, whether there is a loss, a microbatch) -> what runs such a batch.
-        schedule: of training: a batch of fewer samples than its M makes fewer microbatches.
+        mode: for arguments of the form that the stages were built for, which `like` has.
         unchanged: what the user may not change.
-        training: drained before; it counts the steps.
-        num_replicas: of the data axis, each with a batch of its own.
+        training: drained before; it counts the steps. A batch of fewer samples than its M makes fewer microbatches.
     """
 
     def __init__(
-        self,
-        forwards: Callable[[int, bool, Arguments], Forwards],
-        *,
-        seeder: Seeder,
-        unchanged: Unchanged,
-        schedule: Schedule,
-        training: Training,
-        guard: Guard,
-        collectives: Collectives,
-        settings: Settings,
-        num_replicas: int,
+        self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, unchanged: Unchanged, training: Training
     ) -> None:
-        self._make_forwards = forwards
+        self._run = run
+        self._ranks = ranks
+        self._built, self._like = mode, like
+        self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
         self._forwards: dict[object, Forwards] = {}
-        self._model_loss = settings.model_loss
-        self._adds_up = share_of_sum(settings.loss_fn, 1) is not None
-        self._seeder = seeder
-        self._num_microbatches = schedule.num_microbatches
+        self._adds_up = share_of_sum(run.settings.loss_fn, 1) is not None
+        self._num_microbatches = run.layout.schedule.num_microbatches
         self._training = training
-        self._guard = guard
-        self._collectives = collectives
-        self._device = settings.device
-        self._num_replicas = num_replicas
-        self._has_loss = settings.loss_fn is not None
         self._unchanged = unchanged
         self._dimensions: dict[Form, Sequence[int | None]] = {}
 
     def step(self, given: Given) -> EvalResult:
         """See PipelineModule.eval_step."""
-        loss, output, _ = self._run(given, "eval_step", has_loss=self._has_loss)
+        loss, output, _ = self._evaluated(given, "eval_step", has_loss=self._run.has_loss)
         return EvalResult(loss=loss, output=output)
 
     def predict(self, given: Given) -> object:
         """See PipelineModule.predict."""
-        return self._run(given, "predict", has_loss=False)[1]
+        return self._evaluated(given, "predict", has_loss=False)[1]
 
     def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
         """The tensors of the output, joined; none on ranks that do not hold the last stage."""
-        return self._run(given, "verify", has_loss=False)[2]
+        return self._evaluated(given, "verify", has_loss=False)[2]
 
     def join(
         self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments
@@ -137,18 +124,57 @@ class Evaluation:
             self._forwards[key] = self._make_forwards(num_microbatches, has_loss, like)
         return self._forwards[key]
 
-    def _run(
+    def _make_forwards(self, num_microbatches: int, has_loss: bool, like: Arguments) -> Forwards:
+        if like.form not in self._modes:
+            self._modes[like.form] = self._make_mode(like, has_loss=has_loss), like
+        mode, first = self._modes[like.form]
+        smaller = mode.schedule.forward_only(num_microbatches=num_microbatches)
+        mode, stages, shards = replace(mode, schedule=smaller), self._ranks.stages, self._ranks.update.shards
+        sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
+        programs = batch_programs(smaller, sharing)
+        updates = {rank: RankUpdate(rank, smaller, shards=shards) for rank in stages}
+        return Forwards(
+            engine=self._ranks.engine(EvaluationWorker, mode, updates),
+            ranks=list(updates.values()),
+            programs={rank: programs[rank] for rank in stages},
+            reader=self._ranks.reader(mode, has_loss=has_loss, like=first),
+            inference=mode.inference,
+            modules=[mode.inference.stages[s].module for own in stages.values() for s in own],
+        )
+
+    def _make_mode(self, like: Arguments, *, has_loss: bool) -> Mode:
+        """The mode for arguments of another form."""
+        evaluate_like = self._ranks.parts.evaluate_like
+        if evaluate_like is None:
+            check_like_example(like, self._like, has_target=has_loss)
+        assert evaluate_like is not None
+        inference = evaluate_like(like)
+        mode = wire(self._built.schedule.forward_only(), inference, Signature.of(like))
+        if self._run.layout.place.world.distributed:
+            new = sorted(links_of(batch_programs(mode.schedule, Sharing())) - self._ranks.links.between)
+            if new:
+                raise ValueError(
+                    f"with these arguments values flow from rank {new[0][0]} straight to rank {new[0][1]}, which are "
+                    f"not linked: expected arguments like those that the stages were built for"
+                )
+        for number in self._run.local_stages:
+            inference.stages[number].module.to(self._run.settings.device)
+        return mode
+
+    def _evaluated(
         self, given: Given, call: Call, *, has_loss: bool
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
         """The loss, the output and its tensors."""
+        run, device, model_loss = self._run, self._run.settings.device, self._run.settings.model_loss
+        num_replicas = run.num_replicas
         num_microbatches = self._microbatches_for(given)
-        microbatches = [each.arguments for each in given.on(self._device).cut(num_microbatches // self._num_replicas)]
+        microbatches = [each.arguments for each in given.on(device).cut(num_microbatches // num_replicas)]
         like = microbatches[0]
         forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
         batch = self._training.read(forwards.reader, given, call)
-        with self._guard.together():
+        with run.guard.together():
             self._unchanged.check(training=False)
-            check_same_batch(batch, self._collectives, device=self._device)
+            check_same_batch(batch, run.collectives, device=device)
         self._training.drain()
         engine = forwards.engine
         for rank, local in zip(forwards.ranks, engine.ranks, strict=True):
@@ -156,7 +182,7 @@ class Evaluation:
             local.recorder.begin(counts=False)
         torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
-            with evaluating(*forwards.modules), self._guard.together(), self._seeder.call():
+            with evaluating(*forwards.modules), run.guard.together(), run.seeder.call():
                 engine.run(forwards.programs)
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
@@ -170,23 +196,26 @@ class Evaluation:
         flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
         form = forwards.inference.output_form
         values = list(flat)
-        slot = None if self._model_loss is None else self._model_loss.find_slot(form)
+        slot = None if model_loss is None else model_loss.find_slot(form)
         kind = None if slot is None else outputs[min(outputs)][slot]
-        if self._model_loss is not None and slot is not None and kind is not None and not kind.dim():
+        if model_loss is not None and slot is not None and kind is not None and not kind.dim():
             whole: object = loss
             if loss is None:  # the mean of the batch, not each microbatch's
-                weights = self._model_loss.weigh([microbatches[k // self._num_replicas] for k in sorted(outputs)])
+                weights = model_loss.weigh([microbatches[k // num_replicas] for k in sorted(outputs)])
                 pairs = zip((form.assemble(outputs[k]) for k in sorted(outputs)), weights, strict=True)
-                whole = sum(self._model_loss(*pair)[0] for pair in pairs) / sum(weights)
+                whole = sum(model_loss(*pair)[0] for pair in pairs) / sum(weights)
             values[slot] = torch.as_tensor(whole, dtype=kind.dtype, device=kind.device)
         return loss, form.assemble(values), flat
 
     def _microbatches_for(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
-        most = self._num_microbatches // self._num_replicas
+        num_replicas = self._run.num_replicas
+        most = self._num_microbatches // num_replicas
         check_batch(given, most if given.microbatches else 1)
         fitting = min(given.num_samples, most)
-        if self._num_replicas > 1:
-            with self._guard.together():
-                fitting = min(self._collectives.gather(fitting, what="agreeing on the microbatches of an evaluation"))
-        return fitting * self._num_replicas
+        if num_replicas > 1:
+            with self._run.guard.together():
+                fitting = min(
+                    self._run.collectives.gather(fitting, what="agreeing on the microbatches of an evaluation")
+                )
+        return fitting * num_replicas

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..comm import World, join_world, make_guard, read_mesh
+from ..comm import World, join_world, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from .batch.given import Given
@@ -21,33 +21,19 @@ from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
 from .batch.sampler import Remainder, ReplicaBatches
 from .building import Building
-from .facts import RunFacts
-from .layout import PlanLike, ScheduleLike, check_trials, choose_layout, mesh_sizes
+from .context import choose_layout
+from .figures import RunFigures
 from .measure.steps import StepRecord
-from .model_options import (
-    call_reader,
-    check_flag,
-    check_model,
-    device_of,
-    read_loss_option,
-    read_verify,
-    refuse_float16_autocast,
-    refuse_float16_parameters,
-    sequence_options,
-)
-from .parallel.tensor_option import TensorAxis, TensorParallelLike
-from .run_state import RunState
-from .settings import Settings
-from .stages.compiled import read_compile
+from .options import PlanLike, ScheduleLike, read_options, refuse_float16_autocast
+from .parallel.tensor_option import TensorParallelLike
 from .stages.recompute import RecomputeLike
 from .training import Training
-from .update.delay_correction import ErrorFeedback, read_delay_correction
-from .update.loss_scale import read_grad_scaler
+from .update.delay_correction import ErrorFeedback
 from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
 
 
-class PipelineModule(RunFacts, RunState):
+class PipelineModule(RunFigures):
     """Trains a model as a pipeline of stages.
 
     The model is cut into S = P * V stages, the schedule says who computes what when, and each `train_step` runs
@@ -181,65 +167,15 @@ class PipelineModule(RunFacts, RunState):
         post_validation: bool = False,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
-        check_model(model, stages, split_points)
-        root = model if model is not None else nn.ModuleList(stages or [])
-        self._model = model
-        loss = read_loss_option(loss_fn, loss_weight, model)
-        self._calls = call_reader(model, loss, batch_dims)
-        if loss_fn is not None:
-            refuse_float16_parameters(root, loss_fn)
-        self._settings = Settings(
-            loss_fn=loss,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            delay_correction=read_delay_correction(delay_correction),
-            flush_first=flush_first,
-            max_grad_norm=max_grad_norm,
-            grad_scaler=read_grad_scaler(grad_scaler),
-            seed=seed,
-            device=device_of(root, device),
-            timeout=timeout,
-            sequence=sequence_options(model, slice_lengths, sequence_dims),
-            compile=read_compile(compile),
-            post_validation=check_flag("post_validation", post_validation),
-            on_step=on_step,
-        )
-        num_trials = check_trials(trials, schedule=schedule)
-        self._verify_every = read_verify(verify)
+        options = read_options({name: value for name, value in locals().items() if name != "self"})
+        make_layout = choose_layout(options.layout)
+        self._settings = options.settings
+        self._calls = options.calls
+        self._verify_every = options.verify_every
         self._until_verified = math.inf if verify is False else 0.0  # batches
-        example = None if example_inputs is None else self._calls.example(example_inputs)
-        make_layout = choose_layout(
-            schedule=schedule,
-            plan=plan,
-            mesh=mesh,
-            mesh_order=mesh_order,
-            tensor=TensorAxis(parallel=tensor_parallel, sends=tensor_sends),
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            num_slices=num_slices,
-            split_points=split_points,
-            stages=stages,
-            recompute=recompute,
-            data_parallel=data_parallel,
-            replan=replan,
-        )
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
-        self._building = Building(
-            model, stages, settings=self._settings, world=self.world, guard=self._guard, verify=verify is not False
-        )
-        if make_layout is None:
-            self._settings.refuse_flush("auto")
-        if make_layout is not None:
-            self._building.start(make_layout(self.world), example)
-        else:
-            num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_processes
-            self._building.plan_first(
-                num_ranks=num_ranks,
-                num_microbatches=num_microbatches,
-                replans=replan is not None,
-                trials=num_trials,
-            )
+        self._building = Building(options, make_layout, world=self.world, guard=self._guard)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
         """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""
@@ -403,8 +339,8 @@ class PipelineModule(RunFacts, RunState):
         return [] if self._building.pipeline is None else self._building.pipeline.training.flush()
 
     def __repr__(self) -> str:
-        model = "stages" if self._model is None else type(self._model).__name__
-        return f"<PipelineModule {model}: {'to be planned' if self._building.layout is None else repr(self.schedule)}>"
+        schedule = "to be planned" if self._building.layout is None else repr(self.schedule)
+        return f"<PipelineModule {self._building.model_name}: {schedule}>"
 
     def __enter__(self) -> PipelineModule:
         """A `with` block closes the pipeline at its end; an error in it reaches all ranks with its text."""

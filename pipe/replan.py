@@ -30,20 +30,6 @@ _KEPT = 256  # orders that are kept for sizes that come again
 _SHOWN = 6  # sizes in an error
 
 
-def check_replan(replan: object, *, schedule: object, plan: object) -> None:
-    """ValueError for a `replan=` that nobody knows, or beside an order that is given."""
-    if replan is None:
-        return
-    if replan != "batch":
-        raise ValueError(f'replan={replan!r}: expected "batch", a schedule for each batch; or None, one for all')
-    if schedule != "auto":
-        beside = "plan=" if plan is not None else f"schedule={'1f1b' if schedule is None else schedule!r:.60}"
-        raise ValueError(
-            f'replan="batch" beside {beside}, which says the order of every batch: expected schedule="auto", whose '
-            f"plan knows what microbatches of each size take"
-        )
-
-
 class Sizer:
     """Tells the size of microbatches, by the model's first argument that has the batch in it."""
 

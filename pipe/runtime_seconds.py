@@ -25,10 +25,10 @@ from ..comm import Guard, World
 from ..comm.ping_pong import CACHE_BYTES
 from ..partition.graph.forms import Arguments
 from ..partition.profiler.optimizers import OptimizerFactory
-from .assembly import Pipeline, assemble
 from .batch.given import Given
-from .layout import choose_layout
-from .settings import Settings
+from .build import Pipeline, build
+from .context import choose_layout
+from .options import LayoutOptions, Settings
 
 _SHORT, _LONG = 4, 16  # microbatches
 _SHORT_STEP, _LONG_STEP = 2, 8  # likewise, for what a step takes
@@ -164,18 +164,8 @@ def _pipeline(
 ) -> Pipeline:
     """Ranks of this process, whatever other processes there are."""
     stages = [_Tiny(caches) for _ in range(num_ranks)]
-    make_layout = choose_layout(
-        schedule="1f1b",
-        plan=None,
-        mesh={"pipe": num_ranks},
-        num_microbatches=num_microbatches,
-        num_chunks=None,
-        num_slices=None,
-        split_points=None,
-        stages=stages,
-        recompute="none",
-        data_parallel="replicate",
-    )
+    options = LayoutOptions(mesh={"pipe": num_ranks}, num_microbatches=num_microbatches, stages=stages)
+    make_layout = choose_layout(options)
     assert make_layout is not None
     settings = Settings(
         loss_fn=F.mse_loss,
@@ -183,7 +173,7 @@ def _pipeline(
         device=torch.device("cpu"),
         timeout=_TIMEOUT,
     )
-    return assemble(
+    return build(
         lambda: Arguments.of((_samples(1),)),
         model=None,
         stages=stages,

@@ -22,8 +22,8 @@ from ..partition.graph.untouched import untouched
 from .batch.batches import read_loss
 from .batch.given import Given
 from .batch.sequence import Slice
-from .layout import Layout
-from .settings import Settings
+from .context import Layout
+from .options import Settings
 from .stages.build import CutModel
 from .stages.shapes import InferredStages, Signature
 from .stages.slices import Span, attending, new_microbatch

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..partition.profiler.memory import bytes_of
 from ..schedules import StageBytes
-from .assembly import Pipeline
+from .build import Pipeline
 from .run.action_memory import ActionMemory, watching
 from .update.gradients import buckets_of
 
@@ -33,8 +33,8 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
     """See PipelineModule.stage_bytes."""
     state, schedule = pipeline.state, pipeline.schedule
     local = {stage: {**_held(pipeline, stage), **watched.figures(stage)} for stage in _local_stages(pipeline)}
-    with state.guard.together():
-        everyone = state.collectives.gather(local, what="gathering the bytes of stages")
+    with state.run.guard.together():
+        everyone = state.run.collectives.gather(local, what="gathering the bytes of stages")
     merged: dict[int, dict[str, float]] = {stage: {} for stage in range(schedule.num_stages)}
     for one in everyone:
         for stage, figures in one.items():

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from ..comm import Collectives, Guard
 from .checkpoint.files import OwnCheckpoints
 from .checkpoint.load import Answer, load, refuse_differing
 from .checkpoint.persist import Processes, SaveResult, persist
 from .checkpoint.snapshot import Contents, HasState, Snapshot, Writers, take_snapshot
+from .context import Run
 from .stages.ownership import Ownership
 from .training import Training
 from .update.interface import StageState, Update
@@ -26,17 +26,13 @@ class State:
 
     Arguments:
         training: drained before anything is read or replaced; it counts the steps.
-        first_stages: stages whose first rank is in this process; their buffers are saved as it has them.
         others: further state for checkpoints, by name, equal on all processes.
     """
 
+    run: Run
     ownership: Ownership
     update: Update
     training: Training
-    collectives: Collectives
-    guard: Guard
-    first_stages: frozenset[int]
-    seed: int
     others: Mapping[str, HasState] = field(default_factory=dict)
     own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)
     _writers: list[Writers] = field(default_factory=list)  # once they are agreed on
@@ -52,14 +48,14 @@ class State:
         self.update.refuse_reading("state_dict")
         if not self.update.shards.apart:
             return self.ownership.state_dict()
-        with self.guard.together(), self.update.shards.whole_weights():
+        with self.run.guard.together(), self.update.shards.whole_weights():
             return {name: value.detach() for name, value in self.ownership.state_dict().items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         self.training.drain()
-        with self.guard.together(), self.update.shards.whole_weights():
-            return self.ownership.full_state_dict(self.collectives)
+        with self.run.guard.together(), self.update.shards.whole_weights():
+            return self.ownership.full_state_dict(self.run.collectives)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See PipelineModule.load_state_dict."""
@@ -77,9 +73,9 @@ class State:
         """
         self.training.drain()
         contents = self._contents()
-        with self.guard.together():
+        with self.run.guard.together():
             if not self._writers:
-                self._writers.append(Writers(contents, self.collectives))
+                self._writers.append(Writers(contents, self.run.collectives))
             place = None if loader is None else loader.state_dict()
             return take_snapshot(contents, self._writers[0], step=self.training.num_steps, loader=place)
 
@@ -87,12 +83,12 @@ class State:
         self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
     ) -> SaveResult:
         """Bring a snapshot to the disk; beside training with `processes` of its own. Collective over the processes."""
-        return persist(folder, snapshot, processes=processes or self.collectives, own=self.own_checkpoints)
+        return persist(folder, snapshot, processes=processes or self.run.collectives, own=self.own_checkpoints)
 
     def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
         """See PipelineModule.save."""
         snapshot = self.snapshot(loader)
-        with self.guard.together():
+        with self.run.guard.together():
             result = self.persist(folder, snapshot)
         if result.is_mistake:
             raise ValueError(result.problem)
@@ -110,7 +106,7 @@ class State:
             stages=self.update.stages,
             loader=loader,
             own=self.own_checkpoints,
-            collectives=self.collectives,
+            collectives=self.run.collectives,
             agree=self._agree,
         )
         self.update.restart()
@@ -119,26 +115,26 @@ class State:
 
     def _say(self, text: str) -> None:
         """A warning from rank 0, for the line that called PipelineModule."""
-        if text and self.collectives.rank == 0:
+        if text and self.run.collectives.rank == 0:
             warnings.warn(text, stacklevel=4)
 
     def _contents(self) -> Contents:
-        owned = self.ownership.stages.items()
+        owned, owners, local = self.ownership.stages.items(), self.run.layout.schedule.owners, self.run.layout.place
         return Contents(
             ownership=self.ownership,
             stages=self._first(),
             parts=self.update.shards.parts if self.update.shards.apart else {},
-            first=frozenset(name for name, stages in owned if stages[0] in self.first_stages),
+            first=frozenset(name for name, stages in owned if owners[stages[0]][0] in local.local_ranks),
             schedule=self.update.schedule,
-            seed=self.seed,
+            seed=self.run.settings.seed,
             others=self.others,
             loss_scale=self.update.loss_scale,
         )
 
     def _agree(self, answer: Answer) -> None:
         """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""
-        with self.guard.together():
-            answers = self.collectives.gather(answer, what="loading a checkpoint")
+        with self.run.guard.together():
+            answers = self.run.collectives.gather(answer, what="loading a checkpoint")
         if len(answers) > 1:
             refuse_differing(answers)
 

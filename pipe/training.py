@@ -14,7 +14,7 @@ from numbers import Real
 
 import torch
 
-from ..comm import Collectives, Guard, HostClocks
+from ..comm import HostClocks
 from ..schedules import Timeline
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
@@ -24,11 +24,11 @@ from .batch.given import Given
 from .batch.gradients import hand_back
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
+from .context import Run
 from .measure.measurement import gather_records
 from .measure.steps import StepReports
 from .replan import BatchOrder
 from .run.engine import Engine
-from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
 from .update.gradients import check_norm_type
 from .update.interface import Known, Programs, Update
@@ -41,37 +41,36 @@ class Training:
         engine: of workers that train, on the ranks of `update`.
         update: flush or stream.
         unchanged: what the user may not change between two batches.
-        reports: are told of each step.
         clocks: of the hosts, for timelines.
-        order: of each batch; None: all have the update's.
     """
 
     def __init__(
         self,
+        run: Run,
         engine: Engine,
         update: Update,
-        *,
-        seeder: Seeder,
         reader: BatchReader,
-        guard: Guard,
-        collectives: Collectives,
+        *,
         unchanged: Unchanged,
-        reports: StepReports,
         clocks: HostClocks,
-        order: BatchOrder | None = None,
     ) -> None:
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
         self._update = update
-        self._seeder = seeder
+        self._seeder = run.seeder
         self._reader = reader
-        self._guard = guard
-        self._collectives = collectives
+        self._guard = run.guard
+        self._collectives = run.collectives
         self._unchanged = unchanged
-        self._reports = reports
+        self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
         self._clocks = clocks
-        self._order = order
+        replan = run.layout.replan
+        self._order = (
+            None
+            if replan is None
+            else BatchOrder(update.schedule, replan, collectives=run.collectives, guard=run.guard)
+        )
         self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
 

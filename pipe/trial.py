@@ -36,10 +36,10 @@ from ..partition.profiler.optimizers import NamedParameters, make_optimizers_of_
 from ..schedules import Costs, Timeline
 from ..schedules.registry import family
 from ..schedules.wording import count, duration, size
-from .assembly import Pipeline, assemble
 from .batch.given import Given
-from .layout import layout_of_plan
-from .settings import Settings
+from .build import Pipeline, build
+from .context import layout_of_plan
+from .options import Settings
 
 TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
 WITHIN = 0.1  # of the best predicted step: others that may be tried
@@ -298,7 +298,7 @@ class Trials:
         guard.stands_at(layout.place)
         first = given.on(settings.device).cut(layout.schedule.num_microbatches)[0]
         with guard.together():
-            pipeline = assemble(
+            pipeline = build(
                 lambda: first.arguments,
                 model=model,
                 stages=None,

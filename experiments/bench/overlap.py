@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pipe import PipelineModule
-from ...pipe.assembly import Pipeline
+from ...pipe.build import Pipeline
 from ...schedules import Collective, Costs, Schedule, simulate
 from .models import TINY_WIDTH, SleepingStage, drop_gradients
 from .records import OverlapTimes

@@ -47,7 +47,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     `replicas`: "any", or how many data replicas the planner may choose.
     """
     from ...pipe.auto import plan_here
-    from ...pipe.layout import TRIALS
+    from ...pipe.options import TRIALS
     from ..bench.sides import TIMEOUT
     from ..training.options import TrainOptions
     from ..training.pipeline import make_pipe
@@ -84,7 +84,7 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     """Layers that sleep for unequal times, three a rank."""
     from ...pipe import PipelineModule
     from ...pipe.auto import plan_here
-    from ...pipe.layout import TRIALS
+    from ...pipe.options import TRIALS
     from ..bench.plan_workloads import PLANNED_RUNS
     from ..bench.sides import TIMEOUT
     from ..bench.whole_models import planned_problem

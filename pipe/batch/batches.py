@@ -10,13 +10,30 @@ from typing import NamedTuple
 
 import torch
 
-from ...partition.graph.units import StageModule
+from ...partition.graph.forms import Tensors
 from ..stages.autocast import Autocast
-from ..stages.shapes import Signature
+from ..stages.shapes import Inferred, Signature
 from ..stages.slices import Span
 from ..stages.stage import LossValue
-from ..stages.wiring import OutputSpecs
 from .checksum import Identity
+
+
+class BatchPart(NamedTuple):
+    """One of the M microbatches of a batch, or a slice of one.
+
+    inputs: the model's; None of a microbatch of another data replica, whose target is None, too.
+    inferred: what all stages run for it, and what these give.
+    size: samples; tokens of a slice.
+    weight: its share of the samples (or tokens) of its update group.
+    span: tokens of a slice.
+    """
+
+    inputs: Tensors | None
+    target: object
+    inferred: Inferred
+    size: int
+    weight: float
+    span: Span | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,39 +44,25 @@ class Batch:
     be of the same sizes; the losses that travel say what they really are.
 
     Arguments:
-        inputs: [num_inputs][M] tensors; None for microbatches of other replicas.
-        targets: [M]; None of a microbatch of another replica.
-        has_target: whether there is one at all.
-        stages: [M] what all stages run.
-        specs: [M] output specs of all stages.
-        certain: [M] which gradients of the inputs of all stages always come.
-        sizes: [M] samples of each microbatch; tokens of each slice.
+        parts: [M].
+        has_target: whether there is a target at all.
         group_size: microbatches of one update group.
-        weights: [M] each microbatch's share of the samples (or tokens) of its update group, see `weigh`.
         step: number of this batch, for random numbers and reports.
         autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
         identity: to be compared with that of other ranks.
-        spans: [M] tokens of each slice; none where microbatches are whole.
         num_slices: of a microbatch.
         signatures: of this process's own microbatches (or slices): shapes and types.
         wants_grad: whether an input does.
     """
 
-    inputs: Sequence[Sequence[torch.Tensor | None]]
-    targets: list[object]
+    parts: list[BatchPart]
     has_target: bool
-    stages: Sequence[Sequence[StageModule]]
-    specs: Sequence[OutputSpecs]
-    certain: Sequence[Sequence[Sequence[bool]]]
-    sizes: Sequence[int]
     group_size: int
-    weights: Sequence[float]
     step: int
     autocast: Autocast
     identity: Identity
     replica: tuple[int, int] = (0, 1)
-    spans: Sequence[Span] = ()
     num_slices: int = 1
     signatures: Sequence[Signature] = ()
     wants_grad: bool = False
@@ -67,16 +70,17 @@ class Batch:
     @property
     def num_items(self) -> int:
         """N: samples, or tokens of slices, that losses are means over."""
-        return sum(self.sizes)
+        return sum(part.size for part in self.parts)
 
     @property
     def num_samples(self) -> int:
         """N without slices, and with them, too."""
-        return self.num_items // self.spans[0].total if self.spans else self.num_items
+        span = self.parts[0].span
+        return self.num_items if span is None else self.num_items // span.total
 
     def group_items(self, group: int) -> int:
         """Samples, or tokens of slices, of update group `group` of this batch."""
-        return sum(self.sizes[group * self.group_size : (group + 1) * self.group_size])
+        return sum(part.size for part in self.parts[group * self.group_size : (group + 1) * self.group_size])
 
 
 def weigh(sizes: Sequence[int], group_size: int) -> list[float]:
@@ -163,7 +167,7 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
     Raises ValueError where only some losses have a count.
     """
     order = sorted(losses)
-    weights, step = batch.weights, batch.step
+    parts, step = batch.parts, batch.step
     values = torch.stack([losses[k][0].to(torch.float64) for k in order])
     with_count = [losses[k][1] is not None for k in order]
     if any(with_count) != all(with_count):
@@ -175,13 +179,13 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
         total = values.cumsum(0)[-1]  # in order, as a loop would add them
         counts = torch.stack([c.to(values) for k in order if (c := losses[k][1]) is not None]).cumsum(0)[-1]
     else:
-        total = (values * torch.tensor([weights[k] for k in order], dtype=torch.float64).to(values)).cumsum(0)[-1]
+        total = (values * torch.tensor([parts[k].weight for k in order], dtype=torch.float64).to(values)).cumsum(0)[-1]
         counts = torch.zeros_like(total)
     bad = ~values.isfinite()
     first_bad = bad.to(torch.int8).argmax()
     number = torch.tensor([k // batch.num_slices for k in order]).to(first_bad)[first_bad]
     microbatch = torch.where(bad.any(), number, -1)
-    known = [sum(batch.sizes[k] for k in order), batch.group_items(group), *batch.identity]
+    known = [sum(parts[k].size for k in order), batch.group_items(group), *batch.identity]
     has_counts, *rest = torch.tensor([with_count[0], *known], dtype=torch.float64).to(values)
     return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad], *rest])
 

@@ -21,11 +21,11 @@ def hand_back(batch: Batch, by_rank: Sequence[BatchGradients], scale: float, col
     Arguments:
         by_rank: of the ranks of this process.
         scale: of all gradients of the batch.
-
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for slot, column in enumerate(batch.inputs):
-        wanted = [(k, x) for k, x in enumerate(column) if x is not None and x.requires_grad]
+    columns = zip(*(part.inputs for part in batch.parts if part.inputs is not None), strict=True)
+    for slot, column in enumerate(columns):
+        wanted = [(k, x) for k, x in enumerate(column) if x.requires_grad]
         if not wanted:
             continue
         sums = [x.new_zeros(x.shape) for _, x in wanted]

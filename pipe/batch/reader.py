@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-import torch
-
 from ...partition.graph.forms import Arguments
+from ...partition.graph.units import MODEL_INPUT
 from ...schedules import Schedule
+from ..context import Run
 from ..stages.autocast import Autocast
 from ..stages.shapes import Inferred, InferredStages, Signature
 from ..stages.slices import Span
-from .batches import Batch, weigh
+from .batches import Batch, BatchPart, weigh
 from .checksum import Identity, checksum, is_shape_alone
 from .given import Given, check_batch, check_like_example
-from .model_loss import ModelLoss
-from .sequence import NO_SEQUENCE, SequenceOptions, Slice
+from .sequence import Slice
 
 
 class Reads(NamedTuple):
@@ -34,64 +33,58 @@ class BatchReader:
     Arguments:
         schedule: of that mode.
         inference: of the stages' outputs.
-        own: microbatches that the batch of a call holds: all, or those of this process's data replica.
         example: arguments that the stages were built for.
-        sequence: how microbatches are cut into slices, if they are.
-        slices_agree: called once with the first microbatch and its slices, where values are at hand.
         has_loss: whether one is computed.
-        model_loss: of a model that returns its own loss: weighs the microbatches.
-        reads: the model inputs that stages of this process read, and whether one reads the target; the others may be
-            passed as meta tensors (shapes alone).
-        scales_loss: whether gradients may be in float16.
-        compares: whether other ranks must have passed the same batch.
-        together: entered around each cut. A batch that is refused is refused on every rank alike, unless each
-            replica has its own: then the others, which would go on without this one, are told.
+        slices_agree: called once with the first microbatch and its slices, where values are at hand.
+
+    Attributes:
+        reads: the others may be passed as meta tensors (shapes alone).
+
+    A batch that is refused is refused on every rank alike, unless each replica has its own: then the others, which
+    would go on without this one, are told.
     """
 
     def __init__(
         self,
+        run: Run,
         schedule: Schedule,
         *,
         inference: InferredStages,
-        own: range,
         example: Arguments,
-        sequence: SequenceOptions = NO_SEQUENCE,
-        slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
         has_loss: bool,
-        model_loss: ModelLoss | None,
-        device: torch.device,
-        reads: Reads,
-        scales_loss: bool,
-        compares: bool,
-        together: Callable[[], AbstractContextManager[None]],
+        slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
     ) -> None:
+        settings, place = run.settings, run.layout.place
+        M, n = schedule.num_microbatches, schedule.num_slices
         self._inference = inference
-        self._scales_loss = scales_loss
-        self._own = own
         self._example = example
-        self._sequence = sequence
+        self._settings = settings
         self._slices_agree = slices_agree
-        self._num_slices = schedule.num_slices
+        self._num_slices = n
         self._keeps = schedule.is_asynchronous
         self._has_loss = has_loss
-        self._model_loss = model_loss
-        self._device = device
-        self.reads = reads
-        self._compares = compares
-        self._together = together
+        self._model_loss = settings.model_loss if has_loss else None
+        self._compares = place.world.distributed
+        replicas_differ = place.replica[1] > 1 or settings.model_loss is not None
+        self._together: Callable[[], AbstractContextManager[None]] = (
+            run.guard.together if replicas_differ else nullcontext
+        )
         self._group_size = schedule.group_size
+        replica, num_replicas = place.replica
+        self._own = range(replica, M, num_replicas)
         # Microbatches of other replicas are taken to be as large as one's own.
-        self._like = [
-            k // own.step * schedule.num_slices + q
-            for k in range(schedule.num_microbatches)
-            for q in range(schedule.num_slices)
-        ]
-        self._is_own = [k in own for k in range(schedule.num_microbatches) for _ in range(schedule.num_slices)]
+        self._like = [k // num_replicas * n + q for k in range(M) for q in range(n)]
+        self._is_own = [k in self._own for k in range(M) for _ in range(n)]
+        refs = [ref for s in run.local_stages for ref in inference.stages[s].inputs]
+        self.reads = Reads(
+            inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
+            target=has_loss and schedule.num_stages - 1 in run.local_stages,
+        )
 
     def read(self, given: Given, *, step: int, call: Identity) -> Batch:
         """The batch of a call; ValueError for one that does not fit the pipeline."""
         with self._together():
-            own, device = self._own, self._device
+            own, device = self._own, self._settings.device
             check_batch(given, len(own))
             has_target = self._has_loss and self._model_loss is None
             for part in given.parts:
@@ -117,25 +110,25 @@ class BatchReader:
             if self._model_loss is not None and self.reads.target:
                 targets = self._model_loss.weigh(microbatches)
             items = [samples * length for samples, length in (sizes[j] for j in self._like)]
-            columns = list(zip(*(each.tensors for each in microbatches), strict=True))
+            weights = weigh(items, self._group_size)
             return Batch(
-                inputs=[
-                    [column[j] if k else None for k, j in zip(self._is_own, self._like, strict=True)]
-                    for column in columns
+                parts=[
+                    BatchPart(
+                        inputs=microbatches[j].tensors if is_own else None,
+                        target=targets[j] if is_own else None,
+                        inferred=inferred[j],
+                        size=items[number],
+                        weight=weights[number],
+                        span=spans[j] if spans else None,
+                    )
+                    for number, (is_own, j) in enumerate(zip(self._is_own, self._like, strict=True))
                 ],
                 has_target=self._has_loss,
-                targets=[targets[j] if k else None for k, j in zip(self._is_own, self._like, strict=True)],
-                stages=[inferred[j].stages for j in self._like],
-                specs=[inferred[j].specs for j in self._like],
-                certain=[inferred[j].certain for j in self._like],
-                sizes=items,
                 group_size=self._group_size,
-                weights=weigh(items, self._group_size),
                 step=step,
                 autocast=Autocast.now(device.type),
                 replica=(own.start, own.step),
                 identity=call,
-                spans=[spans[j] for j in self._like] if spans else (),
                 num_slices=self._num_slices,
                 signatures=signatures,
                 wants_grad=any(any(each.wants_grad) for each in signatures),
@@ -143,7 +136,7 @@ class BatchReader:
 
     def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[Span]]:
         """The slices of all microbatches."""
-        slices = [self._sequence.cut(each, self._num_slices) for each in microbatches]
+        slices = [self._settings.sequence.cut(each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:
             self._slices_agree(microbatches[0], slices[0])
             self._slices_agree = None
@@ -151,11 +144,12 @@ class BatchReader:
 
     def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
         place = next((each.float16 for each in inferred if each.float16 is not None), None)
-        if place is not None and not self._scales_loss:
+        if place is not None and self._settings.grad_scaler is None:
+            kind = self._settings.device.type
             raise ValueError(
                 f"{place} in torch.float16, where small gradients become 0 without a loss scale: expected "
-                f"PipelineModule(..., grad_scaler=torch.amp.GradScaler({self._device.type!r})), or torch.bfloat16, "
-                f"which needs none"
+                f"PipelineModule(..., grad_scaler=torch.amp.GradScaler({kind!r})), or torch.bfloat16, which "
+                f"needs none"
             )
 
     def _refuse_shapes_alone(self, given: Given) -> None:

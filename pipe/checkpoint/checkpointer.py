@@ -123,12 +123,14 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         problem = ""
         try:
-            if state.collectives.rank == 0:
+            if state.run.collectives.rank == 0:
                 self._lock = FolderLock(folder)
         except (OSError, ValueError) as error:
             problem = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-        with state.guard.together():
-            _check_agreement(state.collectives.gather(_Agreed(every, overhead, problem), what="opening a checkpointer"))
+        with state.run.guard.together():
+            _check_agreement(
+                state.run.collectives.gather(_Agreed(every, overhead, problem), what="opening a checkpointer")
+            )
         self.every: int = self._interval.every if self._interval is not None else int(every)
         self._last = state.training.num_steps
         self._due = self._last + self.every
@@ -257,7 +259,7 @@ class Checkpointer:
         if one is None:
             return
         assert one.thread is not None
-        with self._state.guard.together():
+        with self._state.run.guard.together():
             self._state.update.gate.enter()  # without an update, nothing else would look
             one.thread.join(self._timeout)
             if one.thread.is_alive():
@@ -265,7 +267,7 @@ class Checkpointer:
                 peers = tuple(one.missing())
                 raise PipelineTimeout(
                     f"the checkpoint behind step {one.step} is not written after {self._timeout:g} s: rank "
-                    f"{', '.join(map(str, peers)) or self._state.collectives.rank} has not written its part",
+                    f"{', '.join(map(str, peers)) or self._state.run.collectives.rank} has not written its part",
                     peers=peers,
                 )
         self._end(one)
@@ -290,15 +292,17 @@ class Checkpointer:
         if result.problem and result.is_mistake and is_first:
             raise ValueError(result.problem)
         text = result.caution or (f"{result.problem}; training goes on, and tries again" if result.problem else "")
-        if text and self._state.collectives.rank == 0:
+        if text and self._state.run.collectives.rank == 0:
             warnings.warn(text, stacklevel=4)
 
     def _decide(self) -> None:
         """Whether one is due now, after what the last one has cost."""
         if self._interval is None or not self.records:
             return
-        with self._state.guard.together():
-            costs = self._state.collectives.gather(self._clock.cost(), what="agreeing on the interval of checkpoints")
+        with self._state.run.guard.together():
+            costs = self._state.run.collectives.gather(
+                self._clock.cost(), what="agreeing on the interval of checkpoints"
+            )
         self.every = self._interval.learn(costs)
         self._due = self._last + self.every
 

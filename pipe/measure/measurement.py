@@ -46,7 +46,7 @@ class Measurement:
         self._assemble = assemble
         self._collectives = collectives
         self._guard = guard
-        self._clocks = clocks
+        self.clocks = clocks
         self._latency: float | None = None  # measured once [s]
 
     def costs(self) -> Costs:
@@ -77,7 +77,7 @@ class Measurement:
                 table,
                 schedule=self._schedule,
                 assemble=self._assemble,
-                clocks=self._clocks,
+                clocks=self.clocks,
             )
 
     def forget(self) -> None:

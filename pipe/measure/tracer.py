@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
-from ...comm import Collectives, Guard, HostClocks
-from ...partition.plans.plan import Plan
 from ...schedules import Costs, Schedule, Spread, StageBytes, StepSamples, flushed, simulate, simulate_spread
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.run_file import RunFile
@@ -36,6 +34,7 @@ from ...schedules.timing.trace_file import (
     step_line,
     trace_path,
 )
+from ..context import Run
 from .measurement import Measurement
 
 TraceEvery = int | Literal["auto"]
@@ -67,29 +66,26 @@ def check_every(every: object) -> None:
         raise ValueError(f"every={every!r}: expected a number of steps, 0 for the last one only, or 'auto'")
 
 
+class Trained(Protocol):
+    """Training as far as it has come: the batches so far, and records of the newest, to be read now or later."""
+
+    num_steps: int
+
+    def snapshots(self) -> Snapshots: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """Run as a tracer sees it.
 
     Arguments:
-        ranks: of the schedule, in this process.
-        num_steps: batches trained on so far.
-        snapshots: records of the newest one, to be read now or later.
-        plan: that is carried out, if there is one.
-        flush_first: batches that end in a flush, of a schedule without one.
         cut: what makes the stages the same as another run's, for people or not.
     """
 
+    run: Run
     schedule: Schedule
-    ranks: tuple[int, ...]
-    num_steps: Callable[[], int]
-    snapshots: Callable[[], Snapshots]
+    training: Trained
     measurement: Measurement
-    clocks: HostClocks
-    collectives: Collectives
-    guard: Guard
-    plan: Plan | None
-    flush_first: int
     cut: str
 
 
@@ -105,27 +101,27 @@ class Tracer:
         self._folder = folder
         self._every = every
         self._traced = traced
-        self._path = trace_path(folder, traced.collectives.rank)
+        self._path = trace_path(folder, traced.run.collectives.rank)
         self._is_open = True
         self._written = 0  # bytes
         self._last_written = -1  # step
         self._newest: tuple[int, Snapshots] | None = None  # of no step that was written
         self._compared = float("-inf")  # when the newest reading was taken that is in the file
-        self._next = traced.num_steps()
+        self._next = traced.training.num_steps
         self._stages: tuple[StageBytes, ...] = ()
-        with traced.guard.together():
-            traced.clocks.compare()
+        with traced.run.guard.together():
+            traced.measurement.clocks.compare()
             mine = (secrets.token_hex(4), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-            self._run, started = traced.collectives.gather(mine, what="beginning a trace")[0]
+            self._run, started = traced.run.collectives.gather(mine, what="beginning a trace")[0]
         self._begin(started)
 
     def step(self) -> bool:
         """Behind each `train_step`: trace it where that is due. Returns whether it was; never waits for another."""
-        step = self._traced.num_steps() - 1
+        step = self._traced.training.num_steps - 1
         if step < self._next:
             return False
         self._next = step + 1
-        self._newest = (step, self._traced.snapshots())
+        self._newest = (step, self._traced.training.snapshots())
         return self._write_newest() if is_traced(step, self._every) else False
 
     def note_bytes(self, stages: Sequence[StageBytes]) -> None:
@@ -139,10 +135,14 @@ class Tracer:
 
         Returns, in process 0, steps that it drew from the spread, if there is one.
         """
-        if self._traced.collectives.rank != 0:
+        if self._traced.run.collectives.rank != 0:
             return None
-        schedule, plan = self._traced.schedule, self._traced.plan
-        ran = flushed(schedule) if 0 < self._traced.num_steps() <= self._traced.flush_first else schedule
+        schedule, plan = self._traced.schedule, self._traced.run.layout.plan
+        ran = (
+            flushed(schedule)
+            if 0 < self._traced.training.num_steps <= self._traced.run.settings.flush_first
+            else schedule
+        )
         sampled = None if spread is None else simulate_spread(ran, costs, spread)
         file = RunFile(
             schedule=schedule,
@@ -169,8 +169,8 @@ class Tracer:
             return None
         self._write_newest()
         self._next = -1
-        with self._traced.guard.together():
-            self._traced.clocks.compare()
+        with self._traced.run.guard.together():
+            self._traced.measurement.clocks.compare()
         self._append(self._clock_lines())
         try:
             costs = self._traced.measurement.costs()
@@ -191,8 +191,8 @@ class Tracer:
             self._write_newest()
 
     def _begin(self, started: str) -> None:
-        traced, number = self._traced, self._traced.collectives.rank
-        machines = traced.clocks.machines
+        traced, number = self._traced, self._traced.run.collectives.rank
+        machines = traced.measurement.clocks.machines
         schedule, mine = traced.schedule, machines[number]
         is_first = machines.index(mine) == number
         header = TraceHeader(
@@ -200,14 +200,14 @@ class Tracer:
             started=started,
             process=number,
             num_processes=len(machines),
-            ranks=traced.ranks,
+            ranks=traced.run.layout.place.local_ranks,
             machine=mine,
             origin=machines[0],
             host=platform.node(),
             first_step=self._next,
             digest=digest(schedule),
             schedule=schedule if keeps_schedule(schedule, is_first_on_host=is_first) else None,
-            flush_first=traced.flush_first,
+            flush_first=traced.run.settings.flush_first,
             cut=short_digest(traced.cut),
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
         )
@@ -216,7 +216,7 @@ class Tracer:
 
     def _clock_lines(self) -> bytes:
         """The readings that are not in the file: those of the two ends, and of timelines between."""
-        readings = list(self._traced.clocks.readings)
+        readings = list(self._traced.measurement.clocks.readings)
         fresh = [reading for reading in readings if reading.at > self._compared]
         self._compared = max((reading.at for reading in readings), default=self._compared)
         return b"".join(clock_line(self._run, reading) for reading in fresh)

@@ -49,13 +49,6 @@ class Sharding:
         return tuple(Collective((stage,), op, 0) for stage in stages for op in (Op.UNSHARD, Op.RESHARD))
 
 
-def check_data_parallel(data_parallel: str) -> str:
-    """The option; ValueError for an unknown word."""
-    if data_parallel not in DATA_PARALLEL:
-        raise ValueError(f"data_parallel={data_parallel!r}: expected one of {', '.join(map(repr, DATA_PARALLEL))}")
-    return data_parallel
-
-
 def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
     """The same for each stage, over all ranks that hold it.
 

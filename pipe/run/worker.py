@@ -31,7 +31,7 @@ from ...schedules.messages import STAGE_KINDS
 from ...schedules.moves import find_moves
 from ...schedules.needs import Wire
 from ...schedules.program import GroupStep, RankProgram
-from ..batch.batches import Batch
+from ..batch.batches import BatchPart
 from ..parallel.tensor_group import settled
 from ..stages.moving import Host
 from ..stages.presence import Gradients, pack, unpack
@@ -170,7 +170,8 @@ class Worker(ABC):
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._batch_indices)
             batch = self._updates.batches[number]
-            return self._wiring.message_specs(message, batch.specs[k], batch.certain[k])
+            inferred = batch.parts[k].inferred
+            return self._wiring.message_specs(message, inferred.specs, inferred.certain)
         return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
@@ -211,13 +212,15 @@ class Worker(ABC):
         if self._updates.shards.awaited:
             self._updates.shards.whole(s)
 
-    def _inputs(self, s: int, index: int, batch: Batch, k: int) -> list[torch.Tensor]:
+    def _inputs(self, s: int, index: int, part: BatchPart) -> list[torch.Tensor]:
         ports = self._ports[s]
         arrived = [self._take_in(wire, index) for wire in ports.takes]
         inputs = []
         for number, position in ports.inputs:
-            x = batch.inputs[position][k] if number == MODEL_INPUT else arrived[number][position]
-            assert x is not None, f"an input of microbatch {k}, which belongs to another data replica"
+            given = part.inputs if number == MODEL_INPUT else arrived[number]
+            assert given is not None, f"an input of microbatch {index}, which belongs to another data replica"
+            x = given[position]
+            assert x is not None
             inputs.append(x)
         return inputs
 
@@ -273,20 +276,22 @@ class TrainingWorker(Worker):
                     self._stages[s].weight_grad(index)
             return
         self._unshard(s)
+        part = batch.parts[k]
+        specs, span = part.inferred.specs[s], part.span
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             if op is Op.F:
-                slices = _WHOLE if self._slices is None else self._slices.forward(s, index, batch.spans[k])
-                inputs, wants_grad = self._inputs(s, index, batch, k), self._ports[s].wants_grad
+                slices = _WHOLE if self._slices is None or span is None else self._slices.forward(s, index, span)
+                inputs, wants_grad = self._inputs(s, index, part), self._ports[s].wants_grad
                 if batch.wants_grad:
                     wants_grad = tuple(w or x.requires_grad for w, x in zip(wants_grad, inputs, strict=True))
                 with batch.autocast.again(), slices:  # a drain runs behind the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
-                        batch.stages[k][s],
+                        part.inferred.stages[s],
                         inputs,
                         wants_grad,
-                        batch.targets[k],
+                        part.target,
                         version=self._updates.version(s, index),
                         is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
                         has_backward=self._trains(s),
@@ -295,17 +300,17 @@ class TrainingWorker(Worker):
                 if loss is not None:
                     self._updates.note_loss(index, loss)
                 else:
-                    self._hand_on(s, index, outputs, batch.specs[k][s])
+                    self._hand_on(s, index, outputs, specs)
             else:
                 stage = self._stages[s]
                 run = stage.input_grad if op is Op.I and action not in self._fused else stage.backward
-                gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
+                gradients = self._output_gradients(s, index, len(specs))
                 group = index // batch.group_size
                 graded = (True,) if s == self._last else self._ports[s].graded
-                slices = _WHOLE if self._slices is None else self._slices.backward(s, index, batch.spans[k])
+                slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
                 with batch.autocast.off(), slices:
                     by_input = run(index, gradients, graded, group=group, autocast=batch.autocast)
-                self._hand_back(s, index, by_input, batch.certain[k][s])
+                self._hand_back(s, index, by_input, part.inferred.certain[s])
                 for (number, slot), gradient in zip(self._ports[s].inputs, by_input, strict=True):
                     if number == MODEL_INPUT and gradient is not None:
                         known = self.batch_gradients.get((slot, k))
@@ -349,10 +354,11 @@ class EvaluationWorker(Worker):
         s, _, k = action
         self._unshard(s)
         batch = self._updates.batches[0]
+        part = batch.parts[k]
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             outputs, loss = self._stages[s].evaluate_forward(
-                batch.stages[k][s], self._inputs(s, k, batch, k), batch.targets[k], has_target=batch.has_target
+                part.inferred.stages[s], self._inputs(s, k, part), part.target, has_target=batch.has_target
             )
         finally:
             self._seeder.end()
@@ -361,7 +367,7 @@ class EvaluationWorker(Worker):
         if s == self._last:
             self.outputs[k] = tuple(map(settled, outputs))
         else:
-            self._hand_on(s, k, outputs, batch.specs[k][s])
+            self._hand_on(s, k, outputs, part.inferred.specs[s])
 
 
 def _added(known: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:

@@ -104,7 +104,7 @@ class RankUpdate:
         batch = self.batches[number]
         value, count = self._own[index // self._group_size][k]
         # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
-        weight = batch.weights[k] if count is None else 1.0 / batch.group_items(k // self._group_size)
+        weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
         return torch.full_like(value, weight * self.scale_of(index // self._group_size))
 
     def specs(self, message: Message) -> list[TensorSpec]:

@@ -177,7 +177,8 @@ class FlushRank(RankUpdate):
         self._factor, self._numbers = 1.0, None
         if self._sums and self._replicas:
             number, count = batch.replica
-            samples = torch.tensor([sum(batch.sizes[number::count])], dtype=torch.float64, device=self._device)
+            own = sum(part.size for part in batch.parts[number::count])
+            samples = torch.tensor([own], dtype=torch.float64, device=self._device)
             what = "counting the samples of all data replicas"
             self._samples = samples, self._collectives.begin_all_reduce(samples, what=what, ranks=self._replicas)
 

@@ -173,7 +173,7 @@ class SpeculativeUpdate(FlushUpdate):
         begun = self._execution.warm_up
         first = {rank: begun.first[rank] for rank in programs}
         under_way = {rank: begun.under_way[rank] for rank in programs}
-        targets = [copied(target) for target in batch.targets]  # a loss may change them in place
+        parts = [part._replace(target=copied(part.target)) for part in batch.parts]  # a loss may change them in place
         buffers = _Buffers(self._parts.model.root)
         yield first, True
         try:
@@ -187,7 +187,7 @@ class SpeculativeUpdate(FlushUpdate):
             take_back(under_way)
             for recorder in self._recorders.values():
                 recorder.begin_again()
-            batch.targets[:] = targets
+            batch.parts[:] = parts
             yield first, True
         yield {rank: begun.rest[rank] for rank in programs}, False
 

@@ -17,18 +17,16 @@ from functools import partial
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from ...comm import Collectives, Guard, MeshPlace
 from ...partition.graph.forms import Tensors
 from ...partition.graph.untouched import untouched
 from ...schedules import Schedule
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
+from ..context import Run
 from ..evaluation import Evaluation
-from ..settings import Settings
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
-from ..stages.randomness import Seeder
 from ..training import Training
 from ..update.gradients import clip_factor
 from ..update.interface import Update
@@ -65,49 +63,40 @@ class Verifier:
     Arguments:
         plain: the copy of the user's model; None where this process does not judge, and where nobody has one.
         regions: what the tensor group divides; None where there is none.
-        has_copy: whether the judge has one.
-        given: whether the model was given as stages.
     """
 
     def __init__(
         self,
+        run: Run,
         plain: PlainModule | None,
         *,
         regions: Regions | None,
-        has_copy: bool,
-        given: bool,
         training: Training,
         evaluation: Evaluation,
         update: Update,
         ownership: Ownership,
         parts: CutModel,
-        place: MeshPlace,
-        seeder: Seeder,
-        collectives: Collectives,
-        guard: Guard,
-        settings: Settings,
     ) -> None:
+        self._run = run
         self._plain = plain
         self._regions = regions
-        self._has_copy = has_copy
-        self._given = given
         self._training = training
         self._evaluation = evaluation
         self._update = update
         self._ownership = ownership
         self._parts = parts
-        self._place = place
-        self._seeder = seeder
-        self._collectives = collectives
-        self._guard = guard
-        self._settings = settings
+        self._place = run.layout.place
+        self._seeder = run.seeder
+        self._collectives = run.collectives
+        self._guard = run.guard
+        self._settings = run.settings
 
     def verify(self, given: Given) -> Verification:
         """See PipelineModule.verify. Collective over the processes."""
         self._settings.require_loss()
         if not self._place.world.distributed:
-            self._plain = PlainModule(self._parts.model, self._settings.loss_fn, given=self._given)
-        elif not self._has_copy:
+            self._plain = PlainModule(self._parts.model, self._settings.loss_fn, given=self._run.model is None)
+        elif not self._run.verifies:
             raise ValueError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
@@ -344,9 +333,7 @@ class Verifier:
         mine, count = self._place.replica
         if count == 1:
             return [given]
-        speaks = self._schedule.num_stages - 1 in {
-            stage for rank in self._place.local_ranks for stage in self._schedule.placement[rank]
-        }
+        speaks = self._schedule.num_stages - 1 in self._run.local_stages
         own = (mine, [(part.arguments.tensors, part.target) for part in given.parts]) if speaks else None
         spoken = self._collectives.gather(own, what="gathering batches for verify")
 

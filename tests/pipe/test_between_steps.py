@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import Arguments, BatchReader, FlatGradients, Given, Identity, Reads
+from support.inside import Arguments, BatchReader, FlatGradients, Given, Identity
 from support.small import WIDTH, X, Y, make, stream
 from torch import Tensor, nn
 
@@ -103,6 +103,8 @@ def test_a_gradient_that_no_rank_has_stays_none_on_its_way() -> None:
 class NoStages:
     """Stands in for inference: a microbatch's specs are its own signature."""
 
+    stages = (SimpleNamespace(inputs=()), SimpleNamespace(inputs=()))
+
     def of(self, microbatch: object) -> object:
         return SimpleNamespace(stages=(), specs=microbatch, certain=(), float16=None, digest=str)
 
@@ -111,24 +113,19 @@ class NoStages:
 def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(replica: int) -> None:
     schedule = build("gpipe", num_ranks=2, num_microbatches=6)
     own = range(replica, 6, 3)
-    reader = BatchReader(
-        schedule,
-        inference=NoStages(),  # type: ignore[arg-type]
-        own=own,
-        example=Arguments.of((torch.zeros(3, 1),)),
-        has_loss=True,
-        model_loss=None,
-        device=torch.device("cpu"),
-        reads=Reads(inputs=frozenset({0}), target=True),
-        compares=True,
-        scales_loss=False,
-        together=nullcontext,
+    run = SimpleNamespace(
+        settings=SimpleNamespace(device=torch.device("cpu"), model_loss=None, grad_scaler=None),
+        layout=SimpleNamespace(place=SimpleNamespace(replica=(replica, 3), world=SimpleNamespace(distributed=True))),
+        guard=SimpleNamespace(together=nullcontext),
+        local_stages=[0, 1],
     )
+    example = Arguments.of((torch.zeros(3, 1),))
+    reader = BatchReader(run, schedule, inference=NoStages(), example=example, has_loss=True)  # type: ignore[arg-type]
     x = torch.arange(5.0).unsqueeze(1)  # microbatches of 3 and of 2 samples
     batch = reader.read(Given(arguments=Arguments.of((x,)), target=-x), step=4, call=Identity(0.0, 1.0))
-    assert [None if part is None else part.flatten().tolist() for part in batch.inputs[0]] == [
+    assert [None if part.inputs is None else part.inputs[0].flatten().tolist() for part in batch.parts] == [
         ([0.0, 1.0, 2.0] if k < 3 else [3.0, 4.0]) if k in own else None for k in range(6)
     ]
-    assert [target is not None for target in batch.targets] == [k in own for k in range(6)]
-    assert list(batch.sizes) == [3, 3, 3, 2, 2, 2]
+    assert [part.target is not None for part in batch.parts] == [k in own for k in range(6)]
+    assert [part.size for part in batch.parts] == [3, 3, 3, 2, 2, 2]
     assert batch.replica == (replica, 3)

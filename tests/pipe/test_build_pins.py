@@ -5,10 +5,12 @@ pytest tests/pipe/test_build_pins.py --update-golden      writes data/pins/colle
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import warnings
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import tensor_models
+from support.inside import Settings, read_options
 from support.pool import Pool
 from support.small import X, Y, layers, make
 from torch import nn
@@ -72,6 +75,25 @@ def test_of_two_mistakes_the_first_one_is_told(pair: tuple[tuple[str, dict[str, 
             make(**({"model": layers()} | options))
 
 
+class Read(dict[str, Any]):
+    """Options that note which of them were asked for."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+
+def test_no_option_of_the_constructor_is_forgotten() -> None:
+    names = dict(inspect.signature(PipelineModule).parameters)
+    options = Read({name: parameter.default for name, parameter in names.items()} | {"model": layers()})
+    read_options(options)
+    assert options.asked | {field.name for field in fields(Settings)} == {*names, "sequence"}
+
+
 def language_model() -> nn.Module:
     torch.manual_seed(0)
     return tensor_models.Model()
@@ -113,8 +135,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def together(names: list[str]) -> dict[str, list[str]]:
-    """What this process does with others in each of these runs, from the constructor to the end: what, with whom."""
+def together(name: str) -> list[str]:
+    """What this process does with others in a run, from the constructor to the end: what, with whom."""
     warnings.simplefilter("ignore")
     done: list[str] = []
     run, make_group = Collectives._run, dist.new_group
@@ -128,39 +150,34 @@ def together(names: list[str]) -> dict[str, list[str]]:
         return make_group(ranks, *arguments, **options)
 
     Collectives._run, dist.new_group = recorded_run, recorded_group  # type: ignore[method-assign]
-    found = {}
     try:
-        for name in names:
-            done.clear()
-            options = RUNS[name]
-            tokens = options["mesh"].get("tensor", 1) > 1
-            torch.manual_seed(0)
-            given: dict[str, Any] = {"optimizer": adam, "loss_fn": cross_entropy if tokens else F.mse_loss}
-            model = language_model() if tokens else layers(8)
-            pipe = PipelineModule(model, **(given | {"num_microbatches": 4} | options))
-            batch = (TOKENS, TOKENS) if tokens else (X, Y)
-            done.append("built:")
-            pipe.build(*batch[: 1 if options.get("loss_fn", 1) is None else 2])
-            done.append("run:")
-            if options.get("loss_fn", 1) is not None:
-                pipe.train_step(*batch)
-                pipe.train_step(*batch)
-            pipe.predict(batch[0])
-            pipe.full_state_dict()
-            pipe.close()
-            dist.barrier()
-            found[name] = list(done)
+        options = RUNS[name]
+        tokens, has_loss = options["mesh"].get("tensor", 1) > 1, options.get("loss_fn", 1) is not None
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"optimizer": adam, "loss_fn": cross_entropy if tokens else F.mse_loss}
+        model = language_model() if tokens else layers(8)
+        pipe = PipelineModule(model, **(given | {"num_microbatches": 4} | options))
+        batch = (TOKENS, TOKENS) if tokens else (X, Y)
+        done.append("built:")
+        pipe.build(*batch[: 1 + has_loss])
+        done.append("run:")
+        for _ in range(2 if has_loss else 0):
+            pipe.train_step(*batch)
+        pipe.predict(batch[0])
+        pipe.full_state_dict()
+        pipe.close()
     finally:
         Collectives._run, dist.new_group = run, make_group  # type: ignore[method-assign]
-    return found
+    return done
 
 
 @pytest.mark.gloo
-def test_what_processes_do_together_stays_the_same(gloo: Pool, update_golden: bool) -> None:
-    by_rank = gloo.run(together, ranks=4, args=(list(RUNS),))
-    found = {name: {str(rank): by_rank[rank][name] for rank in (0, 3)} for name in RUNS}
-    if update_golden:
-        PINNED.write_text(json.dumps(found, indent=0) + os.linesep)
+@pytest.mark.parametrize("name", RUNS)
+def test_what_processes_do_together_stays_the_same(gloo: Pool, name: str, update_golden: bool) -> None:
+    by_rank = gloo.run(together, ranks=4, args=(name,))
+    found = {str(rank): by_rank[rank] for rank in (0, 3)}
     pinned = json.loads(PINNED.read_text())
-    for name, ranks in pinned.items():
-        assert found[name] == ranks, name
+    if update_golden:
+        PINNED.write_text(json.dumps(pinned | {name: found}, indent=0) + os.linesep)
+    else:
+        assert found == pinned[name]

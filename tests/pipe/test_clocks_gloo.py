@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.inside import HostClock, connecting, early_messages
+from support.inside import HostClock, building, early_messages
 from support.pool import Pool
 from support.small import X, Y, make
 
@@ -20,7 +20,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host and a clock of its own for this process."""
     rank = dist.get_rank()
     monkeypatch.setattr(HostClock, "stamp", lambda self: time.perf_counter() + AHEAD[rank])
-    monkeypatch.setattr(connecting, "machine", lambda: f"host {rank}")
+    monkeypatch.setattr(building, "machine", lambda: f"host {rank}")
 
 
 def train() -> dict[str, Any]:

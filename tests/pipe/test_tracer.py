@@ -15,7 +15,7 @@ from support.inside import (
     RunFile,
     TracedStep,
     TraceEvery,
-    connecting,
+    building,
     early_messages,
     find_traces,
     is_traced,
@@ -182,7 +182,7 @@ def traced_over_hosts(root: str) -> None:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(HostClock, "stamp", lambda self: time.perf_counter() + AHEAD[rank])
-        monkeypatch.setattr(connecting, "machine", lambda: "ab"[AHEAD[rank] > 0])
+        monkeypatch.setattr(building, "machine", lambda: "ab"[AHEAD[rank] > 0])
         with make(mesh={"pipe": 3}) as pipe, pipe.tracer(os.path.join(root, "ab"[AHEAD[rank] > 0]), every=1) as tracer:
             for _ in range(5):
                 pipe.train_step(X, Y)

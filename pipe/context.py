@@ -1,7 +1,7 @@
-"""Layout of a run, which schedule runs where: from the options of PipelineModule, or from a plan.
+"""What a pipeline runs with: its layout, which schedule runs where, and the context of one process's run.
 
 options  name or Schedule, mesh, split points, recompute -+
-                                                           +-> Layout -> assembly
+                                                           +-> Layout -> build
 plan     stages by node, ranks, schedule, recompute ------+
 """
 
@@ -11,29 +11,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
-from typing import TypeAlias
 
-from ..comm import Mesh, MeshPlace, World, read_mesh
+from torch import nn
+
+from ..comm import Collectives, Guard, Mesh, MeshPlace, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
-from ..schedules.own import OwnLike, find_own, sizes_of
+from ..schedules.kinds import one_of, option
+from ..schedules.own import find_own, sizes_of
 from ..schedules.transform import replicate
-from .model_options import refuse_beside
-from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
+from .options import AUTO, LayoutOptions, PlanLike, Settings
+from .parallel.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_of_plan
 from .parallel.tensor_option import NO_TENSOR_AXIS, TensorAxis
-from .replan import Replan, check_replan
-from .stages.recompute import Recompute, RecomputeLike, read_recompute
+from .replan import Replan
+from .stages.randomness import Seeder
+from .stages.recompute import Recompute, read_recompute
 
-AUTO = "auto"
 DEFAULT_SCHEDULE = "1f1b"
-TRIALS = 3  # of plans under schedule="auto", at most
-
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
-
-ScheduleLike: TypeAlias = OwnLike
-PlanLike = Plan | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,75 +62,67 @@ class Layout:
         self.tensor.check(self.place)
 
 
-def choose_layout(
-    *,
-    schedule: ScheduleLike | None,
-    plan: PlanLike | None,
-    mesh: Mapping[str, int] | str | None,
-    num_microbatches: int | None,
-    num_chunks: int | None,
-    num_slices: int | None,
-    split_points: Sequence[str] | None,
-    stages: Sequence[object] | None,
-    recompute: RecomputeLike,
-    data_parallel: str,
-    mesh_order: Sequence[str] | None = None,
-    tensor: TensorAxis = NO_TENSOR_AXIS,
-    replan: str | None = None,
-) -> Callable[[World], Layout] | None:
-    """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Context of one process's pipeline.
+
+    Arguments:
+        model, stages: one of them.
+        root: all modules of the model or stages.
+        verifies: whether a copy of the model is kept for `Verifier`.
+        guard: tells all processes what failed on one of them.
+    """
+
+    model: nn.Module | None
+    stages: Sequence[nn.Module] | None
+    root: nn.Module
+    layout: Layout
+    settings: Settings
+    verifies: bool
+    guard: Guard
+    collectives: Collectives
+    seeder: Seeder
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a loss_fn."""
+        return self.settings.loss_fn is not None
+
+    @property
+    def num_replicas(self) -> int:
+        """D."""
+        return self.layout.place.replica[1]
+
+    @property
+    def local_stages(self) -> list[int]:
+        """Those of this process, ascending."""
+        placement = self.layout.schedule.placement
+        return sorted({stage for rank in self.layout.place.local_ranks for stage in placement[rank]})
+
+
+def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
+    """Maker of the layout; None: under schedule="auto" the first batch decides.
 
     Raises ValueError for options that exclude each other.
     """
-    sizes = mesh_sizes(mesh)
-    check_replan(replan, schedule=schedule, plan=plan)
-    decided: dict[str, object] = {"num_chunks": num_chunks, "num_slices": num_slices, "split_points": split_points}
-    decided["stages"] = stages
-    check_data_parallel(data_parallel)
-    decided |= {"recompute": None if recompute == "none" else recompute}
-    decided |= {"data_parallel": None if data_parallel == "replicate" else data_parallel}
-    if plan is not None:
-        refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes, "mesh_order": mesh_order})
-        return partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches, tensor=tensor)
-    if schedule == AUTO:
+    sizes = options.mesh_sizes
+    options.check_replan()
+    option("data_parallel", options.data_parallel, one_of(DATA_PARALLEL))
+    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel")
+    if options.plan is not None:
+        options.refuse_beside("plan=", *decided, "schedule", "mesh", "mesh_order")
+        plan, number = read_plan(options.plan), options.num_microbatches
+        return partial(layout_of_plan, plan, num_microbatches=number, tensor=options.tensor)
+    if options.schedule == AUTO:
         members = (sizes or {}).get("tensor", 1)
-        refuse_beside('schedule="auto"', {**decided, "mesh_order": mesh_order})
+        options.refuse_beside('schedule="auto"', *decided, "mesh_order")
         if members != 1:
             raise ValueError(
                 f'mesh={{"tensor": {members}}} beside schedule="auto", which measures whole modules: expected '
                 f'"tensor": 1, or a schedule by name'
             )
         return None
-    return layout_of_options(
-        DEFAULT_SCHEDULE if schedule is None else schedule,
-        mesh=sizes,
-        mesh_order=mesh_order,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        num_slices=num_slices,
-        split_points=split_points,
-        recompute=recompute,
-        data_parallel=data_parallel,
-        tensor=tensor,
-    )
-
-
-def check_trials(trials: object, *, schedule: object) -> int:
-    """How many plans are tried at most; ValueError for what is no such number, and beside a plan that is given."""
-    if trials is None:
-        return TRIALS
-    if isinstance(trials, bool) or not isinstance(trials, Integral) or trials < 0:
-        raise ValueError(f"trials={trials!r}: expected a number of plans, 0 to try none")
-    if schedule != AUTO:
-        raise ValueError(f'trials={trials}: expected schedule="auto" beside it, whose plans are tried; or leave it out')
-    return int(trials)
-
-
-def mesh_sizes(mesh: Mapping[str, int] | str | None) -> Mapping[str, int] | None:
-    """Sizes by axis; None where the number of processes decides. ValueError for another word than "auto"."""
-    if isinstance(mesh, str) and mesh != AUTO:
-        raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
-    return None if isinstance(mesh, str) else mesh
+    return layout_of_options(options)
 
 
 def layout_of_plan(
@@ -184,26 +172,16 @@ def layout_of_plan(
     )
 
 
-def layout_of_options(
-    schedule: ScheduleLike,
-    *,
-    mesh: Mapping[str, int] | None,
-    mesh_order: Sequence[str] | None,
-    num_microbatches: int | None,
-    num_chunks: int | None,
-    num_slices: int | None,
-    split_points: Sequence[str] | None,
-    recompute: RecomputeLike,
-    data_parallel: str,
-    tensor: TensorAxis,
-) -> Callable[[World], Layout]:
+def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
     Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
     A name or a file that does not exist is refused at once, before anybody looks for other ranks.
     """
+    schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
+    mesh = options.mesh_sizes
     own = find_own(schedule, option="schedule=")
-    given = {"num_microbatches": num_microbatches, "num_chunks": num_chunks, "num_slices": num_slices}
+    given = {size: getattr(options, size) for size in _SIZES}
     whole: Schedule | None = None
     if own is None:
         canonical_name(str(schedule))
@@ -214,7 +192,7 @@ def layout_of_options(
         wanted = None if whole is None else whole.num_ranks
         if own is not None and own.takes_ranks and not (own.needs_ranks or world.distributed or "pipe" in (mesh or {})):
             wanted = own.build(given).num_ranks
-        axes = read_mesh(mesh, world, wanted=wanted, order=mesh_order)
+        axes = read_mesh(mesh, world, wanted=wanted, order=options.mesh_order)
         sizes = {size: number for size, number in given.items() if number is not None} | {"num_ranks": axes.pipe}
         otherwise = {"num_microbatches": 2 * axes.pipe}
         if own is None:
@@ -225,12 +203,12 @@ def layout_of_options(
         replicated = replicate(one, axes.data)
         return Layout(
             schedule=replicated,
-            split_points=split_points,
+            split_points=options.split_points,
             plan=None,
-            recompute=read_recompute(recompute, one.num_stages),
-            sharding=sharding_of(data_parallel, replicated, world),
+            recompute=read_recompute(options.recompute, one.num_stages),
+            sharding=sharding_of(options.data_parallel, replicated, world),
             place=MeshPlace(world=world, mesh=axes),
-            tensor=tensor,
+            tensor=options.tensor,
         )
 
     return make

@@ -1,0 +1,427 @@
+"""From a model, a layout and a batch to a pipeline, in numbered steps. Each part is complete when it is made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from ..comm import Collectives, Guard, HostClocks, machine
+from ..partition.graph.forms import Arguments
+from ..partition.graph.recorded.words import modules
+from ..partition.graph.untouched import untouched
+from ..partition.profiler.clock import clock_for
+from ..schedules import Schedule, Timeline
+from ..schedules.messages import Sharing
+from ..schedules.timing.records import RankRecord, as_it_ran
+from .batch.agreement import SamePrograms, agreed, check_agreement, describe
+from .batch.given import Given
+from .batch.sequence import Slice
+from .context import Layout, Run
+from .evaluation import Evaluation, warn_of_two_axes
+from .measure.measurement import Measurement
+from .measure.tracer import Traced
+from .options import Settings
+from .parallel.member_shards import divide_over_group, refuse_divided
+from .parallel.tensor_option import read_tensor_parallel
+from .run.engine import Engine
+from .run.ranks import Links, Mode, Ranks, links_of, wire
+from .run.worker import TrainingWorker
+from .slicing import check_stages
+from .stages.build import CutModel, cut_model
+from .stages.ownership import Ownership
+from .stages.randomness import Seeder
+from .stages.shapes import Signature
+from .stages.unchanged import Unchanged
+from .stages.wiring import OutputSpecs, same_outputs
+from .state import State
+from .training import Training
+from .update.flush import FlushExecution, batch_programs, make_flush_execution
+from .update.interface import UpdateParts
+from .update.speculative import speculative
+from .update.stream import StreamExecution, make_stream_execution
+from .verify.plain import PlainModule
+from .verify.regions import Regions
+from .verify.verification import Verifier
+
+_log = logging.getLogger("stagewright")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """One process's pipeline.
+
+    Arguments:
+        schedule: as it runs.
+        stage_num_parameters: [S] elements of each stage's parameters, those of all members of a tensor group.
+        engine: that trains.
+        traced: what a tracer looks at.
+    """
+
+    schedule: Schedule
+    parts: CutModel
+    stage_num_parameters: tuple[int, ...]
+    engine: Engine
+    training: Training
+    evaluation: Evaluation
+    state: State
+    measurement: Measurement
+    verifier: Verifier
+    traced: Traced
+
+
+def build(
+    first: Callable[[], Arguments],
+    *,
+    model: nn.Module | None,
+    stages: Sequence[nn.Module] | None,
+    layout: Layout,
+    settings: Settings,
+    guard: Guard,
+    verify: bool = False,
+) -> Pipeline:
+    """The pipeline for batches whose microbatches are like this one. Collective over the processes.
+
+    Arguments:
+        first: gives arguments of a microbatch; what it refuses, all ranks refuse.
+        model, stages: one of them.
+        verify: whether to keep a copy of the model for `Verifier`.
+        guard: is told how to let go of other ranks.
+
+    Raises ValueError, on every rank alike, for what does not fit together; the user's model is whole again then.
+    """
+    # 1. What processes do together; a microbatch that all of them know, and its slices
+    run = _begin(model, stages, layout, settings, guard=guard, verify=verify)
+    whole = Given(arguments=agreed(first, run.collectives, guard, what="the first batch"))
+    num_slices = layout.schedule.num_slices
+    slices = settings.sequence.cut(whole, num_slices) if num_slices > 1 else []
+    example = (slices[0].given if slices else whole).arguments
+    microbatch = Signature.of(example)
+
+    # 2. A copy to compare with, before the model is divided
+    refuse_divided(run.root)
+    judge = layout.place.process_of(layout.schedule.owners[-1][0], tensor=0)
+    is_judge = verify and judge == layout.place.world.rank
+    plain = PlainModule(run.root, settings.loss_fn, given=model is None) if is_judge else None
+
+    # 3. to 6. The model divided, cut, and in its place
+    placed = _place(run, example, whole, slices)
+
+    # 7. Programs, and the links that they need
+    execution = _execution(run, placed)
+    evaluation_programs = batch_programs(placed.evaluate.schedule, Sharing(loss=run.has_loss))
+    links = Links(run, links_of([*execution.programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
+
+    # 8. The update behind them
+    update = execution.make_update(_update_parts(run, placed, links))
+    now = clock_for(settings.device).now
+    clocks = HostClocks(run.collectives, place=layout.place, now=now, timeout=settings.timeout, machine=machine())
+    guard.on_failure(clocks.abort)
+
+    # 9. and 10. What trains, evaluates, measures, saves and verifies
+    _tell_of_two_axes(run, placed, microbatch)
+    ranks = Ranks(run, placed.parts, links, update, is_sliced=bool(slices))
+    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain)
+
+
+def _begin(
+    model: nn.Module | None,
+    stages: Sequence[nn.Module] | None,
+    layout: Layout,
+    settings: Settings,
+    *,
+    guard: Guard,
+    verify: bool,
+) -> Run:
+    collectives = Collectives(
+        layout.place, device=settings.device, timeout=settings.timeout, others_failed=guard.others_failed
+    )
+    guard.on_failure(collectives.abort)
+    member, runs_again = layout.place.tensor[0], layout.recompute.runs_again
+    return Run(
+        model=model,
+        stages=stages,
+        root=nn.ModuleList(stages) if model is None else model,
+        layout=layout,
+        settings=settings,
+        verifies=verify,
+        guard=guard,
+        collectives=collectives,
+        seeder=Seeder(settings.seed, settings.device, runs_again=runs_again, member=member),
+    )
+
+
+def _assembled(
+    run: Run, placed: _Placed, ranks: Ranks, *, example: Arguments, clocks: HostClocks, plain: PlainModule | None
+) -> Pipeline:
+    update, train, unchanged = ranks.update, placed.train, placed.unchanged
+
+    # 9. Engines of this process's ranks, and what runs them
+    engine = ranks.engine(TrainingWorker, train, update.ranks)
+    reader = ranks.reader(train, has_loss=run.has_loss, like=example)
+    training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks)
+    evaluation = Evaluation(run, ranks, placed.evaluate, like=example, unchanged=unchanged, training=training)
+
+    # 10. What is measured, saved and verified
+    def put_together(records: Sequence[RankRecord]) -> Timeline:
+        return update.timeline(records, schedule=as_it_ran(update.schedule, records))
+
+    measurement = Measurement(
+        list(ranks.links.recorders.values()),
+        schedule=update.schedule,
+        assemble=put_together,
+        drain=training.drain,
+        one_way_seconds=partial(ranks.links.latency, train.inference.outputs(Signature.of(example))[0]),
+        collectives=run.collectives,
+        guard=run.guard,
+        clocks=clocks,
+    )
+    return Pipeline(
+        schedule=update.schedule,
+        parts=placed.parts,
+        stage_num_parameters=placed.num_parameters,
+        engine=engine,
+        training=training,
+        evaluation=evaluation,
+        state=State(run=run, ownership=placed.ownership, update=update, training=training),
+        measurement=measurement,
+        verifier=Verifier(
+            run,
+            plain,
+            regions=placed.regions,
+            training=training,
+            evaluation=evaluation,
+            update=update,
+            ownership=placed.ownership,
+            parts=placed.parts,
+        ),
+        traced=Traced(
+            run=run,
+            schedule=update.schedule,
+            training=training,
+            measurement=measurement,
+            cut=_cut_in_words(run, placed),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """The cut model, and this process's stages of it.
+
+    Arguments:
+        train, evaluate: how the stages run in each mode.
+        peers_in_parts: ranks to and from which tensors travel in parts of 1/T.
+        regions: for `Verifier`, where a tensor group divides modules.
+    """
+
+    parts: CutModel
+    train: Mode
+    evaluate: Mode
+    num_parameters: tuple[int, ...]
+    ownership: Ownership
+    unchanged: Unchanged
+    peers_in_parts: frozenset[int]
+    regions: Regions | None
+
+
+def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) -> _Placed:
+    """Steps 3 to 6: stages with the weights of their first owners. Collective over the processes."""
+    layout, settings, root = run.layout, run.settings, run.root
+    together = run.collectives, run.guard
+    microbatch = Signature.of(example)
+    same = None if run.collectives.alone else SamePrograms(*together, microbatch)
+    by_name = same is not None and same(
+        lambda: modules(root), lambda: sorted(modules(root))
+    )  # a ModuleDict of a set has another order in each process
+    cut = partial(_cut, run, example, same)
+
+    # 3. Outputs of the model that is whole, where members of a tensor group send parts of them
+    peers = layout.tensor.peers_in_parts(layout.place, run.collectives)
+    undivided = agreed(
+        lambda: _whole_outputs(cut, microbatch) if peers else (None, None), *together, what="cutting the model"
+    )
+
+    # 4. The model divided over the tensor group
+    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1])
+    if tensor.styles and layout.place.world.rank == 0:
+        _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
+    regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
+    on_region = run.seeder.region
+    group = divide_over_group(root, tensor.styles, run.collectives, device=settings.device, on_region=on_region)
+    with group.undone_on_error():
+        # 5. Cut, wired, the same on all ranks
+        parts, train, evaluate = agreed(
+            partial(_cut_and_wired, run, cut, undivided, microbatch), *together, what="cutting the model"
+        )
+        _agree(run, parts, microbatch, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
+        full = {id(p): group.full_numel(name, p) for name, p in parts.root.named_parameters()}
+        num_parameters = tuple(
+            sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in parts.train.stages
+        )
+
+        # 6. This process's stages: others are let go, replicas get the weights of first owners
+        local, owners = run.local_stages, layout.schedule.owners
+        ownership = Ownership(parts, owners=owners, local_stages=local, group=group, by_name=by_name)
+        unchanged = Unchanged(
+            parts,
+            is_compiled=settings.compile is not None,
+            learns_beside=run.has_loss and settings.optimizer is None,
+        )
+        for stage in local:
+            parts.train.stages[stage].module.to(settings.device)
+            parts.evaluate.stages[stage].module.to(settings.device)
+        if slices:
+            check_stages(parts, local, whole, slices, device=settings.device)
+        ownership.spread_from_first_owners(run.collectives)
+    if same is not None:
+        same.settled()
+    return _Placed(
+        parts=parts,
+        train=train,
+        evaluate=evaluate,
+        num_parameters=num_parameters,
+        ownership=ownership,
+        unchanged=unchanged,
+        peers_in_parts=peers,
+        regions=regions,
+    )
+
+
+def _cut(run: Run, example: Arguments, same: SamePrograms | None) -> CutModel:
+    """The model as it is now, cut."""
+    layout, settings = run.layout, run.settings
+    with untouched(settings.loss_fn, device=settings.device):  # a loss may know lists that forwards fill
+        return cut_model(
+            run.model,
+            run.stages,
+            example=example,
+            num_stages=layout.schedule.num_stages,
+            split_points=layout.split_points,
+            plan=layout.plan,
+            loss_fn=settings.loss_fn,
+            loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
+            recompute=layout.recompute,
+            seeder=run.seeder,
+            agree=same,
+            device=settings.device,
+        )
+
+
+def _cut_and_wired(
+    run: Run, cut: Callable[[], CutModel], undivided: Sequence[OutputSpecs | None], microbatch: Signature
+) -> tuple[CutModel, Mode, Mode]:
+    """The divided model, and how it trains and evaluates.
+
+    Arguments:
+        undivided: outputs in both modes, before it was divided.
+    """
+    parts, schedule = cut(), run.layout.schedule
+    modes = ((schedule, parts.train, undivided[0]), (schedule.forward_only(), parts.evaluate, undivided[1]))
+    train, evaluate = (
+        wire(order, stages, microbatch, alike=same_outputs(before, stages.outputs(microbatch)))
+        for order, stages, before in modes
+    )
+    return parts, train, evaluate
+
+
+def _whole_outputs(cut: Callable[[], CutModel], microbatch: Signature) -> tuple[OutputSpecs | None, OutputSpecs | None]:
+    """Of the model's stages as it is now, to train and to evaluate."""
+    try:
+        parts = cut()
+    except ValueError:  # sizes in the model are those of a member already
+        return None, None
+    return parts.train.outputs(microbatch), parts.evaluate.outputs(microbatch)
+
+
+def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> None:
+    settings, place = run.settings, run.layout.place
+    kind = "none" if settings.loss_fn is None else "given" if settings.model_loss is None else "model"
+    mine = describe(
+        run.layout.schedule,
+        parts.names,
+        seed=settings.seed,
+        slice_lengths=settings.sequence.lengths,
+        max_grad_norm=settings.max_grad_norm,
+        delay_correction=settings.delay_correction,
+        flush_first=settings.flush_first,
+        grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
+        loss_fn=kind,
+        verify=run.verifies,
+        tensor=tensor,
+    )
+    common = f", microbatches of {microbatch}"
+    check_agreement(mine, run.collectives, run.guard, rank=place.world.rank, replica=(place.replica[0], common))
+
+
+def _execution(run: Run, placed: _Placed) -> FlushExecution | StreamExecution:
+    """Flush or stream: decided here and asked nowhere else."""
+    schedule, settings, sharding = placed.train.schedule, run.settings, run.layout.sharding
+    if schedule.is_asynchronous:
+        if settings.post_validation:
+            raise ValueError(
+                f"post_validation=True under the asynchronous schedule {schedule.name!r}, whose batches overlap as it "
+                f"is: expected a flush schedule such as 'zb-h2', or post_validation=False"
+            )
+        if settings.grad_scaler is not None:
+            raise ValueError(
+                f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights "
+                f"of several updates, each with a scale of its own. Expected a flush schedule such as "
+                f"schedule='1f1b', or torch.autocast to bfloat16, which needs no scale"
+            )
+        return make_stream_execution(
+            schedule,
+            placed.ownership,
+            run.collectives,
+            sharding=sharding,
+            max_grad_norm=settings.max_grad_norm,
+            flush_first=settings.flush_first,
+        )
+    settings.refuse_flush(schedule.name)
+    execution = make_flush_execution(
+        schedule,
+        placed.ownership,
+        run.collectives,
+        sharding=sharding,
+        has_loss=run.has_loss,
+        num_replicas=run.num_replicas,
+    )
+    return speculative(execution, sharding) if settings.post_validation else execution
+
+
+def _update_parts(run: Run, placed: _Placed, links: Links) -> UpdateParts:
+    settings = run.settings
+    return UpdateParts(
+        model=placed.parts,
+        ownership=placed.ownership,
+        collectives=run.collectives,
+        recorders=links.recorders,
+        optimizer=settings.optimizer,
+        scheduler=settings.lr_scheduler,
+        correction=settings.delay_correction,
+        max_grad_norm=settings.max_grad_norm,
+        sharding=run.layout.sharding,
+        grad_scaler=settings.grad_scaler,
+        device=settings.device,
+    )
+
+
+def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:
+    """In the process of the last stage, of an output that a loss would see a microbatch at a time."""
+    inference, num_samples = placed.train.inference, microbatch.num_samples
+    might = any(spec.shape.count(num_samples) > 1 for spec in inference.example.specs[-1])
+    schedule = run.layout.schedule
+    if might and run.has_loss and schedule.num_microbatches > 1 and schedule.num_stages - 1 in run.local_stages:
+        found = inference.batch_dimensions(microbatch)
+        warn_of_two_axes(found, "a loss of them has no others than these", num_samples=num_samples)
+
+
+def _cut_in_words(run: Run, placed: _Placed) -> str:
+    """A text that is the same, from start to start of a run, where its stages are."""
+    layout = run.layout
+    rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
+    recompute = [(where, rule if isinstance(rule, str) else "a policy") for where, rule in rules]
+    return repr((placed.parts.names, recompute, layout.sharding, layout.place.mesh.tensor))

@@ -1,0 +1,407 @@
+"""Options of PipelineModule: read, and checked in one order."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..partition.graph.batch_dims import check_batch_dims, parameter_names
+from ..partition.graph.model_loss import MODEL
+from ..partition.plans.plan import Plan
+from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
+from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
+from ..schedules.own import OwnLike
+from .batch.given import CallReader, Given, signature_of
+from .batch.model_loss import ModelLoss
+from .batch.sequence import NO_SEQUENCE, SequenceOptions
+from .measure.steps import StepRecord
+from .parallel.tensor_option import NO_TENSOR_AXIS, TensorAxis
+from .stages.compiled import read_compile
+from .stages.recompute import RecomputeLike
+from .update.delay_correction import ErrorFeedback, read_delay_correction
+from .update.loss_scale import read_grad_scaler
+from .update.optimizers import SchedulerFactory
+
+AUTO = "auto"
+TRIALS = 3  # of plans under schedule="auto", at most
+
+ScheduleLike: TypeAlias = OwnLike
+PlanLike = Plan | str | os.PathLike[str]
+
+_CALLED = {  # options that are called: with how many arguments, and such a one
+    "loss_fn": (2, "lambda output, target: F.mse_loss(output, target)"),
+    "optimizer": (1, "lambda params: torch.optim.AdamW(params)"),
+    "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
+    "on_step": (1, "lambda record: print(record.loss)"),
+}
+
+
+_APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation", "flush_first")
+_SEED = Kind("a whole number", lambda value: value if isinstance(value, Integral) else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options that do not say what runs where; see PipelineModule. Raises ValueError for what makes no sense."""
+
+    loss_fn: Callable[[Any, Any], Any] | None  # of a model that returns its own: a ModelLoss
+    optimizer: OptimizerFactory | None
+    device: torch.device
+    timeout: float
+    lr_scheduler: SchedulerFactory | None = None
+    max_grad_norm: float | None = None
+    grad_scaler: GradScaler | None = None
+    seed: int = 0
+    sequence: SequenceOptions = NO_SEQUENCE
+    compile: Mapping[str, Any] | None = None
+    post_validation: bool = False
+    delay_correction: ErrorFeedback | None = None
+    flush_first: int = 0
+    on_step: Callable[[StepRecord], object] | None = None
+
+    def __post_init__(self) -> None:
+        option("timeout", self.timeout, above_zero("seconds above 0"))
+        if self.max_grad_norm is not None:
+            option("max_grad_norm", self.max_grad_norm, above_zero("a number above 0, or None"))
+        batches = option("flush_first", self.flush_first, at_least(0, "a number of batches, at least 0"))
+        object.__setattr__(self, "flush_first", batches)
+        option("seed", self.seed, _SEED)
+        for name in _CALLED:
+            _check_called(name, getattr(self, name))
+        for name in _APPLIED:
+            value = getattr(self, name)
+            if value not in (None, False, 0) and self.optimizer is None:
+                raise ValueError(
+                    f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
+                    f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
+                )
+
+    def refuse_flush(self, schedule: str) -> None:
+        """ValueError for options of an asynchronous schedule under one that flushes."""
+        if self.flush_first:
+            raise ValueError(
+                f"flush_first={self.flush_first} under the schedule {schedule!r}, which flushes behind every batch: "
+                f"expected an asynchronous schedule such as '2bw', or flush_first=0"
+            )
+        if self.delay_correction is not None:
+            self.delay_correction.refuse_flush(schedule)
+
+    @property
+    def user_code(self) -> list[object]:
+        """The user's own loss, and what makes the optimizers: what runs beside training puts back what they reach."""
+        loss, optimizer = self.loss_fn, self.optimizer
+        found = [
+            vars(loss) if isinstance(loss, ModelLoss) else loss,
+            optimizer.make if isinstance(optimizer, NamedFactory) else optimizer,
+        ]
+        return [each for each in found if each is not None]
+
+    @property
+    def model_loss(self) -> ModelLoss | None:
+        """The loss of a model that returns its own; None for any other, and where there is none."""
+        return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
+
+    def require_optimizer(self) -> OptimizerFactory:
+        """The optimizer; ValueError without one."""
+        if self.optimizer is None:
+            raise ValueError(
+                "train_step needs an optimizer: expected PipelineModule(..., optimizer=lambda params: "
+                "torch.optim.AdamW(params)), or call forward_backward and step an optimizer of your own"
+            )
+        return self.optimizer
+
+    def require_loss(self) -> None:
+        """ValueError without a loss."""
+        if self.loss_fn is None:
+            raise ValueError(
+                "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
+                'which returns a scalar mean or (sum, count); or loss_fn="model" for a model that returns its own'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """Options that say what runs where; see PipelineModule."""
+
+    schedule: ScheduleLike | None = None
+    plan: PlanLike | None = None
+    mesh: Mapping[str, int] | str | None = None
+    mesh_order: Sequence[str] | None = None
+    tensor: TensorAxis = NO_TENSOR_AXIS
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+    num_slices: int | None = None
+    split_points: Sequence[str] | None = None
+    stages: Sequence[nn.Module] | None = None
+    recompute: RecomputeLike = "none"
+    data_parallel: str = "replicate"
+    replan: str | None = None
+    trials: int = 0
+
+    @property
+    def mesh_sizes(self) -> Mapping[str, int] | None:
+        """By axis; None where the number of processes decides. ValueError for another word than "auto"."""
+        if isinstance(self.mesh, str):
+            if self.mesh != AUTO:
+                raise ValueError(f'mesh={self.mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
+            return None
+        return self.mesh
+
+    def check_replan(self) -> None:
+        """ValueError for a `replan=` that nobody knows, or beside an order that is given."""
+        if self.replan is None:
+            return
+        if self.replan != "batch":
+            raise ValueError(
+                f'replan={self.replan!r}: expected "batch", a schedule for each batch; or None, one for all'
+            )
+        if self.schedule != AUTO:
+            shown = "schedule='1f1b'" if self.schedule is None else f"schedule={self.schedule!r:.60}"
+            raise ValueError(
+                f'replan="batch" beside {shown if self.plan is None else "plan="}, which says the order of every '
+                f'batch: expected schedule="auto", whose plan knows what microbatches of each size take'
+            )
+
+    def refuse_beside(self, what: str, *names: str) -> None:
+        """ValueError for an option that a plan decides on."""
+        for name in names:
+            value = self.mesh_sizes if name == "mesh" else getattr(self, name)
+            if value is not None and value != _DEFAULTS.get(name):
+                raise ValueError(f"{name}= beside {what}: expected one of them, since the plan decides on it")
+
+
+_DEFAULTS = {"recompute": "none", "data_parallel": "replicate"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All that PipelineModule is told.
+
+    Arguments:
+        model: None: it is given as stages.
+        calls: reads what `train_step` and its likes are given.
+        example: a batch to build the stages for at once.
+        verify: whether a copy of the model is kept, to verify batches.
+        verify_every: batches from one that is verified to the next.
+    """
+
+    model: nn.Module | None
+    settings: Settings
+    layout: LayoutOptions
+    calls: CallReader
+    example: Given | None
+    verify: bool
+    verify_every: float
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """Options by the names that PipelineModule has for them; ValueError for the first one that makes no sense."""
+    model, loss_fn, example = given["model"], given["loss_fn"], given["example_inputs"]
+    check_model(model, given["stages"], given["split_points"])
+    root = nn.ModuleList(given["stages"] or []) if model is None else model
+    loss = read_loss_option(loss_fn, given["loss_weight"], model)
+    calls = call_reader(model, loss, given["batch_dims"])
+    if loss_fn is not None:
+        refuse_float16_parameters(root, loss_fn)
+    read = {
+        "loss_fn": loss,
+        "delay_correction": read_delay_correction(given["delay_correction"]),
+        "grad_scaler": read_grad_scaler(given["grad_scaler"]),
+        "device": device_of(root, given["device"]),
+        "sequence": sequence_options(model, given["slice_lengths"], given["sequence_dims"]),
+        "compile": read_compile(given["compile"]),
+        "post_validation": option("post_validation", given["post_validation"], FLAG),
+    }
+    settings = Settings(**{each.name: {**given, **read}[each.name] for each in fields(Settings)})
+    trials = read_trials(given["trials"], schedule=given["schedule"])
+    verify_every = read_verify(given["verify"])
+    example = None if example is None else calls.example(example)
+    tensor = TensorAxis(parallel=given["tensor_parallel"], sends=given["tensor_sends"])
+    own = {each.name: given[each.name] for each in fields(LayoutOptions) if each.name in given}
+    return Options(
+        model=model,
+        settings=settings,
+        layout=LayoutOptions(**own | {"tensor": tensor, "trials": trials}),
+        calls=calls,
+        example=example,
+        verify=given["verify"] is not False,
+        verify_every=verify_every,
+    )
+
+
+def read_trials(trials: object, *, schedule: object) -> int:
+    """How many plans are tried at most; ValueError for what is no such number, and beside a plan that is given."""
+    if trials is None:
+        return TRIALS
+    number = option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
+    if schedule != AUTO:
+        raise ValueError(f'trials={trials}: expected schedule="auto" beside it, whose plans are tried; or leave it out')
+    return number
+
+
+_FSDP, _DDP = 'mesh={"pipe": P, "data": D} with data_parallel="fsdp"', 'mesh={"pipe": P, "data": D}'
+_INSTEAD = {"FSDPModule": _FSDP, "FullyShardedDataParallel": _FSDP, "DistributedDataParallel": _DDP}
+_INSTEAD["ReplicateModule"] = _DDP
+
+
+def check_model(
+    model: nn.Module | None, stages: Sequence[nn.Module] | None, split_points: Sequence[str] | None
+) -> None:
+    """ValueError unless there is either a model or a list of stages, and names to cut it at only where they can be."""
+    if (model is None) == (stages is None):
+        raise ValueError("expected either a model or stages=[...], not both and not neither")
+    if stages is not None and split_points is not None:
+        raise ValueError("split_points= cut a model: expected none beside stages=, which is cut already")
+    if split_points is not None and (
+        not isinstance(split_points, list | tuple) or not all(isinstance(name, str) for name in split_points)
+    ):
+        raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r:.60}]")
+    if stages is not None and (not isinstance(stages, list | tuple | nn.ModuleList) or not stages):
+        shown = f"{type(stages).__name__}(...)" if isinstance(stages, nn.Module) else repr(stages)[:60]
+        raise ValueError(f"stages={shown}: expected a list of modules, one a stage")
+    for part in [model] if stages is None else stages:
+        if not isinstance(part, nn.Module):
+            such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
+            raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module{such}")
+        _refuse_wrapped(part)
+
+
+def _refuse_wrapped(root: nn.Module) -> None:
+    """ValueError for a module whose gradients or weights something else shares out among processes."""
+    for path, module in root.named_modules():
+        kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _INSTEAD), None)
+        if kind is not None and (kind != "DistributedDataParallel" or module.process_group.size() > 1):
+            raise ValueError(
+                f"{f'module {path!r}' if path else 'the model'} is a {kind} already: expected plain modules, and "
+                f"{_INSTEAD[kind]}, which does the same for each stage"
+            )
+
+
+def refuse_float16_parameters(*modules: object) -> None:
+    """ValueError for a float16 parameter of what is to be trained, by name."""
+    for module in modules:
+        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+            if parameter.dtype is torch.float16:
+                raise ValueError(
+                    f"parameter {name!r} is torch.float16: expected float32 parameters under "
+                    f"torch.autocast(..., torch.float16) with grad_scaler=torch.amp.GradScaler(...), which divides no "
+                    f"float16 gradients, or torch.bfloat16 (predict, without loss_fn=, runs)"
+                )
+
+
+def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
+    """ValueError for a batch to train on within torch.autocast to float16 without a loss scale."""
+    if (
+        not scales_loss
+        and torch.is_autocast_enabled(device.type)
+        and torch.get_autocast_dtype(device.type) is torch.float16
+    ):
+        raise ValueError(
+            f"torch.autocast({device.type!r}, dtype=torch.float16) around training, where small gradients become 0 "
+            f"without a loss scale: expected PipelineModule(..., grad_scaler=torch.amp.GradScaler({device.type!r})), "
+            f"or torch.bfloat16, which needs none"
+        )
+
+
+def read_verify(option: object) -> float:
+    """Batches from one check of `verify=` to the next; infinite where at most the first one is checked."""
+    if isinstance(option, bool):
+        return math.inf
+    if not isinstance(option, int) or option < 1:
+        raise ValueError(
+            f"verify={option!r}: expected True (the first batch), a whole number N of at least 1 (the first batch and "
+            f"every N-th behind it), or False"
+        )
+    return option
+
+
+def read_loss_option(
+    loss_fn: Callable[[Any, Any], Any] | str | None, loss_weight: object, model: nn.Module | None
+) -> Callable[[Any, Any], Any] | None:
+    """The loss that `loss_fn=` names; ValueError for another word, and for a weight of what is weighted otherwise."""
+    if isinstance(loss_fn, str):
+        if loss_fn != MODEL:
+            raise ValueError(
+                f"loss_fn={loss_fn!r}: expected a function of (output, target), or {MODEL!r} for a model that returns "
+                f"its own loss"
+            )
+        return ModelLoss(model, loss_weight)
+    if loss_weight is not None:
+        raise ValueError(
+            f"loss_weight={loss_weight!r} without loss_fn={MODEL!r}: expected it for a model that returns its own "
+            f"loss; a loss_fn returns (sum, count) instead"
+        )
+    return loss_fn
+
+
+def call_reader(model: nn.Module | None, loss: object, batch_dims: object) -> CallReader:
+    """The reader of what `train_step` and its likes are given; ValueError for wrong `batch_dims`."""
+    has_target = loss is not None and not isinstance(loss, ModelLoss)
+    return CallReader(model, has_target=has_target, batch_dims=check_batch_dims(batch_dims, signature_of(model)))
+
+
+def sequence_options(model: nn.Module | None, lengths: Sequence[int] | None, dims: object) -> SequenceOptions:
+    """How sequences are cut; ValueError for wrong `slice_lengths` or `sequence_dims`."""
+    signature = signature_of(model)
+    read = check_batch_dims(dims, signature, option="sequence_dims", shared_by="slices of a microbatch")
+    return SequenceOptions(lengths=lengths, dims=read, names=parameter_names(signature))
+
+
+def device_of(root: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where a run is: on the device that is wanted, or else where the model is, with all its parameters."""
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            problem = str(error).partition("\n")[0]
+            raise ValueError(f"device={device!r}: {problem}. Expected a device of this host, such as 'cpu'") from None
+        return torch.device(device)
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is a meta tensor, without values: expected a model made anew; over processes a "
+                f"PipelineModule leaves each of them the weights of its own stages (full_state_dict() has them all)"
+            )
+    devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
+    return devices.pop()
+
+
+def _check_called(name: str, value: object) -> None:
+    """ValueError for what cannot be called as this option is, such as an optimizer that is made already."""
+    if value is None:
+        return
+    num_arguments, such = _CALLED[name]
+    kind = type(value).__name__
+    if isinstance(value, torch.optim.Optimizer | LRScheduler):
+        shown, problem = f"{kind}(...)", "expected a function that makes one for each stage"
+        if isinstance(value, torch.optim.Optimizer):
+            such = f"lambda params: {kind}(params, lr={value.defaults.get('lr', '...')})"
+        else:
+            such = f"lambda optimizer: {kind}(optimizer, ...)"
+    elif isinstance(value, type) and issubclass(value, nn.Module):
+        shown, problem, such = value.__name__, "a class: expected a module of it", f"{value.__name__}()"
+    elif not callable(value):
+        shown, problem = " ".join(repr(value).split())[:60], "expected a callable"
+    else:
+        function = value.make if isinstance(value, NamedFactory) else value
+        try:
+            inspect.signature(function).bind(*[None] * num_arguments)
+            return
+        except TypeError as error:
+            shown = getattr(function, "__qualname__", kind)
+            problem = f"called with {num_arguments} argument{'s' * (num_arguments > 1)}, it fails ({error})"
+        except ValueError:  # it has no signature, as some functions in C
+            return
+    raise ValueError(f"{name}={shown}: {problem}; {name}={such}")

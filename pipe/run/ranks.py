@@ -1,0 +1,279 @@
+"""This process's ranks: how they reach others, and the stages, engines and readers that they run with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...comm import (
+    InProcessTransport,
+    Mailbox,
+    PartsTransport,
+    ProcessGroupTransport,
+    TensorSpec,
+    Transport,
+    link_lanes,
+)
+from ...comm.ping_pong import ping_pong, waking_seconds
+from ...comm.process_group import Link
+from ...partition.graph.forms import Arguments, Tensors
+from ...partition.profiler.clock import clock_for
+from ...schedules import Schedule, check
+from ...schedules.messages import Transfer
+from ...schedules.needs import Needs
+from ...schedules.program import RankProgram
+from ..batch.batches import read_loss, share_of_sum
+from ..batch.reader import BatchReader
+from ..context import Run
+from ..measure.recorder import Recorder
+from ..slicing import SlicedLoss
+from ..stages.build import CutModel
+from ..stages.compiled import Compiled, refuse_changes_in_flight, refuse_split
+from ..stages.loss import LeftBehind, UntrainedLeaves, untrained
+from ..stages.reruns import Reruns
+from ..stages.shapes import InferredStages, Signature
+from ..stages.stage import LossOf, LossValue, Stage
+from ..stages.wiring import Wiring, stage_edges
+from ..update.interface import Update
+from ..update.rank_update import RankUpdate
+from .engine import Engine, LocalRank
+from .worker import EvaluationWorker, TrainingWorker
+
+_OVERLAPPING = 4  # batches in a measured timeline, where they overlap
+
+StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """The pipeline in one mode: training, or evaluation (forwards alone).
+
+    schedule: with the model's own stage graph.
+    """
+
+    inference: InferredStages
+    wiring: Wiring
+    schedule: Schedule
+
+
+def wire(
+    schedule: Schedule, inference: InferredStages, microbatch: Signature, *, alike: Collection[tuple[int, int]] = ()
+) -> Mode:
+    """A schedule with the edges of the stages, checked.
+
+    Arguments:
+        alike: see Wiring.
+
+    Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
+    """
+    specs = inference.outputs(microbatch)
+    for stage in schedule.without_backward:
+        slot = next((slot for slot, spec in enumerate(specs[stage]) if spec.requires_grad), None)
+        if slot is not None:
+            raise ValueError(
+                f"output {slot} of stage {stage} ({inference.stages[stage].name}) wants a gradient, and schedule "
+                f"{schedule.name!r} runs no backward of it (without_backward={schedule.without_backward}): expected "
+                f"torch.no_grad() around it in the model, or a schedule with its backwards"
+            )
+    wired = schedule.with_edges(stage_edges(inference.stages, specs))
+    check(wired)
+    wiring = Wiring(inference.stages, specs, Needs(wired).wires, alike=alike)
+    return Mode(inference=inference, wiring=wiring, schedule=wired)
+
+
+def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
+    """The directed links, (sender, receiver), that any of the programs uses."""
+    return frozenset(
+        (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
+        for program in programs
+        for step in program.steps
+        if isinstance(step, Transfer)
+    )
+
+
+class Links:
+    """Links of this process's ranks to others, and what records their use. Collective over the processes.
+
+    Arguments:
+        between: directed, of training and of evaluation.
+        peers_in_parts: ranks to and from which tensors travel in parts of 1/T.
+
+    Attributes:
+        recorders, transports: by local rank.
+    """
+
+    def __init__(self, run: Run, between: frozenset[Link], *, peers_in_parts: frozenset[int]) -> None:
+        place, settings = run.layout.place, run.settings
+        clock = clock_for(settings.device)
+        window = _OVERLAPPING if run.layout.schedule.num_batches > 1 else 1
+        takes_turns = len(place.local_ranks) > 1
+        self.recorders = {rank: Recorder(clock, window=window, takes_turns=takes_turns) for rank in place.local_ranks}
+        self.between = between
+        self.transports: dict[int, Transport] = {}
+        if not place.world.distributed:
+            mailbox = Mailbox()
+            self.transports |= {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
+        else:
+            lanes = link_lanes(sorted(between), place, run.collectives.groups)
+            (rank,) = place.local_ranks
+            timeout, least_bytes = settings.timeout, run.layout.tensor.least_bytes
+            self.transports[rank] = (
+                PartsTransport(
+                    rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout
+                )
+                if peers_in_parts
+                else ProcessGroupTransport(rank, lanes, device=settings.device, timeout=timeout)
+            )
+        for transport in self.transports.values():
+            run.guard.on_failure(transport.abort)
+        self._settings = settings
+
+    def latency(self, specs: Sequence[TensorSpec]) -> float:
+        """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it comes.
+
+        Measured between ranks 0 and 1, known to rank 0; 0 on the others.
+        """
+        rank, transport = next(iter(self.transports.items()))
+        if isinstance(transport, InProcessTransport) or not self.between >= {(0, 1), (1, 0)} or not specs:
+            return 0.0
+        device, timeout = self._settings.device, self._settings.timeout
+        hot, cold = (
+            ping_pong(transport, rank=rank, specs=specs, device=device, timeout=timeout, cold=cold)
+            for cold in (False, True)
+        )
+        # both ends are in the overhead of actions
+        return hot.latency + waking_seconds(hot, cold) if rank == 0 else 0.0
+
+
+class Ranks:
+    """Makes stages, engines and readers, once the model is cut and the ranks are connected.
+
+    Arguments:
+        parts: the cut model.
+        is_sliced: whether the loss is computed of slices of a microbatch.
+
+    Attributes:
+        stages: by local rank and number; in one process each replica of a stage is one of its own.
+    """
+
+    def __init__(self, run: Run, parts: CutModel, links: Links, update: Update, *, is_sliced: bool) -> None:
+        self._run = run
+        self.parts = parts
+        self.links = links
+        self.update = update
+        loss_fn, last = run.settings.loss_fn, run.layout.schedule.num_stages - 1
+        self._sliced_loss: SlicedLoss | None = None
+        if loss_fn is not None and is_sliced and last in run.local_stages:
+            self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True))
+        self.stages = self._make_stages()
+
+    def _make_stages(self) -> StagesOf:
+        layout, parts, compile = self._run.layout, self.parts, self._run.settings.compile
+        schedule, loss_of = layout.schedule, self._loss_of()
+        if schedule.moves_activations and compile is not None:
+            raise ValueError(
+                f"compile= with the schedule {schedule.name!r}, whose activations leave their rank while they wait: a "
+                f"compiled graph keeps them out of sight; expected compile=None, or a schedule without moves"
+            )
+
+        # An order that is found for a batch may split any backward.
+        split = schedule.split_stages if layout.replan is None else frozenset(range(schedule.num_stages))
+
+        def make(rank: int, s: int) -> Stage:
+            stage = parts.train.stages[s]
+            name = f"stage {s} ({parts.names[s]})"
+            if s in split:
+                refuse_split(compile, stage.module, stage=name, schedule=schedule.name)
+            if schedule.rule.changes_in_flight:
+                refuse_changes_in_flight(compile, stage.module, stage=name, schedule=schedule.name)
+            rules = parts.recomputed.of_stage(s, stage)
+            return Stage(
+                index=s,
+                name=parts.names[s],
+                module=stage.module,
+                loss_of=loss_of if s == schedule.num_stages - 1 else None,
+                runs_again=layout.recompute.stages[s] == "full",
+                reruns=Reruns(rules, self._run.seeder),
+                compiled=Compiled(compile, stage.units, rules),
+                weights=self.update.versions_of(rank, s),
+            )
+
+        return {rank: {s: make(rank, s) for s in schedule.placement[rank]} for rank in layout.place.local_ranks}
+
+    def engine(
+        self,
+        kind: type[TrainingWorker | EvaluationWorker],
+        mode: Mode,
+        updates: Mapping[int, RankUpdate],
+    ) -> Engine:
+        """The engine of a mode.
+
+        Arguments:
+            kind: of its workers.
+            updates: by local rank.
+        """
+        settings, ranks = self._run.settings, []
+        for rank, transport in self.links.transports.items():
+            worker = kind(
+                rank,
+                stages=self.stages[rank],
+                modules=mode.inference.stages,
+                wiring=mode.wiring,
+                schedule=mode.schedule,
+                seeder=self._run.seeder,
+                updates=updates[rank],
+                device=settings.device,
+            )
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.links.recorders[rank]))
+        return Engine(ranks, timeout=settings.timeout, lost_member=self._run.collectives.lost_member)
+
+    def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
+        """The reader of a mode's batches.
+
+        Arguments:
+            like: arguments of one microbatch.
+        """
+        sliced = self._sliced_loss if mode.schedule.num_slices > 1 and has_loss else None
+        return BatchReader(
+            self._run,
+            mode.schedule,
+            inference=mode.inference,
+            example=like,
+            has_loss=has_loss,
+            slices_agree=None if sliced is None else partial(sliced.expect, inference=mode.inference),
+        )
+
+    def _loss_of(self) -> LossOf | None:
+        parts, update, settings = self.parts, self.update, self._run.settings
+        loss_fn = settings.loss_fn
+        if loss_fn is None:
+            return None
+
+        def is_trained(leaf: torch.Tensor) -> bool:
+            if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
+                return False
+            return settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
+
+        sliced = self._sliced_loss
+        leaves = UntrainedLeaves(parts.train.stages[-1].module, is_trained)
+        wants_gradient = any(spec.requires_grad for spec in parts.train.example.specs[-1])
+
+        share = share_of_sum(loss_fn, self._run.layout.schedule.group_size)
+        left = LeftBehind(parts.train.example.left, parts.model)
+
+        def loss_of(flat: Tensors, target: object, training: bool, inputs: Tensors) -> LossValue:
+            if sliced is not None and training:
+                sliced.saw(flat, target)
+            self._run.seeder.enter_loss()
+            ends = leaves.before(flat, inputs)
+            with left.refused():
+                loss = read_loss(loss_fn(parts.output(flat, training=training), target), share)
+            leaves.check(loss[0], ends)
+            if training and torch.is_grad_enabled() and not (wants_gradient or loss[0].requires_grad):
+                raise untrained()
+            return loss
+
+        return loss_of
