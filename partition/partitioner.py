@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..schedules.registry import FAMILIES, family
+from ..schedules.timing.costs import Costs
 from .allocator import certain
 from .cluster import Cluster
 from .memory import steady_in_flight
@@ -233,19 +234,18 @@ def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None,
             f"no plan without replicas for {len(cuts) - 1} cuts on {cluster.num_devices} devices: expected "
             f"straight=False, or fewer devices (PipeDream's model fills them all)"
         )
-    stages = []
+    stages, seconds = [], []
     whole = LevelStage(first=0, last=len(cuts) - 1, machines=1, offset=0)
     groups: list[tuple[int, LevelStage, tuple[int, ...]]] = [(len(levels) - 1, whole, (0,))]
     while groups:
         level, outer, offsets = groups.pop()
         if level < 0:
             sums = cuts.stages(outer.first, outer.last)
+            seconds.append((float(sums.forward), float(sums.backward)))
             stages.append(
                 PlanStage(
                     nodes=node_names(profile, cuts, outer.first, outer.last),
                     ranks=offsets,
-                    forward_seconds=float(sums.forward),
-                    backward_seconds=float(sums.backward),
                     step_seconds=float(sums.work) / len(offsets),
                 )
             )
@@ -259,6 +259,7 @@ def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None,
     return Plan(
         stages=tuple(stages),
         num_devices=cluster.num_devices,
+        costs=Costs(forward=[f for f, _ in seconds], backward=[b for _, b in seconds]),
         cost_model="pipedream",
         predicted_step_time=model.seconds,
         bound=model.seconds,

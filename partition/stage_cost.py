@@ -44,10 +44,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from ..schedules.messages import ALONE_BYTES, BUCKET_BYTES
+from ..schedules.timing.costs import Costs, Ties
+from ..schedules.timing.links import Links, PlaceNetwork, Sum, Way
 from .topology import Floats, Indices, TransferTime
 
 RECOMPUTE = ("none", "full", "layer", "selective")
@@ -171,6 +174,46 @@ class StageSeconds:
         """[S] F + B, each with what the runtime takes around it."""
         return self.forward + self.backward + 2 * (self.overhead + self.message_overhead)
 
+    def costs(self, *, around: float, norm: float | None, tied: Ties) -> Costs:
+        """What a step is simulated from, and what a plan keeps; see `Costs`."""
+        return Costs(
+            forward=self.forward.tolist(),
+            backward=self.backward.tolist(),
+            update=self.step.tolist(),
+            overhead=self.overhead.tolist(),
+            message_overhead=self.message_overhead.tolist(),
+            around=around,
+            norm=norm,
+            sum_busy=self.sum_busy.tolist(),
+            tied=tied,
+        )
+
+    def links(
+        self, message_bytes: Floats, outward: Sequence[TransferTime], *, tensor: int, positions: Sequence[int]
+    ) -> Links:
+        """Likewise, one rank a place; of routes that several stages take they all say the same.
+
+        Arguments:
+            message_bytes: [S] across the cut behind each stage, of all its T tensor ranks together.
+            outward: [S] to the stage behind.
+            positions: [S] place of each stage.
+        """
+        routes = {
+            (min(pair), max(pair)): Way(latency=link.latency, seconds_per_byte=link.seconds_a_byte / tensor)
+            for pair, link in zip(pairwise(positions), outward[:-1], strict=True)
+            if pair[0] != pair[1]
+        }
+        rounds = zip(self.ring.tolist(), self.gather.tolist(), strict=True)
+        return Links(
+            network=PlaceNetwork(places=tuple((p,) for p in range(max(positions) + 1)), routes=routes),
+            activation_bytes=message_bytes[:-1].tolist(),
+            sums=tuple(
+                Sum(stage=s, seconds=ring, gather=gather, ways=None)
+                for s, (ring, gather) in enumerate(rounds)
+                if ring > 0
+            ),
+        )
+
 
 def message_overheads(messages: Sequence[float]) -> tuple[float, ...]:
     """[S] seconds for which a rank is busy with the messages of an F, B or I of the stages.
@@ -185,6 +228,18 @@ def message_overheads(messages: Sequence[float]) -> tuple[float, ...]:
     (10.0, 10.0, 0.0)
     """
     return tuple(before + behind for before, behind in zip((0.0, *messages), (*messages, 0.0), strict=True))
+
+
+def message_seconds(overheads: Sequence[float]) -> tuple[float, ...]:
+    """[S - 1] seconds of a message between neighbouring stages, from `message_overheads`; 0 for a single stage.
+
+    >>> message_seconds([10.0, 15.0, 5.0])
+    (10.0, 5.0)
+    """
+    found = [overheads[0]]
+    for each in overheads[1:-1]:
+        found.append(max(0.0, each - found[-1]))
+    return tuple(found)
 
 
 def busiest_share(num_microbatches: int | None, replicas: Floats) -> Floats:

@@ -182,11 +182,15 @@ class Fields:
         self.done()
         return found
 
-    def version(self, expected: int) -> None:
-        """The field `version`, which must be the one that is known."""
-        found = self.take("version", str(expected))
-        if found != expected:
-            fail(self.at("version"), found, f"{expected}, the only one that this version of stagewright reads")
+    def version(self, *known: int) -> int:
+        """The field `version`, which must be one that is known."""
+        expected = " or ".join(map(str, known))
+        found = self.take("version", expected)
+        for number in known:
+            if found == number:
+                return number
+        which = "the only one" if len(known) == 1 else "those"
+        fail(self.at("version"), found, f"{expected}, {which} that this version of stagewright reads")
 
     def done(self) -> None:
         """ValueError for fields that nobody took."""

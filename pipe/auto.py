@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..comm import Collectives, Guard, MeshPlace, World, join_world, make_guard
-from ..comm.links import MeasuredLinks, measure_links
+from ..comm.links import LinkLevel, MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.graph.forms import Arguments
 from ..partition.graph.untouched import untouched
@@ -301,19 +301,8 @@ def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:
 
 def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:
     """The measured levels as a cluster of equal devices."""
-    levels = tuple(
-        Level(
-            name=each.name,
-            size=each.size,
-            bandwidth=each.bandwidth,
-            latency=each.latency,
-            reduce_bandwidth=each.reduce_bandwidth,
-            reduce_latency=each.reduce_latency,
-            message_seconds=each.message_seconds,
-            sum_busy=each.sum_busy,
-        )
-        for each in measured.levels
-    )
+    figures = {each.name for each in fields(Level)} & {each.name for each in fields(LinkLevel)}
+    levels = tuple(Level(**{name: getattr(each, name) for name in figures}) for each in measured.levels)
     return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),), rings=measured.rings)
 
 

@@ -19,9 +19,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -68,20 +67,6 @@ def _layout(plan: Plan) -> object:
     return plan.replicas[:width], plan.microbatch_size, plan.num_chunks > 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
-    """A plan that was carried out.
-
-    Arguments:
-        seconds: a batch, median of the steps that counted.
-        measured: the plan, with what was measured.
-    """
-
-    plan: Plan
-    seconds: float
-    measured: Plan
-
-
 class _Ran(NamedTuple):
     steps: list[Timeline]
     costs: Costs
@@ -114,7 +99,7 @@ class Trials:
         """
         why = self._refusal(given)
         notes: list[str] = []
-        tried: list[_Tried] = []
+        tried: list[tuple[Plan, Plan]] = []  # as predicted and as measured
         for number, plan in enumerate(plans if why is None else ()):
             label = _label(plan)
             share = 1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1)
@@ -125,20 +110,20 @@ class Trials:
                     _log.info("trial %d of at most %d: %s, predicted %s a batch", number + 1, len(plans), label, step)
                 found = self._try(plan, given, seconds=TRIAL_SECONDS * share)
                 if isinstance(found, _Ran):
-                    tried.append(self._tried(plan, found))
+                    tried.append((plan, self._measured(plan, found)))
                     if self._world.rank == 0:
-                        _log.info("took %s a batch in %d steps", duration(tried[-1].seconds), len(found.steps))
+                        _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found.steps))
                     continue
                 reason = found
             notes.append(f"not tried: {label}: {reason}")
         if not tried:
             plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
             return plan, plan
-        best = min(tried, key=lambda each: each.seconds)
+        best = min(tried, key=_seconds)
         others = [
-            f"tried, too: {_label(each.plan)}: {duration(each.seconds)} a batch" for each in tried if each is not best
+            f"tried, too: {_label(each[0])}: {duration(_seconds(each))} a batch" for each in tried if each is not best
         ]
-        return _noted(best.measured, *others, *notes), best.plan
+        return _noted(best[1], *others, *notes), best[0]
 
     # What cannot be tried
 
@@ -174,12 +159,10 @@ class Trials:
 
     # One trial
 
-    def _tried(self, plan: Plan, ran: _Ran) -> _Tried:
-        """The outcome of a trial, on every rank as rank 0 sees it."""
-        seconds = median(step.batch_seconds for step in ran.steps)
-        mine = (with_measured(plan, ran.steps, ran.costs).to_json(), seconds) if self._world.rank == 0 else ("", 0.0)
-        text, seconds = self._collectives.gather(mine, what="comparing plans")[0]
-        return _Tried(plan=plan, seconds=seconds, measured=Plan.from_json(text))
+    def _measured(self, plan: Plan, ran: _Ran) -> Plan:
+        """The plan with what was measured, on every rank as rank 0 saw it."""
+        mine = with_measured(plan, ran.steps, ran.costs).to_json() if self._world.rank == 0 else ""
+        return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
 
     def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
         """Carry a plan out for a while, and let go of it; or why that was not possible."""
@@ -334,6 +317,11 @@ class Trials:
             return result.timeline
 
         return accumulated
+
+
+def _seconds(tried: tuple[Plan, Plan]) -> float:
+    """A batch, median of the steps that counted."""
+    return tried[1].tried_seconds or 0.0
 
 
 def _parameters(*owners: object) -> Iterator[nn.Parameter]:

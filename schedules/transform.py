@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from .timing.costs import Costs
+from .timing.links import Links
 from .timing.simulate import simulate
 from .weight_rules import RULES, Seen
 
@@ -119,6 +120,13 @@ def defer_updates(schedule: Schedule) -> Schedule:
             f"{' or '.join(repr(each.name) for each in RULES.values() if each.updates_may_wait)} can wait"
         )
     return replace(schedule, programs=tuple(_defer(schedule, program) for program in schedule.programs))
+
+
+def with_late_updates(schedule: Schedule, links: Links | None) -> Schedule:
+    """The schedule as the runtime runs it over these links: updates that wait for sums are as late as they may be, so
+    that the sums go on beside actions."""
+    waits = links is not None and links.sums and schedule.rule.updates_may_wait
+    return defer_updates(schedule) if waits else schedule
 
 
 def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:

@@ -75,7 +75,7 @@ def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTime
         measured=measured,
         makespans=makespans,
         simulated=simulate(schedule, costs).makespan,
-        planned_work=sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages),
+        planned_work=sum(plan.seconds(Op.F)) + sum(plan.seconds(Op.B)),
         measured_work=sum(table.means(Op.F)) + sum(table.means(Op.B)),
     )
 

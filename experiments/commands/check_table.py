@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...partition import Plan
 from ...schedules import Change
+from ...schedules.timing.costs import by_stage
 from ...schedules.timing.inputs import Cause
 from ...schedules.timing.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.sampling import SHARE
@@ -96,9 +97,9 @@ def _times(ratio: float) -> str:
 
 def _command(each: InputCheck, found: CheckedRun) -> str | None:
     what, plan = each.what, found.plan
-    if what.kind == "norm" and plan.norm_seconds is None:
+    if what.kind == "norm" and plan.costs.norm is None:
         return f"stagewright plan ... --clip {_clip(found.config):g}"  # made as if nobody clipped
-    if (what.kind == "norm" and plan.norm_seconds) or (
+    if (what.kind == "norm" and plan.costs.norm) or (
         what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"
     ):
         return None  # clipping beside the latencies of the norm, and sums of tied weights: no one input
@@ -111,7 +112,7 @@ def _command(each: InputCheck, found: CheckedRun) -> str | None:
 
 def _is_of_messages(each: InputCheck, plan: Plan) -> bool:
     """Whether most of what a plan has around the actions of a stage is what its messages keep a rank busy."""
-    return each.predicted > 2 * plan.stages[each.what.at[0]].action_seconds
+    return each.predicted > 2 * by_stage(plan.costs.overhead, len(plan.stages))[each.what.at[0]]
 
 
 def profile_command(config: Mapping[str, Any], plan: Plan, *, ranks: int) -> str:

@@ -186,8 +186,8 @@ def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Pl
     known = next(iter(measured), None)
     if known is None and options.clip is None:
         yield f"norm of gradients: ranks wait for none (--clip {DEFAULT_CLIP:g}, as `stagewright train` has it)"
-    elif found.norm_seconds is not None:
-        yield f"norm of gradients: ranks wait {duration(found.norm_seconds)} for it (--clip 0: none)"
+    elif found.costs.norm is not None:
+        yield f"norm of gradients: ranks wait {duration(found.costs.norm)} for it (--clip 0: none)"
     if known is not None and options.clip is not None and bool(known) != bool(options.clip):
         with_it = "with" if known else "without"
         yield (

@@ -26,7 +26,7 @@ from ...partition.planner.plan import plan
 from ...partition.plans.plan import Plan
 from ...partition.plans.to_schedule import schedule_of
 from ...partition.profile import Profile
-from ...schedules import Costs, Links, Schedule, Sum, Way, simulate
+from ...schedules import Costs, Links, Op, Schedule, Sum, Way, simulate
 from ...schedules.transform import defer_updates
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
@@ -195,8 +195,8 @@ def seconds_of(found: Plan, order: Sequence[Region], devices: int) -> float:
     where = [order[rank * found.tensor // (devices // len(REGIONS))] for rank in range(schedule.num_ranks)]
     shared = _shared(found, profile)
     costs = Costs(
-        forward=[stage.forward_seconds for stage in found.stages],
-        backward=[stage.backward_seconds for stage in found.stages],
+        forward=found.seconds(Op.F),
+        backward=found.seconds(Op.B),
         update=[sum(nodes[name].update_seconds for name in s.nodes) / s.optimizer_shards for s in found.stages],
         tied=[
             (stages, _sum_seconds(sorted({r for stage in stages for r in schedule.owners[stage]}), where, held))

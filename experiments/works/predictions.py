@@ -148,7 +148,7 @@ def _ran(
     costs, spread, took = pipe.measured_costs(), pipe.measured_spread(), median(seconds)
     table = costs.free_of_overhead.table(num_stages=pipe.schedule.num_stages)
     work = sum(table.means(Op.F)) + sum(table.means(Op.B))
-    planned = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    planned = sum(plan.seconds(Op.F)) + sum(plan.seconds(Op.B))
     note = next((each.removeprefix(CHOSEN) for each in plan.notes if each.startswith(CHOSEN)), "")
     pipe.close()
 

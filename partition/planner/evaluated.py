@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...schedules.timing.costs import Ties
+from ...schedules.timing.costs import Costs, Ties
+from ...schedules.timing.links import Links
 from ..memory import RankMemory
 from ..stage_cost import StageSeconds, StageSums
 from .model import Model
@@ -39,3 +40,17 @@ class Evaluated:
     def memory_bytes(self) -> float:
         """Bytes on the fullest rank."""
         return max(memory.total for memory in self.memories)
+
+    def costs(self, *, norm: float | None) -> Costs:
+        """What its step is simulated from.
+
+        Arguments:
+            norm: of the global norm, for which all ranks wait [s]; None: there is none.
+        """
+        return self.seconds.costs(around=self.model.profile.around_seconds, norm=norm, tied=self.tied)
+
+    @property
+    def links(self) -> Links:
+        """Likewise, with one rank a place."""
+        c = self.configuration
+        return self.seconds.links(self.sums.behind, self.placement.outward, tensor=c.tensor, positions=c.positions)

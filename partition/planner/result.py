@@ -18,7 +18,7 @@ from ..stage_cost import RECOMPUTE
 from ..topology import Topology
 from .evaluated import Evaluated
 from .paces import stage_paces
-from .simulated import Simulated, traffic_of
+from .simulated import Simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,12 @@ def as_plan(
         stages=plan_stages(e, order, topology.level_sizes[0]),
         num_devices=topology.num_devices,
         num_chunks=c.num_chunks,
+        costs=e.costs(norm=norm_seconds),
+        links=e.links,
         cost_model="default",
         schedule=c.schedule,
         num_microbatches=c.num_microbatches,
         microbatch_size=c.microbatch_size if says_size else None,
-        around_seconds=e.model.profile.around_seconds,
-        norm_seconds=norm_seconds,
-        tied=e.tied,
         predicted_step_time=e.bottleneck,
         bound=min(e.bottleneck, bound),
         simulated_step_time=None if best.simulated is None else best.simulated.seconds,
@@ -93,8 +92,8 @@ def as_plan(
 
 def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[PlanStage, ...]:
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
-    c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
-    paces, traffic = stage_paces(c, seconds), traffic_of(e)
+    c, ranks = e.configuration, e.configuration.stage_ranks
+    paces = stage_paces(c, e.seconds)
     streams = family(c.schedule).rule.is_asynchronous
     held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor, streams=streams)
     nodes = {node.name: node for node in e.model.profile.nodes}
@@ -107,13 +106,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 nodes=e.model.names(first, last),
                 ranks=own_ranks(order, node_size, ranks[p]),
                 tensor=c.tensor,
-                forward_seconds=float(seconds.forward[s]),
-                backward_seconds=float(seconds.backward[s]),
-                update_seconds=float(seconds.around[s] + seconds.step[s]),
                 step_seconds=float(paces[s]),
-                action_seconds=e.model.profile.action_seconds,
                 spread=_spread([nodes[name] for name in e.model.names(first, last)]),
-                traffic=traffic[s],
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],
                 memory_limit=memory.limit if math.isfinite(memory.limit) else None,

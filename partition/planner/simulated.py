@@ -14,12 +14,9 @@ import numpy as np
 
 from ...schedules.ir import Schedule
 from ...schedules.program import run_as_one
-from ...schedules.timing.costs import Costs
-from ...schedules.timing.links import Links
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import Timeline
-from ...schedules.transform import defer_updates
-from ..plans.traffic import StageTraffic, links_of
+from ...schedules.transform import with_late_updates
 from ..topology import Floats
 from .built import BuiltSchedules, microbatches_of
 from .evaluated import Evaluated
@@ -64,22 +61,12 @@ def simulated_batch(
     evaluated: Evaluated, schedules: BuiltSchedules, num_microbatches: int, *, norm: float | None = None
 ) -> Timeline:
     """Every action of a batch of so many microbatches; RefusedError where its schedule can't be built."""
-    c, s = evaluated.configuration, evaluated.seconds
-    schedule = schedules.schedule(c, num_microbatches)
-    if schedule.rule.updates_may_wait and s.ring.any():
-        schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
-    costs = Costs(
-        forward=s.forward.tolist(),
-        backward=s.backward.tolist(),
-        update=s.step.tolist(),
-        overhead=s.overhead.tolist(),
-        message_overhead=s.message_overhead.tolist(),
-        around=evaluated.model.profile.around_seconds,
-        norm=norm,
-        sum_busy=s.sum_busy.tolist(),
-        tied=evaluated.tied,
-    )
-    return simulate(schedule, costs, _network(evaluated))
+    c, links = evaluated.configuration, evaluated.links
+    if not c.is_equal:
+        starts = (0, *accumulate(c.counts))
+        links = links.on([range(a, b) for a, b in pairwise(starts)])
+    schedule = with_late_updates(schedules.schedule(c, num_microbatches), links)
+    return simulate(schedule, evaluated.costs(norm=norm), links)
 
 
 def num_actions(c: Configuration) -> int:
@@ -94,34 +81,3 @@ def _weight_grads(schedule: Schedule) -> Floats:
         return np.zeros(schedule.num_stages)
     joined, m = run_as_one(schedule), schedule.num_microbatches
     return np.array([(s in schedule.split_stages) - len(joined.get(s, ())) / m for s in range(schedule.num_stages)])
-
-
-def traffic_of(evaluated: Evaluated) -> tuple[StageTraffic, ...]:
-    """[S] messages of the stages, and the parts of their updates."""
-    c, seconds = evaluated.configuration, evaluated.seconds
-    return tuple(
-        StageTraffic(
-            message_bytes=float(evaluated.sums.behind[s]),
-            latency=link.latency,
-            seconds_per_byte=link.seconds_a_byte / c.tensor,
-            sum_seconds=float(seconds.ring[s]),
-            optimizer_seconds=float(seconds.step[s]),
-            gather_seconds=float(seconds.gather[s]),
-            message_seconds=link.busy,
-            sum_busy=float(seconds.sum_busy[s]),
-        )
-        for s, link in enumerate(evaluated.placement.outward)
-    )
-
-
-def _network(evaluated: Evaluated) -> Links:
-    """Links between the ranks of the simulated schedule.
-
-    Where one replica stands for all, rank P + p is what rank p sums its gradients with.
-    """
-    c = evaluated.configuration
-    starts = range(c.pipeline + 1) if c.is_equal else [0, *accumulate(c.counts)]
-    ranks = [range(a, b) for a, b in pairwise(starts)]
-    rings = [(p, p + c.pipeline) for p in range(c.pipeline)] if c.is_equal else ranks
-    m = microbatches_of(c)
-    return links_of(traffic_of(evaluated), ranks, positions=c.positions, rings=rings, num_microbatches=m)

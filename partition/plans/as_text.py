@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from statistics import fmean
 
+from ...schedules.ir import Op
+from ...schedules.timing.costs import by_stage
 from ...schedules.wording import count, duration, size
 from ..memory import MemoryUse
+from ..stage_cost import message_seconds
 from .record import PlanRecord, PlanStage, RunnerUp
 from .simulated import sampled
 
@@ -39,7 +43,7 @@ def explain(plan: PlanRecord) -> str:
     more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
     head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"
     lines.append(head + "".join(f"  {_MORE[name]:>6}" for name in more))
-    lines += _folded([_stage(number, stage, more) for number, stage in enumerate(plan.stages)], "stages")
+    lines += _folded(_stages(plan, more), "stages")
     lines += _folded(_replicas(plan), "stages")
     lines += _memory(plan)
     lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
@@ -77,14 +81,15 @@ _MORE = {"tensor": "tensor", "optimizer_shards": "shards"}  # columns where some
 
 def _runtime(plan: PlanRecord) -> list[str]:
     """Seconds that the runtime takes of a rank, where the plan knows them."""
-    action = max(stage.action_seconds for stage in plan.stages)
-    message = max((each.message_seconds for each in plan.traffic), default=0.0)
-    if not (action or message or plan.around_seconds or plan.norm_seconds):
+    costs, number = plan.costs, len(plan.stages)
+    action = max(by_stage(costs.overhead, number))
+    message = max(message_seconds(by_stage(costs.message_overhead, number)))
+    if not (action or message or costs.around or costs.norm):
         return []
     parts = [f"{duration(action)} around each action"]
     parts += [f"{duration(message)} at either end of a message"] if message else []
-    parts += [f"{duration(plan.around_seconds)} around each step"] if plan.around_seconds else []
-    parts += [f"{duration(plan.norm_seconds)} for the norm of all gradients"] if plan.norm_seconds else []
+    parts += [f"{duration(costs.around)} around each step"] if costs.around else []
+    parts += [f"{duration(costs.norm)} for the norm of all gradients"] if costs.norm else []
     return [f"runtime: {', '.join(parts)}"]
 
 
@@ -94,10 +99,17 @@ def _folded(rows: list[str], what: str) -> list[str]:
     return [*rows[:ENDS], f"  ... {len(rows) - 2 * ENDS} more {what}, in the plan's JSON ...", *rows[-ENDS:]]
 
 
-def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
+def _stages(plan: PlanRecord, more: Sequence[str]) -> list[str]:
+    actions = zip(plan.seconds(Op.F), plan.seconds(Op.B), strict=True)
+    return [
+        _stage(number, stage, (forward, backward, stage.step_seconds), more)
+        for number, (stage, (forward, backward)) in enumerate(zip(plan.stages, actions, strict=True))
+    ]
+
+
+def _stage(number: int, stage: PlanStage, figures: Sequence[float], more: Sequence[str]) -> str:
     memory = "-" if stage.memory is None else size(stage.memory.total)
     flight = "-" if stage.in_flight is None else str(stage.in_flight)
-    figures = (stage.forward_seconds, stage.backward_seconds, stage.step_seconds)
     columns = "".join(f"  {getattr(stage, name):>6}" for name in more)
     seconds = " ".join(f"{each * 1e3:10.3f}" for each in figures)
     return (
@@ -109,8 +121,12 @@ def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
 def _replicas(plan: PlanRecord) -> list[str]:
     """Stages whose replicas differ, as a trial measured them; equal ones once."""
     rows: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        if ratios := stage.replica_ratios:
+    pairs = zip(plan.replica_seconds(Op.F), plan.replica_seconds(Op.B), strict=True)
+    for number, (stage, (forward, backward)) in enumerate(zip(plan.stages, pairs, strict=True)):
+        whole = fmean(forward) + fmean(backward)
+        if max(len(forward), len(backward)) > 1 and whole > 0:
+            replicas = range(stage.replicas)
+            ratios = [(forward[r % len(forward)] + backward[r % len(backward)]) / whole for r in replicas]
             shown = ", ".join(f"{each:.2f}" for each in ratios[:ENDS])
             more = f" ... (the most {max(ratios):.2f})" if len(ratios) > ENDS else ""
             rows.setdefault((stage.ranks, shown + more), []).append(number)

@@ -6,14 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add
+from statistics import fmean
 
+from ...schedules.ir import Op
 from ...schedules.registry import family
-from ...schedules.timing.costs import Costs, Ties
+from ...schedules.timing.costs import Costs, Row, by_stage
+from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ..memory import MemoryUse
-from ..stage_cost import RECOMPUTE, message_overheads
+from ..stage_cost import RECOMPUTE
 from .searched import Searched
-from .traffic import StageTraffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +27,8 @@ class PlanStage:
         nodes: names, each behind what it needs.
         ranks: that run it: replicas, each of `tensor` ranks in a row; microbatch k runs on replica `k % replicas`.
         tensor: ranks over which each of its matrices is split.
-        forward_seconds, backward_seconds: of one microbatch on one rank, recomputation included [s].
-        input_grad_seconds: those of the backward that make gradients of inputs, where it is split; None: half of them.
-        update_seconds: gradients summed over the replicas, and the optimizer's step, behind a batch [s].
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
-        action_seconds: that the runtime takes of a rank around each F, B, I and W, beside theirs and messages [s].
         spread: of an action's seconds, relative (half the interquartile range over the median); 0 when unknown.
-        forward_ratios, backward_ratios: by replica, in the order of their ranks, how many times those seconds its F
-            and its B (I, W) take; none: they are alike.
-        traffic: its messages and the parts of its update, with which the plan can be simulated again; None where nobody
-            kept it.
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
         memory_limit: of the smallest device among its ranks [bytes]; None where there is none.
@@ -48,16 +43,8 @@ class PlanStage:
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     tensor: int = 1
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float = 0.0
     step_seconds: float
-    input_grad_seconds: float | None = None
-    action_seconds: float = 0.0
     spread: float = 0.0
-    forward_ratios: tuple[float, ...] = ()
-    backward_ratios: tuple[float, ...] = ()
-    traffic: StageTraffic | None = None
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
     memory_limit: float | None = None
@@ -76,21 +63,8 @@ class PlanStage:
                 f"stage on {len(self.ranks)} ranks with tensor={self.tensor}: expected a number that divides "
                 f"{len(self.ranks)}"
             )
-        if self.input_grad_seconds is not None and not 0 <= self.input_grad_seconds <= self.backward_seconds:
-            raise ValueError(
-                f"input_grad_seconds={self.input_grad_seconds} of a backward of {self.backward_seconds} s: expected a "
-                f"part of it"
-            )
         if not 0 <= self.spread < math.inf:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
-        for name in ("forward_ratios", "backward_ratios"):
-            ratios = tuple(getattr(self, name))
-            if ratios and (len(ratios) != self.replicas or not all(map(_is_ratio, ratios))):
-                raise ValueError(
-                    f"{name}={ratios!r:.80} of a stage with {self.replicas} replicas: expected as many finite numbers "
-                    f"above 0, or none"
-                )
-            object.__setattr__(self, name, ratios)
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
         if not 1 <= self.optimizer_shards <= self.replicas:
@@ -98,31 +72,10 @@ class PlanStage:
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
             )
 
-        if self.traffic is not None and self.traffic.sum_seconds > 0 and self.replicas == 1:
-            raise ValueError(
-                f"traffic with sum_seconds={self.traffic.sum_seconds} of a stage without replicas: expected 0"
-            )
-
     @property
     def replicas(self) -> int:
         """Copies of the stage, each on its share of the microbatches."""
         return len(self.ranks) // self.tensor
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order in which they share the microbatches."""
-        size = self.tensor
-        return tuple(sorted(self.ranks[begin : begin + size] for begin in range(0, len(self.ranks), size)))
-
-    @property
-    def replica_ratios(self) -> tuple[float, ...]:
-        """By replica, how many times F and B together take those of the stage; none: they are alike."""
-        if not (self.forward_ratios or self.backward_ratios):
-            return ()
-        whole = self.forward_seconds + self.backward_seconds
-        alike = (1.0,) * self.replicas
-        pairs = zip(self.forward_ratios or alike, self.backward_ratios or alike, strict=True)
-        return tuple((f * self.forward_seconds + b * self.backward_seconds) / whole if whole else 1.0 for f, b in pairs)
 
     @property
     def memory_bytes(self) -> float | None:
@@ -158,6 +111,11 @@ class PlanRecord:
     Arguments:
         stages: [S]; the first P stand on the places 0 to P - 1, those of later chunks as the schedule has it.
         num_chunks: V.
+        costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
+            sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
+            replica `k % replicas`).
+        links: of one rank a place (`PlaceNetwork`), with bytes over each cut and sums over the replicas; None where
+            nobody kept them: messages take no time, and the sums are a part of each update.
         cost_model: "default" or "pipedream".
         schedule: that memory was counted for; None under PipeDream's model.
         order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
@@ -167,11 +125,6 @@ class PlanRecord:
         predicted_step_time: the bottleneck [s a minibatch]; a minibatch is what the profile ran at once, and what the
             runtime calls a microbatch.
         bound: no plan can have a smaller bottleneck under this model [s a minibatch].
-        around_seconds: that the runtime takes of a step beside actions, sums and updates [s].
-        norm_seconds: of the global norm, for which all ranks wait before they update [s]; None: there is none, or
-            nobody said so.
-        tied: (stages, seconds) of sums of the gradients of weights that stages on different ranks share, over all ranks
-            that hold them; what is in them is in no stage's own sum over its replicas.
         simulated_step_time: [s a batch of M] under the schedule, warm-up and drain included where it flushes; None
             where it was not simulated.
         simulated_bubble: of that simulation, a fraction.
@@ -181,13 +134,14 @@ class PlanRecord:
         searched: how far, and what is known of the rest; None where configurations were not searched.
 
     Raises ValueError for a node that stands twice, a rank that stands twice among the stages of one chunk or other
-    ranks in another chunk, a rank outside the cluster, and traffic of some stages only or over other ways in another
-    chunk.
+    ranks in another chunk, a rank outside the cluster, and costs or links of other stages.
     """
 
     stages: tuple[PlanStage, ...]
     num_devices: int
     num_chunks: int = 1
+    costs: Costs
+    links: Links | None = None
     cost_model: str
     predicted_step_time: float
     bound: float
@@ -195,9 +149,6 @@ class PlanRecord:
     order: tuple[str, ...] = ()
     num_microbatches: int | None = None
     microbatch_size: int | None = None
-    around_seconds: float = 0.0
-    norm_seconds: float | None = None
-    tied: Ties = ()
     simulated_step_time: float | None = None
     simulated_bubble: float | None = None
     tried_seconds: float | None = None
@@ -208,15 +159,12 @@ class PlanRecord:
     def __post_init__(self) -> None:
         for field in ("stages", "order", "runners_up", "notes"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
-        for name in ("around_seconds", "norm_seconds", "tried_seconds"):
-            value = getattr(self, name) or 0.0
-            if not (isinstance(value, int | float) and 0 <= value < math.inf):
-                raise ValueError(f"{name}={value!r}: expected a finite number, at least 0")
+        tried = self.tried_seconds or 0.0
+        if not (isinstance(tried, int | float) and 0 <= tried < math.inf):
+            raise ValueError(f"tried_seconds={tried!r}: expected a finite number, at least 0")
         if not self.stages:
             raise ValueError("plan without stages: expected at least one")
-        sums = Costs(tied=self.tied)
-        sums.table(num_stages=len(self.stages))  # refuses other stages
-        object.__setattr__(self, "tied", sums.tied)
+        self.costs.table(num_stages=len(self.stages), num_indices=self.num_microbatches)  # refuses other stages
         if self.num_chunks < 1 or len(self.stages) % self.num_chunks:
             raise ValueError(
                 f"{len(self.stages)} stages in num_chunks={self.num_chunks}: expected a number that divides "
@@ -235,22 +183,22 @@ class PlanRecord:
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
+        self._check_links()
 
-        self._check_traffic()
-
-    def _check_traffic(self) -> None:
-        known = [stage.traffic for stage in self.stages if stage.traffic is not None]
-        if known and len(known) < len(self.stages):
-            raise ValueError(f"traffic of {len(known)} of {len(self.stages)} stages: expected that of all, or of none")
-        ways = [(each.latency, each.seconds_per_byte, each.message_seconds) for each in known[:-1]]
-        first: dict[tuple[int, int], int] = {}
-        for number, (way, pair) in enumerate(zip(ways, pairwise(self.positions), strict=False)):
-            other = first.setdefault(pair, number)
-            if way != ways[other]:
-                raise ValueError(
-                    f"stage {number} with traffic of latency, seconds_per_byte, message_seconds {way} and stage "
-                    f"{other}, of another chunk on the same ranks, {ways[other]}: expected the same"
-                )
+    def _check_links(self) -> None:
+        if self.links is None:
+            return
+        network, sizes, places = self.links.network, self.links.activation_bytes, len(self.stages) // self.num_chunks
+        if not isinstance(network, PlaceNetwork) or network.places != tuple((p,) for p in range(places)):
+            raise ValueError(f"links over {network!r:.80}: expected a PlaceNetwork of one rank each on {places} places")
+        if isinstance(sizes, float | int) or len(sizes) != len(self.stages) - 1:
+            raise ValueError(f"activation_bytes={sizes!r:.60}: expected one for each of {len(self.stages) - 1} cuts")
+        lacking = {(min(pair), max(pair)) for pair in pairwise(self.positions) if len({*pair}) > 1} - {*network.routes}
+        if lacking:
+            raise ValueError(f"no route between the places {min(lacking)}: expected one in the network of the links")
+        for each in self.links.sums:
+            if not 0 <= each.stage < len(self.stages) or self.stages[each.stage].replicas == 1:
+                raise ValueError(f"a sum of {each.seconds} s of stage {each.stage}: expected a stage with replicas")
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -258,12 +206,7 @@ class PlanRecord:
 
         ValueError for a schedule that no plans are made for.
         """
-        if self.num_chunks == 1:
-            return tuple(range(len(self.stages)))
-        own = family(self.schedule or "interleaved")
-        if not own.is_planned:
-            raise ValueError(f"a plan of schedule {own.name!r}: expected stages of one rank each, and whole sequences")
-        return own.rank_of_stages(num_ranks=len(self.stages) // self.num_chunks, num_chunks=self.num_chunks)
+        return positions_of(self.schedule, num_stages=len(self.stages), num_chunks=self.num_chunks)
 
     @property
     def tensor(self) -> int:
@@ -285,8 +228,8 @@ class PlanRecord:
         """Idle fraction of the ranks in use: simulated, or, where it was not, of a stream at the bottleneck's pace."""
         if self.simulated_bubble is not None:
             return self.simulated_bubble
-        work = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
-        work += 2 * sum(self.overheads) + 2 * sum(self.message_overheads)
+        table = self.costs.table(num_stages=len(self.stages))
+        work = sum(map(add, table.means(Op.F), table.means(Op.B)))
         room = sum(self.replicas) / self.num_chunks * self.predicted_step_time
         return 1 - work / room if room > 0 else 0.0
 
@@ -311,21 +254,22 @@ class PlanRecord:
         found = tuple(stage.held for stage in self.stages if stage.held is not None)
         return found if len(found) == len(self.stages) else ()
 
-    @property
-    def traffic(self) -> tuple[StageTraffic, ...]:
-        """[S] of its stages; empty where the plan does not say it."""
-        return tuple(stage.traffic for stage in self.stages if stage.traffic is not None)
+    def replica_seconds(self, op: Op) -> list[Row]:
+        """[S] seconds of an action, the runtime's around it apart, by replica in the order of their ranks; one number
+        where these are alike."""
+        rows = self.costs.free_of_overhead.table(num_stages=len(self.stages)).rows[op]
+        return [row[: stage.replicas] if len(row) > 1 else row for row, stage in zip(rows, self.stages, strict=True)]
+
+    def seconds(self, op: Op) -> list[float]:
+        """[S] seconds of an action, the mean of a stage's replicas, the runtime's around it apart."""
+        return list(map(fmean, self.replica_seconds(op)))
 
     @property
-    def overheads(self) -> tuple[float, ...]:
-        """[S] seconds of a rank around each action of the stage, on top of its own."""
-        return tuple(stage.action_seconds for stage in self.stages)
-
-    @property
-    def message_overheads(self) -> tuple[float, ...]:
-        """[S] seconds for which a rank is busy with the messages of an F, B or I of the stage."""
-        busy = [each.message_seconds for each in self.traffic] or [0.0] * len(self.stages)
-        return message_overheads(busy[:-1])
+    def update_seconds(self) -> tuple[float, ...]:
+        """[S] seconds of an update: gradients summed over the replicas, optimizer's step, weights gathered."""
+        sums = {} if self.links is None else {each.stage: each.seconds + each.gather for each in self.links.sums}
+        steps, added = (by_stage(each, len(self.stages)) for each in (self.costs.update, self.costs.reduce_grad))
+        return tuple(sums.get(stage, own) + step for stage, (own, step) in enumerate(zip(added, steps, strict=True)))
 
     @property
     def memory_limits(self) -> dict[int, float]:
@@ -340,8 +284,14 @@ class PlanRecord:
         return found if len(found) == len(firsts) else None
 
 
-def _is_ratio(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
+def positions_of(schedule: str | None, *, num_stages: int, num_chunks: int) -> tuple[int, ...]:
+    """[S] place of each stage; ValueError for a schedule that no plans are made for."""
+    if num_chunks == 1:
+        return tuple(range(num_stages))
+    own = family(schedule or "interleaved")
+    if not own.is_planned:
+        raise ValueError(f"a plan of schedule {own.name!r}: expected stages of one rank each, and whole sequences")
+    return own.rank_of_stages(num_ranks=num_stages // num_chunks, num_chunks=num_chunks)
 
 
 def _refuse_twice(what: str, values: Sequence[object]) -> None:

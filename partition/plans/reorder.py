@@ -6,16 +6,15 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ...schedules.check import check
-from ...schedules.ir import Schedule
+from ...schedules.ir import Op, Schedule
 from ...schedules.registry import canonical_name, family
 from ...schedules.synthesis.synthesize import synthesize
-from ...schedules.timing.costs import Costs
+from ...schedules.timing.costs import Costs, by_stage, columns
 from ...schedules.wording import duration
 from ..profile import Profile
 from .record import PlanRecord, PlanStage
 from .simulated import simulated
 from .to_schedule import one_pipeline
-from .traffic import links_of
 
 P = TypeVar("P", bound=PlanRecord)
 
@@ -41,17 +40,15 @@ def reorder(
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
     if M is None or width == 1 or not alike or family(name).rule.is_asynchronous or plan.order:
         return plan
-    stages = tuple(replace(stage, input_grad_seconds=input_grad_seconds(stage, profile)) for stage in plan.stages)
-    split = replace(plan, stages=stages)
+    split = replace(plan, costs=_split(plan, profile))
     before = simulated(split).timeline.batch_seconds
     own = one_pipeline(split, num_microbatches=M)
-    traffic, ranks = split.traffic, [(p,) for p in range(width)]
     found = synthesize(
         placement=own.placement,
         num_microbatches=own.num_microbatches,
         costs=_costs(split),
         memory_limit=[float(peak) for peak in check(own).peak_activations],
-        links=links_of(traffic, ranks, positions=split.positions, rings=ranks) if traffic else None,
+        links=split.links,
         start=own if _is_plain(own) else None,
         seconds=seconds,
         evaluations=evaluations,
@@ -76,39 +73,47 @@ def reorder(
     )
 
 
-def input_grad_seconds(stage: PlanStage, profile: Profile | None) -> float:
-    """Seconds of I of one microbatch: those of the stage's backward that its nodes' W do not take."""
-    whole = stage.backward_seconds
+def input_grad_share(stage: PlanStage, profile: Profile | None) -> float:
+    """Share of I in the stage's backward: what the W of its nodes do not take."""
     nodes = {} if profile is None else {node.name: node for node in profile.nodes}
     own = [nodes[name] for name in stage.nodes if name in nodes]
     measured = sum(node.backward_seconds for node in own if node.input_grad_seconds or node.weight_grad_seconds)
     if not own or measured <= 0 or stage.recompute == "full":
-        return whole / 2
+        return 0.5
     halves = sum(node.input_grad_seconds + node.weight_grad_seconds for node in own)
-    weight = whole * sum(node.weight_grad_seconds for node in own) / max(halves, 1e-30)
-    return whole - min(max(weight, _LEAST_PART * whole), (1 - _LEAST_PART) * whole)
+    weight = sum(node.weight_grad_seconds for node in own) / max(halves, 1e-30)
+    return 1 - min(max(weight, _LEAST_PART), 1 - _LEAST_PART)
+
+
+def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
+    """The plan's costs with seconds of I and W."""
+    backward = plan.costs.free_of_overhead.table(num_stages=len(plan.stages)).rows[Op.B]
+    input_grad = [
+        [share * seconds for seconds in row]
+        for share, row in zip((input_grad_share(stage, profile) for stage in plan.stages), backward, strict=True)
+    ]
+    weight_grad = [[b - i for b, i in zip(*rows, strict=True)] for rows in zip(backward, input_grad, strict=True)]
+    return replace(plan.costs, input_grad=columns(input_grad), weight_grad=columns(weight_grad))
 
 
 def _costs(plan: PlanRecord) -> Costs:
-    input_grad = [stage.input_grad_seconds or 0.0 for stage in plan.stages]
+    """Costs of one pipeline, the mean of all replicas."""
     return Costs(
-        forward=[stage.forward_seconds for stage in plan.stages],
-        input_grad=input_grad,
-        weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, input_grad, strict=True)],
+        forward=plan.seconds(Op.F),
+        input_grad=plan.seconds(Op.I),
+        weight_grad=plan.seconds(Op.W),
         update=_updates(plan),
-        overhead=plan.overheads,
-        message_overhead=plan.message_overheads,
-        norm=plan.norm_seconds,
+        overhead=plan.costs.overhead,
+        message_overhead=plan.costs.message_overhead,
+        norm=plan.costs.norm,
     )
 
 
 def _updates(plan: PlanRecord) -> list[float]:
     """[S] seconds behind the last backward of a stage until its ranks are through. The first of several that share
     weights is the last to begin their sum, behind which all of them update; the search knows no such sums."""
-    own = [stage.update_seconds for stage in plan.stages]
-    steps = [each.optimizer_seconds for each in plan.traffic] or own
-    found = [*own]
-    for stages, seconds in plan.tied:
+    found, steps = list(plan.update_seconds), by_stage(plan.costs.update, len(plan.stages))
+    for stages, seconds in plan.costs.tied:
         found[stages[0]] = max(found[stages[0]], seconds + max(steps[s] for s in stages))
     return found
 

@@ -17,7 +17,6 @@ from ...schedules.timing.costs import Costs
 from .record import PlanRecord, PlanStage
 from .sizes import Profiles, Size, ascending, stage_laws
 from .to_schedule import one_pipeline, schedule_of
-from .traffic import links_of
 
 
 class Replanner:
@@ -44,11 +43,7 @@ class Replanner:
         self._laws = stage_laws(plan, profiles)
         self._own = one_pipeline(plan, num_microbatches=plan.num_microbatches)
         self._orders = BatchOrders(self._own, cold=cold, warm=warm, seed=seed)
-        width = self._own.num_ranks
-        alone = [(p,) for p in range(width)]
-        self._links = (
-            links_of(plan.traffic, alone, positions=plan.positions, rings=alone) if plan.traffic and width > 1 else None
-        )
+        self._links = plan.links if self._own.num_ranks > 1 else None
         largest = ascending(profiles)[-1]
         self._planned = self._peaks([largest] * plan.num_microbatches)
         rooms = [_room(plan, [plan.stages[s] for s in own]) for own in self._own.placement]
@@ -73,14 +68,13 @@ class Replanner:
 
         Raises MemoryLimitError (a ValueError) for a microbatch that no device has room for.
         """
-        stages = self._plan.stages
         costs = Costs(
             forward=[[law.forward(size) for size in sizes] for law in self._laws],
             input_grad=[[law.input_grad(size) for size in sizes] for law in self._laws],
             weight_grad=[[law.weight_grad(size) for size in sizes] for law in self._laws],
-            update=[stage.update_seconds for stage in stages],
-            overhead=self._plan.overheads,
-            message_overhead=self._plan.message_overheads,
+            update=self._plan.update_seconds,
+            overhead=self._plan.costs.overhead,
+            message_overhead=self._plan.costs.message_overhead,
         )
         request = Request(
             placement=self._own.placement,

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...schedules.ir import Schedule
-from ...schedules.timing.costs import Costs, by_owner
+from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links
 from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSamples, simulate_spread
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread
 from ...schedules.timing.timeline import Timeline
-from ...schedules.transform import defer_updates
+from ...schedules.transform import with_late_updates
 from .record import PlanRecord
 from .to_schedule import schedule_of
-from .traffic import links_of
 
 MOST_SAMPLED = MOST_ACTIONS // LEAST_SAMPLES  # actions of a batch that is simulated many times
 
 
 class SimulatedPlan(NamedTuple):
-    """A plan's timeline, and what it was simulated from; `links` is None where the plan does not keep its traffic."""
+    """A plan's timeline, and what it was simulated from; `links` is None where the plan does not keep them."""
 
     timeline: Timeline
     costs: Costs
@@ -35,15 +33,15 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
     of unequal replicas that are ready at the same moment go in the order of ranks: where the planner took other nodes
     first than the cluster lists, another one may go first here.
 
-    Without traffic messages take no time, and the sum of gradients is a part of each update.
+    Without links messages take no time, and the sum of gradients is a part of each update.
 
     Arguments:
         num_microbatches: of the whole batch, where the plan leaves it open.
 
     Raises ValueError as `schedule_of` does.
     """
-    schedule, costs, links = _inputs(plan, num_microbatches)
-    return SimulatedPlan(simulate(schedule, costs, links), costs, links)
+    schedule, links = _scheduled(plan, num_microbatches)
+    return SimulatedPlan(simulate(schedule, plan.costs, links), plan.costs, links)
 
 
 def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSamples | None:
@@ -55,8 +53,8 @@ def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSam
     microbatches = num_microbatches or plan.num_microbatches or 0
     if not any(stage.spread for stage in plan.stages) or 2 * len(plan.stages) * microbatches > MOST_SAMPLED:
         return None
-    schedule, costs, links = _inputs(plan, num_microbatches)
-    return simulate_spread(schedule, costs, Spread.of_half_ranges([stage.spread for stage in plan.stages]), links)
+    schedule, links = _scheduled(plan, num_microbatches)
+    return simulate_spread(schedule, plan.costs, Spread.of_half_ranges([stage.spread for stage in plan.stages]), links)
 
 
 class ExpectedStep(NamedTuple):
@@ -81,33 +79,9 @@ def expected(plan: PlanRecord) -> ExpectedStep | None:
     return ExpectedStep(drawn.median, max(0.0, drawn.bubble))
 
 
-def _inputs(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Costs, Links | None]:
-    schedule, traffic = schedule_of(plan, num_microbatches=num_microbatches), plan.traffic
-    inputs = [stage.backward_seconds / 2 if (i := stage.input_grad_seconds) is None else i for stage in plan.stages]
-    weights = [stage.backward_seconds - i for stage, i in zip(plan.stages, inputs, strict=True)]
-    forwards = [stage.forward_ratios or (1.0,) for stage in plan.stages]
-    backwards = [stage.backward_ratios or (1.0,) for stage in plan.stages]
-
-    def column(seconds: Sequence[float], ratios: Sequence[Sequence[float]]) -> list[float | list[float]]:
-        return by_owner(schedule, [[each * r for r in own] for each, own in zip(seconds, ratios, strict=True)])
-
-    costs = Costs(
-        forward=column([stage.forward_seconds for stage in plan.stages], forwards),
-        backward=column([stage.backward_seconds for stage in plan.stages], backwards),
-        input_grad=column(inputs, backwards),
-        weight_grad=column(weights, backwards),
-        update=[each.optimizer_seconds for each in traffic] or [stage.update_seconds for stage in plan.stages],
-        overhead=plan.overheads,
-        message_overhead=plan.message_overheads,
-        around=plan.around_seconds,
-        norm=plan.norm_seconds,
-        tied=plan.tied,
-        sum_busy=[each.sum_busy for each in traffic] or 0.0,
-    )
-    if not traffic:
-        return schedule, costs, None
-    if schedule.rule.updates_may_wait and any(each.sum_seconds for each in traffic):
-        schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
-    ranks = schedule.owners[: len(plan.stages) // plan.num_chunks]
-    links = links_of(traffic, ranks, positions=plan.positions, rings=ranks)
-    return schedule, costs, links
+def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Links | None]:
+    """What runs, and the links on the ranks that run it."""
+    schedule, links = schedule_of(plan, num_microbatches=num_microbatches), plan.links
+    if links is not None:
+        links = links.on(schedule.owners[: len(plan.stages) // plan.num_chunks])
+    return with_late_updates(schedule, links), links

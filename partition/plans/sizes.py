@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...schedules.ir import Op
 from ..profile import Node, Profile
 from ..topology import Floats
 from .record import PlanRecord, PlanStage
-from .reorder import input_grad_seconds
+from .reorder import input_grad_share
 
 _BYTES = ("activation_bytes", "stash_bytes", "workspace_bytes", "selective_bytes")
 _LEAST = 1e-9  # [s] of an action, so that every one takes some time
@@ -86,13 +87,13 @@ def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[StageLaws]:
     ordered = ascending(profiles)
     middle, largest = ordered[len(ordered) // 2], ordered[-1]
     found = []
-    for stage in plan.stages:
+    for stage, forward, backward in zip(plan.stages, plan.seconds(Op.F), plan.seconds(Op.B), strict=True):
         parts = {size: _measured(stage, profile) for size, profile in profiles.items()}
-        own = input_grad_seconds(stage, profiles[middle])
+        own = backward * input_grad_share(stage, profiles[middle])
         known = {
-            "forward": (middle, stage.forward_seconds),
+            "forward": (middle, forward),
             "input_grad": (middle, own),
-            "weight_grad": (middle, stage.backward_seconds - own),
+            "weight_grad": (middle, backward - own),
             "held": (largest, parts[largest]["held"] if stage.held is None else stage.held.activations),
         }
         found.append(
@@ -153,6 +154,6 @@ def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
     nodes = [node for node in profile.nodes if node.name in set(stage.nodes)]
     forward = sum(node.forward_seconds for node in nodes)
     whole = sum(node.backward_seconds for node in nodes) + (0.0 if stage.recompute == "none" else forward)
-    own = input_grad_seconds(replace(stage, backward_seconds=whole, input_grad_seconds=None), profile)
+    own = whole * input_grad_share(stage, profile)
     stash = sum(node.stash_bytes for node in nodes)
     return {"forward": forward, "input_grad": own, "weight_grad": whole - own, "held": stash}

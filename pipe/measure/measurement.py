@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 
 from ...comm import Collectives, Guard, HostClocks
 from ...schedules import Costs, Op, Schedule, Spread, Timeline, estimate_spread
-from ...schedules.timing.costs import CostTable, by_owner
+from ...schedules.timing.costs import CostTable
+from ...schedules.timing.inputs import Cause, Input, action_input, calibrate
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.spread import LEAST_STEPS
 from .recorder import Recorder, Timed
@@ -197,42 +197,33 @@ def costs_from_medians(
     for own in by_rank:
         for key, seconds in own.items():
             together.setdefault(key, []).append(seconds)
+    stages = range(schedule.num_stages)
 
-    def of_rank(op: Op, stage: int, rank: int) -> float:
-        """Seconds on one rank; where it showed nothing the mean of the others [s]."""
-        seen = by_rank[rank].get(((stage,), op))
-        return fmean(together.get(((stage,), op), (0.0,))) if seen is None else seen
+    def mean(op: Op, stage: int) -> float:
+        """Over the ranks that showed it [s]."""
+        return fmean(together.get(((stage,), op), (0.0,)))
 
-    def half(op: Op, stage: int, rank: int) -> float:
-        """Where I and W ran as one, or B did, half of that."""
-        return of_rank(op, stage, rank) if ((stage,), op) in together else of_rank(Op.B, stage, rank) / 2
-
-    def whole(stage: int, rank: int) -> float:
-        if is_split and ((stage,), Op.B) not in together:
-            return half(Op.I, stage, rank) + half(Op.W, stage, rank)
-        return of_rank(Op.B, stage, rank)
-
-    def columns(seconds: Callable[[int, int], float]) -> list[float | list[float]]:
-        """[S] by the rank that runs them, from seconds by stage and rank."""
-        return by_owner(schedule, [[seconds(s, rank) for rank in ranks] for s, ranks in enumerate(schedule.owners)])
-
-    def column(op: Op) -> list[float]:
-        return [fmean(together.get(((stage,), op), (0.0,))) for stage in range(schedule.num_stages)]
-
+    seen: dict[Input, float] = {}
     is_split = any(op in (Op.I, Op.W) for _, op in together)
-    sums = {stages: min(seconds) for (stages, op), seconds in together.items() if op is Op.REDUCE_GRAD}
-    return Costs(
-        forward=columns(partial(of_rank, Op.F)),
-        backward=columns(whole),
-        input_grad=columns(partial(half, Op.I)) if is_split else None,
-        weight_grad=columns(partial(half, Op.W)) if is_split else None,
-        reduce_grad=[sums.get((stage,), 0.0) for stage in range(schedule.num_stages)],
-        tied=[(stages, seconds) for stages, seconds in sums.items() if len(stages) > 1],
-        update=column(Op.U),
-        overhead=[overheads.get(stage, 0.0) for stage in range(schedule.num_stages)],
+    for stage, ranks in enumerate(schedule.owners):
+        for op in (Op.F, Op.B, Op.I, Op.W) if is_split else (Op.F, Op.B):
+            # Where I and W ran as one, or B did, half of that.
+            halved = op in (Op.I, Op.W) and ((stage,), op) not in together
+            timed, part = (Op.B, 0.5) if halved else (op, 1.0)
+            for rank in ranks if ((stage,), timed) in together else ():
+                seconds = by_rank[rank].get(((stage,), timed), mean(timed, stage))
+                seen[action_input(schedule, op, stage, rank)] = part * seconds
+    for (each, op), summed in together.items():
+        if op is Op.REDUCE_GRAD:
+            seen[Input(Cause.SUMS, "sum", each)] = min(summed)
+    seen |= {Input(Cause.OVERHEAD, "overhead", (stage,)): overheads.get(stage, 0.0) for stage in stages}
+    seen |= {Input(Cause.UPDATE, "update", (stage,)): mean(Op.U, stage) for stage in stages}
+    unseen = Costs(
+        forward=0.0,
         latency=latency,
         norm=norm,
         around=around,
-        offload=column(Op.OFFLOAD),
-        reload=column(Op.RELOAD),
+        offload=[mean(Op.OFFLOAD, stage) for stage in stages],
+        reload=[mean(Op.RELOAD, stage) for stage in stages],
     )
+    return calibrate(schedule, unseen, None, seen, queueing=True)[0]

@@ -214,7 +214,7 @@ class _Ways:
                 updates = self.schedule.num_batches * self.schedule.groups_per_batch
                 seconds = summed.seconds * (1 if self.schedule.has_epilogue else updates)
                 job = Job(self._first_made(summed.stage), seconds, self.table.update[summed.stage])
-                for name in links.channels_of_sum(summed):
+                for name in links.channels_of_sum(summed, self.schedule.owners[summed.stage]):
                     loads.setdefault(name, []).append(job)
         return list(loads.values())
 

@@ -165,7 +165,7 @@ class Costs:
         if self.input_grad is not None and self.weight_grad is not None:
             input_grad = rows("input_grad", self.input_grad)
             weight_grad = rows("weight_grad", self.weight_grad)
-            whole = tuple(_together(i, w, add) for i, w in zip(input_grad, weight_grad, strict=True))
+            whole = tuple(together(i, w, add) for i, w in zip(input_grad, weight_grad, strict=True))
             backward = whole if self.backward is None else rows("backward", self.backward)
         else:
             doubled = tuple(tuple(2 * f for f in row) for row in forward)
@@ -173,7 +173,7 @@ class Costs:
             input_grad = weight_grad = tuple(tuple(b / 2 for b in row) for row in backward)
         by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         if self.index_factors is not None:
-            by_op = {op: tuple(_together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
+            by_op = {op: tuple(together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
         overhead = _spread("overhead", self.overhead, num_stages)
         of_messages = _spread("message_overhead", self.message_overhead, num_stages)
         both: list[Row] = [(own + more,) for own, more in zip(overhead, of_messages, strict=True)]
@@ -182,7 +182,7 @@ class Costs:
         for stage, indices in (as_one or {}).items():
             around[Op.I][stage] = tuple(of_messages[stage] if k in indices else both[stage][0] for k in range(number))
         by_op = {
-            op: tuple(_together(row, own, add) for row, own in zip(rows, around[op], strict=True))
+            op: tuple(together(row, own, add) for row, own in zip(rows, around[op], strict=True))
             for op, rows in by_op.items()
         }
         update = _spread("update", self.update, num_stages)
@@ -200,26 +200,14 @@ class Costs:
         )
 
 
-def by_owner(schedule: Schedule, columns: Sequence[Sequence[float]]) -> list[float | list[float]]:
-    """[S] seconds for `Costs` of stages whose ranks differ: one number, or a row by action index.
+def columns(rows: Iterable[Sequence[float]]) -> list[float | Sequence[float]]:
+    """[S] for `Costs`: one number where a row has the same one for all action indices."""
+    return [row[0] if len(set(row)) == 1 else row for row in rows]
 
-    Arguments:
-        columns: [S] seconds of each of a stage's ranks, in the order of `schedule.owners`; one number alone for ranks
-            that are alike.
 
-    >>> from stagewright.schedules import build
-    >>> schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
-    >>> by_owner(schedule, [(1.0, 1.5), (2.0,)])
-    [[1.0, 1.5, 1.0, 1.5], 2.0]
-    """
-    found: list[float | list[float]] = []
-    for stage, (ranks, own) in enumerate(zip(schedule.owners, columns, strict=True)):
-        if len(set(own)) == 1:
-            found.append(own[0])
-        else:
-            seconds = dict(zip(ranks, own, strict=True))
-            found.append([seconds[schedule.owner(stage, k)] for k in range(schedule.batch_indices)])
-    return found
+def by_stage(value: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """One number each for all stages."""
+    return (value,) * num_stages if isinstance(value, float | int) else tuple(value)
 
 
 def _spread(name: str, value: float | Sequence[Value], num_stages: int) -> tuple[Value | float, ...]:
@@ -237,7 +225,7 @@ def _check_length(name: str, row: Sequence[float], allowed: set[int]) -> None:
         )
 
 
-def _together(one: Row, other: Row, how: Callable[[float, float], float]) -> Row:
+def together(one: Row, other: Row, how: Callable[[float, float], float]) -> Row:
     """Two rows number by number, the shorter one again and again."""
     length = max(len(one), len(other))
     return tuple(how(one[k % len(one)], other[k % len(other)]) for k in range(length))

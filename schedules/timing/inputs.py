@@ -16,16 +16,16 @@ Each is measured in the sense in which the simulator takes it: a step that is si
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from operator import add
+from operator import add, sub
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ir import COMPUTE_OPS, Op, Schedule
-from .costs import Costs
-from .links import Links, Way
+from .costs import Costs, Row, by_stage, columns, together
+from .links import Links, PlaceNetwork, Way
 from .wiring import Passage, Wiring
 
 
@@ -42,6 +42,7 @@ class Cause(StrEnum):
     OUTSIDE = "around the step"
 
 
+_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input_grad", Op.W: "weight_grad"}  # in `Costs`
 _OP_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
@@ -137,94 +138,140 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
     return found
 
 
-def replaced(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> tuple[Costs, Links | None]:
-    """Costs and links with these inputs in place of their own; messages and sums that are replaced do not queue, since
-    what was measured has that in it."""
-    return _with_costs(schedule, costs, links, values), _with_links(schedule, costs, links, values)
+def calibrate(
+    schedule: Schedule, costs: Costs, links: Links | None, seen: Values, *, queueing: bool
+) -> tuple[Costs, Links | None]:
+    """Costs and links with these inputs in place of their own.
+
+    Of a stage of which I and W were seen B is their sum, and where B alone was, and the schedule splits no backward of
+    the stage, they are parts of it as before.
+
+    Arguments:
+        queueing: whether messages and sums go on to queue on links and cards. What was measured has the waits of its
+            own step in it: to tell that step again nothing may queue; for other orders of the same work something
+            does, and the routes of a `PlaceNetwork` are slower by the mean over the messages between two places.
+    """
+    found = _with_costs(schedule, costs, links, seen)
+    messages = {(each.at[0], each.at[1]): seconds for each, seconds in seen.items() if each.kind == "message"}
+    if messages and queueing:
+        links = _with_slower_routes(Passages(schedule, costs, links), links, messages)
+    elif messages:
+        found = replace(found, latency=0.0)  # it stands in the ways
+        links = _with_free_ways(Passages(schedule, costs, links), links, messages)
+    return found, None if links is None else _with_sums(links, seen, queueing=queueing)
 
 
-# --- costs and links in which some are replaced ---
+def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, seen: Values) -> Costs:
+    number, linked = schedule.num_stages, {} if links is None else {each.stage: each.seconds for each in links.sums}
+    changed: dict[str, Any] = {}
 
+    def column(name: str) -> list[float]:
+        """[S] seconds or shares that are to be changed."""
+        found: list[float] = changed.setdefault(name, list(by_stage(getattr(costs, name), number)))
+        return found
 
-def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> Costs:
-    table = costs.free_of_overhead.table_for(schedule)
-    columns = {op: [row if len(row) > 1 else row[0] for row in table.rows[op]] for op in (Op.F, Op.B, Op.I, Op.W)}
-    overhead = list(by_stage(costs.overhead, schedule.num_stages))
-    of_messages = list(by_stage(costs.message_overhead, schedule.num_stages))
-    sums, update, norm, tied = list(table.reduce_grad), list(table.update), table.norm, dict(table.tied)
-    around, shares = table.around, list(table.sum_busy)
-    linked = {} if links is None else {each.stage: each.seconds for each in links.sums}
-    latency = table.latency
-    for each, seconds in values.items():
+    tied = dict(costs.tied)
+    for each, seconds in seen.items():
         match each.kind:
-            case "overhead":
-                overhead[each.at[0]] = max(0.0, seconds - of_messages[each.at[0]])
-                of_messages[each.at[0]] = min(seconds, of_messages[each.at[0]])
-            case "message":
-                latency = (0.0,) * schedule.num_stages  # it stands in the ways
             case "sum" if len(each.at) > 1:
                 tied[each.at] = seconds
             case "sum" if each.at[0] not in linked:
-                sums[each.at[0]] = seconds
+                column("reduce_grad")[each.at[0]] = seconds
             case "held":
                 (stage,) = each.at
-                own = values.get(each._replace(kind="sum"), linked.get(stage, table.reduce_grad[stage]))
-                shares[stage] = min(1.0, seconds / own) if own > 0 else 0.0
+                known = linked.get(stage, by_stage(costs.reduce_grad, number)[stage])
+                own = seen.get(each._replace(kind="sum"), known)
+                column("sum_busy")[stage] = min(1.0, seconds / own) if own > 0 else 0.0
             case "update":
-                update[each.at[0]] = seconds
-            case "norm":
-                norm = seconds
-            case "around":
-                around = seconds
-            case "F" | "B" | "I" | "W":
-                column = columns[Op(each.kind)]
-                column[each.at[0]] = _on_rank(schedule, column[each.at[0]], each.at, seconds)
-    return replace(
-        costs,
-        forward=columns[Op.F],
-        backward=columns[Op.B],
-        input_grad=columns[Op.I],
-        weight_grad=columns[Op.W],
-        index_factors=None,
-        overhead=overhead,
-        message_overhead=of_messages,
-        latency=latency,
-        reduce_grad=sums,
-        sum_busy=shares,
-        tied=tuple(tied.items()),
-        update=update,
-        norm=norm,
-        around=around,
-    )
+                column("update")[each.at[0]] = seconds
+            case "norm" | "around" as name:
+                changed[name] = seconds
+    changed |= _actions(schedule, costs, seen) | _overheads(costs, number, seen)
+    return replace(costs, **changed, tied=tuple(tied.items()))
 
 
-def _with_links(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> Links | None:
-    messages = {each.at: seconds for each, seconds in values.items() if each.kind == "message"}
-    summed = {(each.kind, each.at): seconds for each, seconds in values.items() if each.kind in ("sum", "gather")}
-    if messages:
-        passages = Passages(schedule, costs, links)
-        ways: dict[tuple[int, int], Way] = {}
-        for pair in passages.by_pair:
-            if pair in messages:
-                ways[pair] = Way(latency=messages[pair])
-            else:
-                way = Way() if links is None else links.way(*pair)
-                ways[pair] = replace(way, latency=way.latency + passages.delay(pair))
-        if links is None:
-            return Links(network=ways)
-        around = {pair for each in links.sums for pair in each.ways} - ways.keys()
-        links = replace(links, network=ways | {pair: links.way(*pair) for pair in around})
-    if links is None or not summed:
+def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
+    """F, B, I and W as they were seen."""
+    table = costs.free_of_overhead.table_for(schedule)
+    rows = {op: list(table.rows[op]) for op in _NAMES}
+    ops: dict[int, set[Op]] = defaultdict(set)
+    for each, seconds in seen.items():
+        if each.kind in _NAMES:
+            op, stage = Op(each.kind), each.at[0]
+            rows[op][stage] = _on_rank(schedule, rows[op][stage], each.at, seconds)
+            ops[stage].add(op)
+    for stage, own in ops.items():
+        if Op.B not in own and {Op.I, Op.W} <= own:
+            rows[Op.B][stage] = together(rows[Op.I][stage], rows[Op.W][stage], add)
+        elif Op.B in own and not own & {Op.I, Op.W} and stage not in schedule.split_stages:
+            share = fmean(table.rows[Op.I][stage]) / whole if (whole := fmean(table.rows[Op.B][stage])) > 0 else 0.5
+            rows[Op.I][stage] = tuple(share * seconds for seconds in rows[Op.B][stage])
+            rows[Op.W][stage] = together(rows[Op.B][stage], rows[Op.I][stage], sub)
+    if not ops:
+        return {}
+    halves = costs.input_grad is not None or any(own & {Op.I, Op.W} for own in ops.values())
+    found = {name: columns(rows[op]) for op, name in _NAMES.items() if halves or op in (Op.F, Op.B)}
+    return found | {"index_factors": None}
+
+
+def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
+    """Seconds around actions as they were seen; those of messages among them are as before, as far as there is room."""
+    whole, busy = list(around_actions(costs, num_stages)), by_stage(costs.message_overhead, num_stages)
+    own = {each.at[0]: seconds for each, seconds in seen.items() if each.kind == "overhead"}
+    if not own:
+        return {}
+    for stage, seconds in own.items():
+        whole[stage] = seconds
+    part = min([1.0, *(around / each for around, each in zip(whole, busy, strict=True) if each > 0)])
+    return {
+        "overhead": [max(0.0, around - part * each) for around, each in zip(whole, busy, strict=True)],
+        "message_overhead": [part * each for each in busy],
+    }
+
+
+def _with_slower_routes(passages: Passages, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links | None:
+    """Routes that take as many times longer as messages between their places did, on a mean."""
+    if links is None or not isinstance(network := links.network, PlaceNetwork):
         return links
+    both: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for ranks, seconds in seen.items():
+        if ranks in passages.by_pair and (pair := network.pair(*ranks)) is not None:
+            both[pair].append((passages.seconds(ranks), seconds))
+    routes = dict(network.routes)
+    for pair, found in both.items():
+        (was, now), way = map(fmean, zip(*found, strict=True)), routes[pair]
+        routes[pair] = (
+            replace(way, latency=way.latency * now / was, seconds_per_byte=way.seconds_per_byte * now / was)
+            if was > 0
+            else replace(way, latency=now)
+        )
+    return replace(links, network=replace(network, routes=routes))
+
+
+def _with_free_ways(passages: Passages, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links:
+    """Ways that take what was seen, and that no two messages share."""
+    ways: dict[tuple[int, int], Way] = {}
+    for pair in passages.by_pair:
+        way = Way() if links is None else links.way(*pair)
+        delayed = replace(way, latency=way.latency + passages.delay(pair))
+        ways[pair] = Way(latency=seen[pair]) if pair in seen else delayed
+    if links is None:
+        return Links(network=ways)
+    around = {pair for each in links.sums for pair in each.ways or ()} - ways.keys()
+    return replace(links, network=ways | {pair: links.way(*pair) for pair in around})
+
+
+def _with_sums(links: Links, seen: Values, *, queueing: bool) -> Links:
+    own = {(each.kind, each.at): seconds for each, seconds in seen.items() if each.kind in ("sum", "gather")}
     sums = []
     for each in links.sums:
-        own, gather = summed.get(("sum", (each.stage,))), summed.get(("gather", (each.stage,)))
-        if own is not None or gather is not None:
+        kinds = ("sum", (each.stage,)), ("gather", (each.stage,))
+        if any(kind in own for kind in kinds):
             each = replace(
                 each,
-                seconds=each.seconds if own is None else own,
-                gather=each.gather if gather is None or not each.gather else gather,
-                ways=(),
+                seconds=own.get(kinds[0], each.seconds),
+                gather=own.get(kinds[1], each.gather) if each.gather else 0.0,
+                ways=each.ways if queueing else (),
             )
         sums.append(each)
     return replace(links, sums=tuple(sums))
@@ -236,14 +283,11 @@ def action_input(schedule: Schedule, op: Op, stage: int, rank: int) -> Input:
     return Input(Cause.COMPUTE, op.value, at)
 
 
-def _on_rank(
-    schedule: Schedule, usual: float | tuple[float, ...], at: tuple[int, ...], seconds: float
-) -> float | tuple[float, ...]:
+def _on_rank(schedule: Schedule, row: Row, at: tuple[int, ...], seconds: float) -> Row:
     """Seconds of a stage's actions, by index where those of one of its ranks are replaced."""
     if len(at) == 1:
-        return seconds
+        return (seconds,)
     stage, rank = at
-    row = (usual,) if isinstance(usual, float) else usual
     size = max(len(row), schedule.batch_indices)
     return tuple(seconds if schedule.owner(stage, k) == rank else row[k % len(row)] for k in range(size))
 
@@ -255,8 +299,3 @@ def _in_order(pair: tuple[Op, int]) -> tuple[int, int]:
 def around_actions(costs: Costs, num_stages: int) -> tuple[float, ...]:
     """[S] seconds around each F, B and I of a stage, messages included."""
     return tuple(map(add, by_stage(costs.overhead, num_stages), by_stage(costs.message_overhead, num_stages)))
-
-
-def by_stage(value: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """One number each for all stages."""
-    return (value,) * num_stages if isinstance(value, float | int) else tuple(value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ..ir import Schedule
@@ -85,7 +85,8 @@ class Sum:
     Arguments:
         stage: whose gradients.
         seconds: that it takes once all that it occupies is free [s].
-        ways: that it occupies, as (sending rank, receiving rank), with their cards.
+        ways: that it occupies, as (sending rank, receiving rank), with their cards; None: both sides of the cards of
+            its ranks, as a ring of them does.
         gather: of bringing the weights together, of which each rank updates a part, over the same ways [s]; 0: each
             rank updates all of them.
         unshards: whether they are gathered in front of a batch's first forward, one stage ahead, since ranks keep parts
@@ -94,7 +95,7 @@ class Sum:
 
     stage: int
     seconds: float
-    ways: tuple[tuple[int, int], ...] = ()
+    ways: tuple[tuple[int, int], ...] | None = ()
     gather: float = 0.0
     unshards: bool = False
 
@@ -102,7 +103,36 @@ class Sum:
         _check(seconds=self.seconds, gather=self.gather)
 
 
-Network = Way | Sequence[LinkLevel] | Mapping[tuple[int, int], Way]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceNetwork:
+    """Places of a pipeline on one rank or several each; every rank has a card, on which all that it sends queues.
+
+    Arguments:
+        places: [P] ranks of each.
+        routes: of messages between two places, the lower one first, whichever of their ranks share a microbatch.
+    """
+
+    places: tuple[tuple[int, ...], ...]
+    routes: Mapping[tuple[int, int], Way]
+    _place: Mapping[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places = {rank: place for place, ranks in enumerate(self.places) for rank in ranks}
+        object.__setattr__(self, "_place", places)
+
+    def pair(self, src: int, dst: int) -> tuple[int, int] | None:
+        """The two places of these ranks, the lower one first; None where there is no route between them."""
+        here, there = self._place.get(src, -1), self._place.get(dst, -1)
+        pair = (min(here, there), max(here, there))
+        return pair if pair in self.routes else None
+
+    def way(self, src: int, dst: int) -> Way | None:
+        """The way from rank to rank; None where there is none."""
+        pair = self.pair(src, dst)
+        return None if pair is None else replace(self.routes[pair], sending=src, receiving=dst)
+
+
+Network = Way | Sequence[LinkLevel] | Mapping[tuple[int, int], Way] | PlaceNetwork
 Bytes = float | Sequence[float]
 
 
@@ -111,8 +141,8 @@ class Links:
     """Sizes of messages, and the network that carries them.
 
     Arguments:
-        network: one way for all pairs of ranks; levels, the innermost first, each a multiple of the one before; or the
-            way of each pair that sends.
+        network: one way for all pairs of ranks; levels, the innermost first, each a multiple of the one before; the
+            way of each pair that sends; or places of a pipeline.
         activation_bytes: of the messages over each edge of the stage graph: one number, or one per edge, in the order
             of `schedule.stage_edges` (S - 1 in a chain).
         gradient_bytes: of those back over it, likewise; None: as many as of activations.
@@ -135,7 +165,9 @@ class Links:
             given = getattr(self, name)
             for number in given if isinstance(given, Iterable) else () if given is None else (given,):
                 _check(**{name: number})
-        if not isinstance(self.network, Way | Mapping):
+            if isinstance(given, Iterable):
+                object.__setattr__(self, name, tuple(given))
+        if not isinstance(self.network, Way | Mapping | PlaceNetwork):
             sizes = [level.num_ranks for level in self.network]
             if not sizes or any(b % a for a, b in pairwise(sizes)):
                 raise ValueError(f"levels of {sizes} ranks: expected at least one, each a multiple of the one before")
@@ -143,11 +175,19 @@ class Links:
         if len(set(stages)) < len(stages):
             raise ValueError(f"sums of the stages {stages}: expected at most one a stage")
 
+    def on(self, places: Sequence[Sequence[int]]) -> Links:
+        """The same with each place of the network on these ranks, [P]."""
+        assert isinstance(self.network, PlaceNetwork)
+        return replace(self, network=replace(self.network, places=tuple(map(tuple, places))))
+
     def way(self, src: int, dst: int) -> Way:
         """The way from rank `src` to rank `dst`; ValueError where there is none."""
         match self.network:
             case Way():
                 return self.network
+            case PlaceNetwork():
+                if (way := self.network.way(src, dst)) is not None:
+                    return way
             case Mapping():
                 if (src, dst) in self.network:
                     return self.network[src, dst]
@@ -163,8 +203,10 @@ class Links:
         cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
         return [(src, dst), *cards]
 
-    def channels_of_sum(self, each: Sum) -> list[Hashable]:
-        """Names of what a sum occupies, and the weights that are gathered after it."""
+    def channels_of_sum(self, each: Sum, ranks: Iterable[int]) -> list[Hashable]:
+        """Names of what a sum of these ranks occupies, and the weights that are gathered after it."""
+        if each.ways is None:
+            return [(side, rank) for rank in ranks for side in ("out", "in")]
         return list(dict.fromkeys(name for src, dst in each.ways for name in self.channels(src, dst)))
 
 

@@ -13,8 +13,9 @@ causes add up to the difference of the steps, whatever it is; in another order e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from .attribution import attribute_idle
 from .clocks import clock_note
 from .costs import Costs
 from .difference import Change
-from .inputs import Cause, Input, predicted_inputs, replaced
+from .inputs import Cause, Input, Values, calibrate, predicted_inputs
 from .links import Links
 from .measured_inputs import measured_inputs, own_durations, seconds_around
 from .simulate import simulate
@@ -144,7 +145,7 @@ def check_prediction(
             f"{count(len(measured), 'measured step')}: expected at least one"
             f"{' that shows two batches of a stream' if measured else ''}"
         )
-    asked = _Asked(schedule, costs, links)
+    step_of = partial(_step_of, schedule, costs, links)
     before = predicted_inputs(schedule, costs, links)
     seen = measured_inputs(steps, known, planned=costs)
     seen = {each: seconds for each, seconds in seen.items() if _is_known(each, before)}
@@ -153,8 +154,8 @@ def check_prediction(
     for cause in _FROM_INPUTS:
         own = {each: seconds for each, seconds in seen.items() if each.cause is cause}
         values |= own
-        totals.append(asked.step(values) if own else totals[-1])
-    with_medians = replaced(schedule, costs, links, values)
+        totals.append(step_of(values) if own else totals[-1])
+    with_medians = calibrate(schedule, costs, links, values, queueing=False)
     middle = _middle(steps)
     spread = [
         simulate(schedule, own_durations(schedule, step, with_medians[0]), with_medians[1]).batch_seconds
@@ -172,22 +173,16 @@ def check_prediction(
         predicted=predicted.batch_seconds,
         measured=whole,
         causes=tuple(Change(name.value, a, b) for name, a, b in zip(names, totals[:-1], totals[1:], strict=True)),
-        inputs=_inputs(schedule, before, seen, asked, predicted.batch_seconds),
+        inputs=_inputs(schedule, before, seen, step_of, predicted.batch_seconds),
         ranks=_ranks(predicted, middle[(len(middle) - 1) // 2], costs),
         num_steps=len(steps),
         notes=tuple(_notes(steps, before, seen)),
     )
 
 
-class _Asked:
-    """Seconds a step under replaced inputs."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, links: Links | None) -> None:
-        self._schedule, self._costs, self._links = schedule, costs, links
-
-    def step(self, values: dict[Input, float]) -> float:
-        costs, links = replaced(self._schedule, self._costs, self._links, values)
-        return simulate(self._schedule, costs, links).batch_seconds
+def _step_of(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> float:
+    """Seconds of a step under replaced inputs."""
+    return simulate(schedule, *calibrate(schedule, costs, links, values, queueing=False)).batch_seconds
 
 
 def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
@@ -229,7 +224,7 @@ def _is_known(each: Input, predicted: dict[Input, float]) -> bool:
 
 
 def _inputs(
-    schedule: Schedule, before: dict[Input, float], seen: dict[Input, float], asked: _Asked, step: float
+    schedule: Schedule, before: Values, seen: Values, step_of: Callable[[Values], float], step: float
 ) -> tuple[InputCheck, ...]:
     times = _Times(schedule)
     found = [
@@ -238,7 +233,7 @@ def _inputs(
     ]
     matters = [each for each in found if abs(each.seconds) >= _MATTERS * step]
     asked_for = sorted(matters, key=lambda each: -abs(each.seconds))[:_MOST_ALONE]
-    alone = {each.what: asked.step({each.what: each.measured}) - step for each in asked_for}
+    alone = {each.what: step_of({each.what: each.measured}) - step for each in asked_for}
     return tuple(each._replace(alone=alone.get(each.what)) for each in found)
 
 

@@ -323,7 +323,7 @@ class Wiring:
 
     def _around(self, each: Sum) -> tuple[int, ...]:
         assert self.links is not None
-        return self._number(self.links.channels_of_sum(each))
+        return self._number(self.links.channels_of_sum(each, self.schedule.owners[each.stage]))
 
 
 def _sums_by_costs(schedule: Schedule, table: CostTable) -> dict[tuple[int, ...], float]:

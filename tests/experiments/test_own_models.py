@@ -30,6 +30,7 @@ from support.inside import (
 from torch import nn
 
 from stagewright.partition import Plan, PlanStage
+from stagewright.schedules import Costs
 
 MINE = """
     import torch
@@ -336,9 +337,10 @@ def test_mistakes_name_the_value_what_was_expected_and_what_to_type(
 
 
 def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = PlanStage(nodes=("0", "1", "2"), ranks=(0,), forward_seconds=0.1, backward_seconds=0.2, step_seconds=0.3)
+    part = PlanStage(nodes=("0", "1", "2"), ranks=(0,), step_seconds=0.3)
     plan = Plan(
         stages=(part,),
+        costs=Costs(forward=0.1, backward=0.2),
         num_devices=1,
         cost_model="default",
         schedule="1f1b",
@@ -392,7 +394,7 @@ def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pyte
     printed = capsys.readouterr()
     plan = json.loads(printed.out)
     assert "ranks that share a host slow each other down, which is not in these seconds: `stagewright" in printed.err
-    assert plan["norm_seconds"] == 0.0  # clipped to 1, as `stagewright train` does, over links that take no time
+    assert plan["costs"]["norm"] == 0.0  # clipped to 1, as `stagewright train` does, over links that take no time
     assert [node for stage in plan["stages"] for node in stage["nodes"]] == ["0", "1", "2"]
     assert plan["microbatch_size"] in (1, 2, 4)
 

@@ -153,10 +153,14 @@ def times(factor: float, name: str) -> Any:
     return {name: lambda costs: [factor * each for each in getattr(costs, name)]}
 
 
+def halves(factor: float) -> Any:
+    return lambda costs: [factor * each / 2 for each in costs.backward]
+
+
 TWO_BY_TWO = {"pipeline_sizes": (2,), "data_sizes": (2,)}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the plan, and what was wrong
     "F": ({"schedule": "2bw"}, times(2.0, "forward")),
-    "W": ({"schedule": "zb-h1"}, times(2.0, "weight_grad")),
+    "W": ({"schedule": "zb-h1"}, {"input_grad": halves(1.0), "weight_grad": halves(2.0)}),
     "overhead": ({"schedule": "interleaved", "chunk_sizes": (3,), **TWO_BY_TWO}, {"overhead": lambda _: 0.002}),
     "update": ({"pipeline_sizes": (1,), "data_sizes": (4,)}, times(3.0, "update")),
     "norm": (TWO_BY_TWO, {"norm": lambda _: 0.05}),
@@ -200,7 +204,8 @@ def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(capsys: pytes
     )
     (advice,) = answer(capsys, "two")["measure_again"]
     assert advice["command"] is None
-    free = replace(planned(max_grad_norm=0.5, **TWO_BY_TWO), norm_seconds=0.0)  # made without --cluster
+    free = planned(max_grad_norm=0.5, **TWO_BY_TWO)
+    free = replace(free, costs=replace(free.costs, norm=0.0))  # made without --cluster
     write_run(Path("free"), free, costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
     (advice,) = answer(capsys, "free")["measure_again"]
     assert advice["command"] == "stagewright profile --links --ranks 4 --out cluster.json"

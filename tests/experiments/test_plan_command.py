@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_the_profile_or_of_the_option(
     printed = capsys.readouterr().out
     assert said in printed
     waits = float(typed) if typed else known
-    assert Plan.load(out).norm_seconds == (5.0 if waits else None)
+    assert Plan.load(out).costs.norm == (5.0 if waits else None)
     assert ("clip" in printed) == bool(said)
 
 
@@ -110,7 +110,7 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
         cluster = ["--cluster", "4x1:nvlink=300GB/s,net=12GB/s", "--batch", "8", "--replicas", "4", "--json"]
         assert main(["plan", "--transformer", SHAPE, "--device", str(path), "--schedules", "1f1b", *cluster]) == 0
         found = Plan.from_json(capsys.readouterr().out)
-        steps.append(found.stages[0].traffic.sum_seconds)
+        steps.append(found.links.sums[0].seconds)
     assert steps[1] == pytest.approx(2 * steps[0])
     assert main(["plan", "--transformer", SHAPE, "--device", str(tmp_path / "no.json"), "--ranks", "2", "--batch", "8"])
     assert "no.json" in capsys.readouterr().err

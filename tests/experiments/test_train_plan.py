@@ -13,6 +13,7 @@ from support.commands import Done
 from support.inside import main, sampled
 
 from stagewright.partition import Plan, PlanStage
+from stagewright.schedules import Costs
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 
@@ -35,12 +36,13 @@ def nodes_of_the_model() -> tuple[str, ...]:
 
 def write_plan(folder: Path, nodes: tuple[str, ...], **fields: Any) -> Path:
     def stage(number: int, part: tuple[str, ...]) -> PlanStage:
-        return PlanStage(nodes=part, ranks=(number,), forward_seconds=0.01, backward_seconds=0.02, step_seconds=0.03)
+        return PlanStage(nodes=part, ranks=(number,), step_seconds=0.03)
 
     half = len(nodes) // 2
     settings: dict[str, Any] = {
         "stages": (stage(0, nodes[:half]), stage(1, nodes[half:])),
         "num_devices": 2,
+        "costs": Costs(forward=0.01, backward=0.02),
         "cost_model": "default",
         "schedule": "1f1b",
         "num_microbatches": 4,

@@ -14,7 +14,7 @@ from typing import Any
 from support.inside import replicate
 
 from stagewright.partition import Cluster, Node, Plan, Profile
-from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
+from stagewright.schedules import Costs, Links, Op, Sum, Way, build, simulate
 
 from .small import hops_around, ring
 
@@ -297,11 +297,11 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
         parts or sum_seconds(cluster, stage.ranks, w) for stage, w, parts in zip(stages, held, gathers, strict=True)
     ]
     costs = Costs(
-        forward=[stage.forward_seconds for stage in stages],
-        backward=[stage.backward_seconds for stage in stages],
+        forward=found.seconds(Op.F),
+        backward=found.seconds(Op.B),
         update=[
-            max(0.0, stage.update_seconds - seconds - parts)
-            for stage, seconds, parts in zip(stages, rings, gathers, strict=True)
+            max(0.0, update - seconds - parts)
+            for update, seconds, parts in zip(found.update_seconds, rings, gathers, strict=True)
         ],
         tied=[
             (each, sum_seconds(cluster, sorted({r for s in each for r in stages[s].ranks}), num_bytes))

@@ -12,7 +12,7 @@ import pytest
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, read_pipedream_profile
-from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules import Costs, Op, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"
 
@@ -76,7 +76,7 @@ def test_idle_devices_are_the_last_groups() -> None:
 
 def test_faster_devices() -> None:
     fast = partition(chain(1, 1), Cluster.from_levels([(2, 1e9)], speed=2.0), straight=True)
-    assert (fast.predicted_step_time, fast.stages[0].forward_seconds) == (1.5, 0.5)
+    assert (fast.predicted_step_time, fast.seconds(Op.F)[0]) == (1.5, 0.5)
 
 
 def test_a_node_too_large_is_named() -> None:

@@ -67,7 +67,7 @@ def test_one_ring_over_two_hosts_changes_the_plan() -> None:
         return plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse(cluster), **options)
 
     near, far = "2x2:in=100MB/s,out=10MB/s@1s", "2x2:in=100MB/s,out=10MB/s@8s"
-    sums = [found(cluster).stages[0].traffic.sum_seconds for cluster in (near, f"{near}:flat")]  # type: ignore[union-attr]
+    sums = [found(cluster).links.sums[0].seconds for cluster in (near, f"{near}:flat")]  # type: ignore[union-attr]
     assert sums == pytest.approx([2 * 1 / 2 * 0.03 + 2 * 1 / 2 * 0.3 + 2 * 1, 4 * 1 + 0.3])
     assert [found(cluster).replicas for cluster in (far, f"{far}:flat")] == [(3, 1), (2,)]
 
@@ -98,7 +98,7 @@ def test_only_the_stages_that_need_it_recompute() -> None:
     )
     assert [stage.recompute for stage in found.stages] == ["full", "full", "none", "none"]
     assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
-    assert [stage.backward_seconds for stage in found.stages] == [3.0, 3.0, 2.0, 2.0]
+    assert found.seconds(Op.B) == [3.0, 3.0, 2.0, 2.0]
     # The first keeps nothing (its input is the batch) and makes one stash anew.
     assert [memory.activations for memory in found.memory.values()] == [10.0, 10.0, 20.0, 10.0]
 
@@ -120,7 +120,7 @@ def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
     with pytest.raises(ValueError, match="nothing fits the memory"):
         plan(profile, FOUR, memory_limit=86.0, optimizer_sharding="none", **options)  # type: ignore[arg-type]
     stepping = plan(chain(2, parameter_bytes=10.0, update_seconds=4.0), FOUR, **options)  # type: ignore[arg-type]
-    assert stepping.stages[0].update_seconds == pytest.approx(2.0, rel=1e-6)
+    assert stepping.update_seconds[0] == pytest.approx(2.0, rel=1e-6)
 
 
 def test_larger_microbatches_where_they_are_worth_it() -> None:

@@ -10,6 +10,7 @@ import pytest
 from support.inside import DeviceModel, Topology, Transformer, TransformerSource
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition, plan
+from stagewright.schedules import Op
 
 
 def chain(size: int, **figures: float) -> Profile:
@@ -72,7 +73,7 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter(names: tuple[str, .
     for each, order in zip(found, orders, strict=True):
         speeds = {"slow": 0.5, "mid": 1.0, "fast": 2.0}
         slowest = [min(speeds[order[rank // 2]] for rank in stage.ranks) for stage in each.stages]
-        assert [stage.forward_seconds for stage in each.stages] == pytest.approx(
+        assert each.seconds(Op.F) == pytest.approx(
             [len(stage.nodes) / speed for stage, speed in zip(each.stages, slowest, strict=True)]
         )
 

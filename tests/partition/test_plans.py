@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from stagewright.partition import MemoryUse, Plan, PlanStage, RunnerUp
+from stagewright.schedules import Costs
 
 
 def stage(nodes: str, *ranks: int) -> PlanStage:
     return PlanStage(
         nodes=tuple(nodes),
         ranks=ranks,
-        forward_seconds=0.001,
-        backward_seconds=0.002,
         step_seconds=0.002,
         memory=MemoryUse(parameters=0.5e9, gradients=0.5e9, optimizer=1e9),
         in_flight=2,
@@ -25,6 +24,7 @@ def stage(nodes: str, *ranks: int) -> PlanStage:
 PLAN = Plan(
     stages=(stage("ab", 0, 1, 2), stage("c", 3)),
     num_devices=5,
+    costs=Costs(forward=0.001, backward=0.002),
     cost_model="default",
     schedule="1f1b",
     num_microbatches=8,
@@ -79,7 +79,7 @@ def test_figures() -> None:
         ({"schedule": 3}, r"q\.json: schedule: 3: expected text or null"),
         ({"notes": "x"}, r"q\.json: notes: 'x': expected a list"),
         ({"speed": 1}, r"q\.json: unknown field speed"),
-        ({"version": 9}, r"q\.json: version: 9: expected 1"),
+        ({"version": 9}, r"q\.json: version: 9: expected 1 or 2"),
     ],
 )
 def test_bad_json(fields: dict, message: str) -> None:

@@ -9,7 +9,7 @@ from support.inside import PlanRecord, _costs, one_pipeline, reorder
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Node, Plan, PlanStage, Profile, plan
-from stagewright.schedules import Op, ScheduleError, check, simulate
+from stagewright.schedules import Costs, Op, ScheduleError, check, simulate
 
 CLUSTER = Cluster.parse("1x4:nvlink=10GB/s@10us,net=1GB/s@10us")
 
@@ -64,10 +64,10 @@ def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: in
 
 def test_halves_are_those_of_the_profile() -> None:
     before = planned("1f1b", pipeline=4, data=1)
-    stage = reorder(before, profile(), seconds=400, evaluations=100).stages[1]
-    assert stage.input_grad_seconds == pytest.approx(stage.backward_seconds * 4 / 7)
-    stage = reorder(before, profile(split=False), seconds=400, evaluations=100).stages[1]
-    assert stage.input_grad_seconds == pytest.approx(stage.backward_seconds / 2)
+    after = reorder(before, profile(), seconds=400, evaluations=100)
+    assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] * 4 / 7)
+    after = reorder(before, profile(split=False), seconds=400, evaluations=100)
+    assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] / 2)
 
 
 def test_what_has_no_better_order_stays_as_it_is() -> None:
@@ -95,9 +95,6 @@ def test_the_search_waits_for_sums_of_tied_weights() -> None:
         PlanStage(
             nodes=(f"n{i}",),
             ranks=(i,),
-            forward_seconds=1.0,
-            backward_seconds=2.0,
-            update_seconds=0.25 * (i + 1),
             step_seconds=3.0,
         )
         for i in range(3)
@@ -105,16 +102,15 @@ def test_the_search_waits_for_sums_of_tied_weights() -> None:
     plan = PlanRecord(
         stages=stages,
         num_devices=3,
+        costs=Costs(forward=1.0, backward=2.0, update=(0.25, 0.5, 0.75), tied=(((0, 2), 5.0),)),
         cost_model="default",
         predicted_step_time=3.0,
         bound=0.0,
         schedule="1f1b",
         num_microbatches=4,
-        tied=(((0, 2), 5.0),),
     )
-    alone = replace(plan, tied=())
-    halves = replace(plan, stages=tuple(replace(stage, input_grad_seconds=1.0) for stage in stages))
-    costs, schedule = _costs(halves), one_pipeline(plan, num_microbatches=4)
+    alone = replace(plan, costs=replace(plan.costs, tied=()))
+    costs, schedule = _costs(plan), one_pipeline(plan, num_microbatches=4)
     assert list(costs.update) == [5.0 + 0.75, 0.5, 0.75]  # type: ignore[arg-type]
     assert simulate(schedule, costs).batch_seconds == simulated(plan).timeline.batch_seconds
     assert simulated(plan).timeline.batch_seconds == simulated(alone).timeline.batch_seconds + 5.5

@@ -19,6 +19,7 @@ from support.inside import (
     all_cuts,
     candidate_ends,
     message_overheads,
+    message_seconds,
     reorder,
     solve_large,
 )
@@ -88,7 +89,7 @@ def test_seconds_by_hand() -> None:
         data_sizes=(1,),
         schedules=("1f1b",),
     )
-    assert (found.overheads, found.message_overheads) == ((0.5, 0.5), (0.25, 0.25))
+    assert (found.costs.overhead, found.costs.message_overhead) == ((0.5, 0.5), (0.25, 0.25))
     assert found.simulated_step_time == pytest.approx(2 * (1 + 2) + 4 * (0.5 + 0.25) + 2 * (0.125 + 5 / 1e3))
     assert found.predicted_step_time == pytest.approx(1 + 2 + 2 * 0.75)
     assert "runtime: 500 ms around each action, 250 ms at either end of a message" in found.explain()
@@ -120,9 +121,9 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
         pipeline_sizes=(2,),
         data_sizes=(1,),
     )
-    assert (found.overheads, found.message_overheads) == ((0.5,) * 4, (0.25,) * 4)
-    assert message_overheads([0.25, 0.0, 0.25]) == found.message_overheads
-    assert [each.message_seconds for each in found.traffic] == [0.25, 0.0, 0.25, 0.0]
+    assert (found.costs.overhead, found.costs.message_overhead) == ((0.5,) * 4, (0.25,) * 4)
+    assert message_overheads([0.25, 0.0, 0.25]) == found.costs.message_overhead
+    assert message_seconds((0.25,) * 4) == (0.25, 0.0, 0.25)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "hanayo", "zb-v"])
@@ -172,7 +173,7 @@ def test_unequal_replicas() -> None:
     found = partition(heavy, cluster(4, message_seconds=0.05), schedule="1f1b", num_microbatches=3)
     assert found.replicas == (1, 3)
     assert simulated(Plan.from_json(found.to_json())).timeline.batch_seconds == found.simulated_step_time
-    assert (found.overheads, found.message_overheads) == ((0.1, 0.1), (0.05, 0.05))
+    assert (found.costs.overhead, found.costs.message_overhead) == ((0.1, 0.1), (0.05, 0.05))
     assert found.bound <= found.predicted_step_time
 
 
@@ -192,8 +193,8 @@ def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> 
     better = reorder(found, seconds=400.0, evaluations=200)
     assert simulated(better).timeline.batch_seconds == better.simulated_step_time
     around = [(each.overhead, each.message_overhead) for each in (*searched, simulated(better).costs)]
-    assert around == [(found.overheads, found.message_overheads)] * 2
-    assert [each.norm for each in (*searched, simulated(better).costs)] == [found.norm_seconds] * 2
+    assert around == [(found.costs.overhead, found.costs.message_overhead)] * 2
+    assert [each.norm for each in (*searched, simulated(better).costs)] == [found.costs.norm] * 2
 
 
 def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
@@ -209,13 +210,13 @@ def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
         return simulate(known.timeline.schedule, replace(known.costs, update=0.0), known.links).batch_seconds
 
     plain, clipped = (found(schedules="1f1b", **options) for options in ({}, {"max_grad_norm": 1.0}))
-    assert plain.norm_seconds is found(schedules="1f1b", max_grad_norm=0.0).norm_seconds is None
-    assert clipped.norm_seconds == 6 * (0.125 + 2 * 0.5)
+    assert plain.costs.norm is found(schedules="1f1b", max_grad_norm=0.0).costs.norm is None
+    assert clipped.costs.norm == 6 * (0.125 + 2 * 0.5)
     assert clipped.simulated_step_time == pytest.approx(without_updates(plain) + 6 * 1.125 + 2 * 1.0)
     assert simulated(clipped).timeline.batch_seconds == pytest.approx(clipped.simulated_step_time)
     assert Plan.from_json(clipped.to_json()) == clipped
     assert "6.75 s for the norm of all gradients" in clipped.explain()
-    assert found(schedules=("2bw",), max_grad_norm=1.0).norm_seconds is None  # a stream has its own way
+    assert found(schedules=("2bw",), max_grad_norm=1.0).costs.norm is None  # a stream has its own way
     with pytest.raises(ValueError, match="max_grad_norm: -1: expected a finite number of at least 0"):
         found(max_grad_norm=-1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.inside import SimulatedPlan, exhibit_of_plan, sampled, whatif_data
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Timeline, simulate
+from stagewright.schedules import Op, Timeline, simulate
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
 NODES = tuple(
@@ -71,12 +72,9 @@ def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, 
     assert found.replicas == (replicas, replicas)
     whole = read_again(found)
     assert whole.timeline.batch_seconds == found.simulated_step_time
-    assert (max(each.gather_seconds for each in found.traffic) > 0) == (sharding == "full" and replicas > 1)
     assert whole.links is not None
-    sums = {each.stage: (each.seconds, each.gather) for each in whole.links.sums}
-    assert sums == {
-        s: (each.sum_seconds, each.gather_seconds) for s, each in enumerate(found.traffic) if each.sum_seconds
-    }
+    assert (max((each.gather for each in whole.links.sums), default=0) > 0) == (sharding == "full" and replicas > 1)
+    assert [each.stage for each in whole.links.sums] == ([0, 1] if replicas > 1 else [])
     # What went over links took its time: without them a batch is shorter.
     assert simulate(whole.timeline.schedule, whole.costs).batch_seconds < whole.timeline.batch_seconds
 
@@ -213,12 +211,9 @@ def test_what_if_knows_ways_for_batches_of_other_sizes() -> None:
     assert max(each["microbatches"] for each in varied["wirings"]) >= 6
 
 
-def test_a_file_without_traffic_is_drawn_with_a_note() -> None:
+def test_a_file_without_links_is_drawn_with_a_note() -> None:
     found = planned(schedules="1f1b", pipeline_sizes=(2,), data_sizes=(2,))
-    data = json.loads(found.to_json())
-    for stage in data["stages"]:
-        del stage["traffic"]
-    old = Plan.from_json(json.dumps(data))
+    old = Plan.from_json(replace(found, links=None).to_json())
     exhibit = exhibit_of_plan(old, name="old")
     assert exhibit.links is None
     (note,) = exhibit.notes
@@ -229,36 +224,114 @@ def test_a_file_without_traffic_is_drawn_with_a_note() -> None:
     timeline = simulated(old).timeline
     assert timeline.batch_seconds < (found.simulated_step_time or 0)
     assert timeline == simulate(old.build_schedule(), simulated(old).costs)
-    assert simulated(old).costs.update == tuple(stage.update_seconds for stage in old.stages)
 
 
-def edited(change: Callable[[list[dict[str, Any]]], None], **options: Any) -> str:
+def edited(change: Callable[[dict[str, Any]], None], **options: Any) -> str:
     data = json.loads(planned(schedules="interleaved", chunk_sizes=(2,), pipeline_sizes=(2,), **options).to_json())
-    change(data["stages"])
+    change(data)
     return json.dumps(data)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda stages: stages[1].update(traffic=None), "traffic of 3 of 4 stages: expected that of all, or of none"),
+        (lambda plan: plan.pop("costs"), "costs: missing: expected an object"),
+        (lambda plan: plan.update(costs=3), "costs: costs with int: expected an object with some of forward, "),
+        (lambda plan: plan["costs"].update(speed=1), "costs: costs with .*'speed'.*: expected an object with some of"),
+        (lambda plan: plan["costs"].update(around=10**400), "costs: "),
+        (lambda plan: plan["costs"].update(sum_busy=1.5), "costs: sum_busy=1.5: expected a share from 0 to 1"),
+        (lambda plan: plan["costs"].update(update=[1.0]), "update has 1 numbers for 4 stages: expected one number, or"),
+        (
+            lambda plan: plan["costs"].update(forward=[[1.0, 2.0], 1.0, 1.0, 1.0]),
+            "forward of stage 0 has 2 numbers: expected one for each of the 8 action indices of a batch",
+        ),
+        (lambda plan: plan["costs"].update(tied=[[[0, 4], 1.0]]), r"tied=\(0, 4\): expected stages below 4"),
+        (lambda plan: plan["links"].pop("routes"), "links: routes: missing: expected a list"),
+        (lambda plan: plan["links"].update(routes=[]), r"no route between the places \(0, 1\): expected one in the"),
+        (
+            lambda plan: plan["links"]["routes"][0].update(places=[0]),
+            r"links: routes\[0\]: places: \[0\]: expected 2 whole numbers",
+        ),
+        (
+            lambda plan: plan["links"]["routes"][0].update(latency=-1),
+            r"links: routes\[0\]: latency: -1: expected a finite number",
+        ),
+        (lambda plan: plan["links"]["routes"][0].update(bytes=1), r"links: routes\[0\]: unknown field bytes"),
+        (lambda plan: plan["links"].update(cards=1), "links: unknown field cards"),
+        (
+            lambda plan: plan["links"].update(activation_bytes=[1.0]),
+            r"activation_bytes=\(1.0,\): expected one for each of 3 cuts",
+        ),
+        (
+            lambda plan: plan["links"]["activation_bytes"].insert(0, "1"),
+            r"links: activation_bytes\[0\]: '1': expected a finite number",
+        ),
+        (
+            lambda plan: plan["links"].update(sums=[{"stage": 0, "seconds": 1.0, "gather": 0.0}]),
+            "a sum of 1.0 s of stage 0: expected a stage with replicas",
+        ),
+    ],
+)
+def test_costs_and_links_that_cannot_be(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^p\.json: {message}"):
+        Plan.from_json(edited(change, data_sizes=(1,)), source="p.json")
+
+
+VERSION_1 = Path(__file__).parents[1] / "data" / "pins" / "plans.json"
+
+
+def version_1(change: Callable[[dict[str, Any]], None]) -> Plan:
+    """The pinned plan of V chunks, changed."""
+    data = json.loads(VERSION_1.read_text())["plan 2 four"]["json"]
+    assert data["num_chunks"] > 1
+    change(data)
+    return Plan.from_json(json.dumps(data), source="p.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stages: stages[1].update(traffic=None), "traffic of . of . stages: expected that of all, or of none"),
         (lambda stages: stages[1]["traffic"].pop("latency"), r"stages\[1\]: traffic: latency: missing: expected a"),
         (lambda stages: stages[0]["traffic"].update(latency=-1), r"stages\[0\]: traffic: latency: -1: expected a fin"),
         (lambda stages: stages[0]["traffic"].update(bytes=1), r"stages\[0\]: traffic: unknown field bytes"),
-        (
-            lambda stages: stages[2]["traffic"].update(latency=9.0),
-            r"stage 2 with traffic of latency.* \(9\.0, 0\.1, 0\.0\)",
-        ),
-        (
-            lambda stages: stages[0]["traffic"].update(sum_busy=1.5),
-            r"stages\[0\]: traffic: sum_busy=1.5: expected a share from 0 to 1",
-        ),
-        (lambda stages: stages[0]["traffic"].update(sum_seconds=1.0), "sum_seconds=1.0 of a stage without replicas"),
+        (lambda stages: stages[0]["traffic"].update(sum_busy=1.5), "sum_busy=1.5: expected a share from 0 to 1"),
+        (lambda stages: stages[0]["traffic"].update(sum_seconds=1.0), "a sum of 1.0 s of stage 0: expected a stage"),
+        (lambda stages: stages[0].pop("forward_seconds"), r"stages\[0\]: forward_seconds: missing"),
+        (lambda stages: stages[0].update(seconds=1), r"stages\[0\]: unknown field seconds"),
     ],
 )
-def test_traffic_that_cannot_be(change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"p\.json: .*{message}|p\.json: {message}"):
-        Plan.from_json(edited(change, data_sizes=(1,)), source="p.json")
+def test_files_of_version_1_that_cannot_be(change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^p\.json: {message}"):
+        version_1(lambda data: change(data["stages"]))
+
+
+def test_a_file_of_version_1_with_seconds_of_replicas_and_without_traffic() -> None:
+    """As a trial left it: F and B of each replica over their mean, I a part of B, all that messages take left out."""
+
+    def tried(data: dict[str, Any]) -> None:
+        for stage in data["stages"]:
+            stage.update(traffic=None, input_grad_seconds=0.25 * stage["backward_seconds"], update_seconds=0.5)
+        first, other = data["stages"][0], data["stages"][data["num_chunks"]]
+        for stage in (first, other):
+            stage.update(forward_seconds=1.0, backward_seconds=4.0, input_grad_seconds=None)
+        first.update(forward_ratios=[0.75, 1.25], backward_ratios=[0.5, 1.5])
+        data.update(norm_seconds=0.125, around_seconds=0.25)
+
+    data = json.loads(VERSION_1.read_text())["partition two nodes"]["json"]
+    replicas = [len(stage["ranks"]) for stage in data["stages"]]
+    assert replicas[0] == 2
+    tried(data)
+    found = Plan.from_json(json.dumps(data))
+    assert found.links is None
+    assert found.replica_seconds(Op.F)[0] == (0.75, 1.25)
+    assert found.replica_seconds(Op.B)[0] == (2.0, 6.0)
+    assert found.replica_seconds(Op.I)[0] == (1.0, 3.0)
+    assert found.update_seconds == (0.5,) * len(replicas)
+    assert (found.costs.norm, found.costs.around) == (0.125, 0.25)
+    assert "replicas of stage 0 on ranks" in found.explain()
+    assert "take 0.55, 1.45 times these F and B" in found.explain()
+    assert Plan.from_json(found.to_json()) == found
 
 
 def test_a_plan_varies_as_the_actions_of_its_profile() -> None:

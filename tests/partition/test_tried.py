@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log1p
+from operator import add, mul
 from random import Random
 from statistics import median
 from typing import Any
 
 import pytest
-from support.inside import around_actions, expected, sampled, with_measured
+from support.inside import PlaceNetwork, around_actions, expected, sampled, with_measured
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
-from stagewright.schedules import Costs, simulate
+from stagewright.schedules import Costs, Op, simulate
 
 NODES = [
     Node(
@@ -46,30 +47,41 @@ def known(found: Plan) -> Costs:
     return Costs(overhead=around_actions(simulated(found).costs, len(found.stages)))
 
 
+def times(row: Any, ratio: float) -> Any:
+    return [ratio * each for each in row]
+
+
 def as_it_is(found: Plan, *, compute: float = 1.2, sums: float = 2.0) -> Plan:
     """The same plan on a machine that is otherwise than planned."""
-    stages = []
-    for number, stage in enumerate(found.stages):
-        assert stage.traffic is not None
-        ratio = compute + 0.1 * (number % len(found.stages))
-        way = stage.traffic
-        traffic = replace(
-            way,
-            latency=3 * way.latency,
-            seconds_per_byte=3 * way.seconds_per_byte,
-            sum_seconds=sums * way.sum_seconds,
-            optimizer_seconds=1.5 * way.optimizer_seconds,
-        )
-        stages.append(
-            replace(
-                stage,
-                forward_seconds=ratio * stage.forward_seconds,
-                backward_seconds=1.1 * ratio * stage.backward_seconds,
-                action_seconds=2.5 * stage.action_seconds,
-                traffic=traffic,
-            )
-        )
-    return replace(found, stages=tuple(stages))
+    costs, links = found.costs, found.links
+    assert links is not None
+    assert isinstance(links.network, PlaceNetwork)
+    ratios = [compute + 0.1 * number for number in range(len(found.stages))]
+    routes = {
+        pair: replace(way, latency=3 * way.latency, seconds_per_byte=3 * way.seconds_per_byte)
+        for pair, way in links.network.routes.items()
+    }
+    return replace(
+        found,
+        costs=replace(
+            costs,
+            forward=list(map(mul, ratios, found.seconds(Op.F))),
+            backward=[1.1 * ratio * seconds for ratio, seconds in zip(ratios, found.seconds(Op.B), strict=True)],
+            input_grad=None
+            if costs.input_grad is None
+            else [1.1 * ratio * seconds for ratio, seconds in zip(ratios, found.seconds(Op.I), strict=True)],
+            weight_grad=None
+            if costs.weight_grad is None
+            else [1.1 * ratio * seconds for ratio, seconds in zip(ratios, found.seconds(Op.W), strict=True)],
+            overhead=times(costs.overhead, 2.5),
+            update=times(costs.update, 1.5),
+        ),
+        links=replace(
+            links,
+            network=replace(links.network, routes=routes),
+            sums=tuple(replace(each, seconds=sums * each.seconds) for each in links.sums),
+        ),
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,21 +91,23 @@ def test_steps_give_back_what_they_took(shape: str) -> None:
     step = replace(simulated(truth).timeline, around=4e-3)
     # Spans of a measured timeline are those of actions alone; in a simulated one they hold the overhead, too.
     took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
-    arounds = around_actions(simulated(truth).costs, len(truth.stages))
-    way = truth.stages[0].traffic
-    assert way is not None
-    message = way.latency + way.seconds_per_byte * way.message_bytes  # that sums may have queued behind
-    for own, real, around in zip(took.stages, truth.stages, arounds, strict=True):
-        assert own.forward_seconds == pytest.approx(real.forward_seconds + around, rel=1e-6)
-        assert own.backward_seconds == pytest.approx(real.backward_seconds + around, rel=1e-6)
-        assert own.traffic is not None
-        assert real.traffic is not None
-        assert own.traffic.optimizer_seconds == pytest.approx(real.traffic.optimizer_seconds, rel=1e-6)
-        assert own.traffic.latency == pytest.approx(real.traffic.latency, rel=1e-6)
-        if own.replicas > 1:
-            assert own.traffic.sum_seconds / real.traffic.sum_seconds > 0.999999
-            assert own.traffic.sum_seconds <= real.traffic.sum_seconds + message * 1.001
-    assert took.around_seconds == 4e-3
+    arounds = around_actions(truth.costs, len(truth.stages))
+    for op in (Op.F, Op.B):
+        assert took.seconds(op) == pytest.approx(list(map(add, truth.seconds(op), arounds)), rel=1e-6)
+    assert took.costs.update == pytest.approx(truth.costs.update, rel=1e-6)
+    assert took.links is not None
+    assert truth.links is not None
+    assert isinstance(took.links.network, PlaceNetwork)
+    assert isinstance(truth.links.network, PlaceNetwork)
+    way = None
+    for pair, way in truth.links.network.routes.items():
+        assert took.links.network.routes[pair].latency == pytest.approx(way.latency, rel=1e-6)
+        assert took.links.network.routes[pair].seconds_per_byte == pytest.approx(way.seconds_per_byte, rel=1e-6)
+    message = 0.0 if way is None else way.latency + way.seconds_per_byte * 1e5  # that sums may have queued behind
+    for own, real in zip(took.links.sums, truth.links.sums, strict=True):
+        assert own.seconds / real.seconds > 0.999999
+        assert own.seconds <= real.seconds + message * 1.001
+    assert took.costs.around == 4e-3
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=0.01)
     assert simulated(took).timeline.batch_seconds == took.simulated_step_time
     assert Plan.from_json(took.to_json()) == took
@@ -105,43 +119,41 @@ def test_measured_sums_of_tied_weights_take_the_place_of_predicted_ones(measured
     profile = replace(PROFILE, tied=((("0", "7"), 4e6),), nodes=[replace(n, parameter_bytes=8e6) for n in NODES])
     options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
     found = plan(profile, CLUSTER, global_batch=8, **options)
-    ((stages, seconds),) = found.tied
+    ((stages, seconds),) = found.costs.tied
     assert stages == (0, 3)
-    step = simulated(replace(found, tied=((stages, measured * seconds),))).timeline
-    for before in (found, replace(found, tied=())):
+    step = simulated(replace(found, costs=replace(found.costs, tied=((stages, measured * seconds),)))).timeline
+    for before in (found, replace(found, costs=replace(found.costs, tied=()))):
         took = with_measured(before, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
-        assert took.tied == ((stages, pytest.approx(measured * seconds)),)
+        assert took.costs.tied == ((stages, pytest.approx(measured * seconds)),)
         assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
 
 
-def test_sums_of_tied_weights_of_one_place_belong_to_the_first_of_its_stages() -> None:
+def test_sums_of_tied_weights_of_one_place_stand_beside_those_of_its_stages() -> None:
     profile = replace(PROFILE, tied=((("0", "7"), 1e5),))
     options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), "chunk_sizes": (2,)}
     sizes = {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": "zb-v"}
     found = plan(profile, CLUSTER, global_batch=8, **options, **sizes)  # type: ignore[arg-type]
-    assert found.tied == ()
-    first, *others = found.stages
-    assert first.traffic is not None
-    own = first.traffic.sum_seconds
-    truth = replace(
-        found,
-        stages=(replace(first, traffic=replace(first.traffic, sum_seconds=own / 2)), *others),
-        tied=(((0, 3), own),),
-    )
-    took = with_measured(found, [simulated(truth).timeline] * 3, Costs(overhead=[1e-30] * 4))
-    assert took.tied == ()
-    assert took.stages[0].traffic is not None
-    assert took.stages[0].traffic.sum_seconds == pytest.approx(1.5 * own)
+    assert found.costs.tied == ()  # its first stage has such weights
+    assert found.links is not None
+    first, *others = found.links.sums
+    links = replace(found.links, sums=(replace(first, seconds=first.seconds / 2), *others))
+    truth = replace(found, costs=replace(found.costs, tied=(((0, 3), first.seconds),)), links=links)
+    step = simulated(truth).timeline
+    took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * 4))
+    assert took.costs.tied == (((0, 3), pytest.approx(first.seconds)),)
+    assert took.links is not None
+    assert took.links.sums[0].seconds == pytest.approx(first.seconds / 2)
+    assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=0.01)
 
 
 def test_a_measured_norm_takes_the_place_of_the_predicted_one() -> None:
     options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
     found = plan(PROFILE, CLUSTER, global_batch=8, max_grad_norm=1.0, **options)
-    assert found.norm_seconds == 6 * 1e-4  # of an empty sum over four ranks, level by level
-    truth = replace(found, norm_seconds=5e-3)
+    assert found.costs.norm == 6 * 1e-4  # of an empty sum over four ranks, level by level
+    truth = replace(found, costs=replace(found.costs, norm=5e-3))
     step = simulated(truth).timeline
     took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages), norm=5e-3))
-    assert took.norm_seconds == pytest.approx(5e-3)
+    assert took.costs.norm == pytest.approx(5e-3)
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
 
 
@@ -177,15 +189,15 @@ def test_the_middle_step_is_told_and_how_far_actions_varied() -> None:
     """F of the n-th of eight microbatches takes n tenths more: its quartiles are 0.35 apart around 1.35."""
     found = planned("pipeline")
     predicted, costs, links = simulated(found)
-    forward = [[stage.forward_seconds * (1 + k / 10) for k in range(8)] for stage in found.stages]
+    forward = [[seconds * (1 + k / 10) for k in range(8)] for seconds in found.seconds(Op.F)]
     step = simulate(predicted.schedule, replace(costs, forward=forward), links)
     steps = [replace(step, around=around) for around in (1e-3, 9e-3, 2e-3)]
     took = with_measured(found, steps, known(found))
     assert took.tried_seconds == steps[2].batch_seconds != took.simulated_step_time
-    assert took.around_seconds == 2e-3
-    for own, was, around in zip(took.stages, found.stages, around_actions(costs, 4), strict=True):
-        whole = 1.35 * was.forward_seconds + was.backward_seconds + 2 * around
-        assert own.spread == pytest.approx(0.175 * was.forward_seconds / whole)
+    assert took.costs.around == 2e-3
+    was = zip(found.seconds(Op.F), found.seconds(Op.B), around_actions(costs, 4), strict=True)
+    for own, (f, b, around) in zip(took.stages, was, strict=True):
+        assert own.spread == pytest.approx(0.175 * f / (1.35 * f + b + 2 * around))
 
 
 def test_causes_of_a_hundredth_of_the_step_are_named() -> None:
@@ -196,15 +208,11 @@ def test_causes_of_a_hundredth_of_the_step_are_named() -> None:
     assert "messages" not in took.notes[-1]  # thrice as slow, but 1 ms of 292
 
 
-def scaled(found: Plan, names: tuple[str, ...], ratio: float) -> Plan:
-    """The plan with these figures of its stages, or of their traffic, so many times."""
-    stages = []
-    for stage in found.stages:
-        way: Any = stage.traffic
-        own = {name: getattr(stage, name) * ratio for name in names if hasattr(stage, name)}
-        sent = {name: getattr(way, name) * ratio for name in names if hasattr(way, name)}
-        stages.append(replace(stage, traffic=replace(way, **sent), **own))
-    return replace(found, stages=tuple(stages))
+def with_halves(found: Plan, share: float) -> Plan:
+    """The plan with so large a part of each backward for I."""
+    backward = found.seconds(Op.B)
+    halves = {"input_grad": times(backward, share), "weight_grad": times(backward, 1 - share)}
+    return replace(found, costs=replace(found.costs, **halves))
 
 
 def test_measured_halves_of_a_backward() -> None:
@@ -213,20 +221,18 @@ def test_measured_halves_of_a_backward() -> None:
     split, whole = (
         plan(PROFILE, CLUSTER, global_batch=8, schedules=(schedule,), **options) for schedule in ("zb-h1", "1f1b")
     )
-    split = scaled(split, ("action_seconds", "message_seconds"), 0.0)
-    half = replace(split, stages=tuple(replace(s, input_grad_seconds=0.5 * s.backward_seconds) for s in split.stages))
-    truth = replace(split, stages=tuple(replace(s, input_grad_seconds=0.3 * s.backward_seconds) for s in split.stages))
+    split = replace(split, costs=split.costs.free_of_overhead)
+    half, truth = with_halves(split, 0.5), with_halves(split, 0.3)
     took = with_measured(half, [simulated(truth).timeline] * 3, Costs())
-    for own, real in zip(took.stages, truth.stages, strict=True):
-        assert own.input_grad_seconds == pytest.approx(real.input_grad_seconds)
-        assert own.backward_seconds == pytest.approx(real.backward_seconds)
-    third = replace(whole, stages=tuple(replace(s, input_grad_seconds=0.3 * s.backward_seconds) for s in whole.stages))
+    for op in (Op.I, Op.W, Op.B):
+        assert took.seconds(op) == pytest.approx(truth.seconds(op))
+    third = with_halves(whole, 0.3)
     took = with_measured(third, [simulated(as_it_is(third)).timeline] * 3, known(third))
-    for own, was in zip(took.stages, third.stages, strict=True):
-        assert own.backward_seconds > 1.2 * was.backward_seconds
-        assert own.input_grad_seconds == pytest.approx(0.3 * own.backward_seconds)
-        computed = (own.forward_seconds + own.backward_seconds) / (was.forward_seconds + was.backward_seconds)
-        assert own.step_seconds == pytest.approx(was.step_seconds * computed)
+    for number, (own, was) in enumerate(zip(took.stages, third.stages, strict=True)):
+        (f, b, i), (f0, b0, _) = ([each.seconds(op)[number] for op in (Op.F, Op.B, Op.I)] for each in (took, third))
+        assert b > 1.2 * b0
+        assert i == pytest.approx(0.3 * b)
+        assert own.step_seconds == pytest.approx(was.step_seconds * (f + b) / (f0 + b0))
 
 
 def two_replicas(*, microbatches: int = 6) -> Plan:
@@ -258,27 +264,16 @@ def test_replicas_keep_their_own_seconds() -> None:
     )
     step = simulate(predicted.schedule, rows, links)
     took = with_measured(found, [step] * 3, Costs())
-    (stage,) = took.stages
-    assert stage.forward_seconds == pytest.approx(2.25e-3)
-    assert stage.backward_seconds == pytest.approx(5.5e-3)
-    assert stage.forward_ratios == pytest.approx((1.5 / 2.25, 3.0 / 2.25))
-    assert stage.backward_ratios == pytest.approx((4.0 / 5.5, 7.0 / 5.5))
-    assert stage.replica_ratios == pytest.approx((5.5 / 7.75, 10.0 / 7.75))
-    way = stage.traffic
-    assert way is not None
-    whole = 3 * sum(slow) + way.sum_seconds + way.optimizer_seconds
+    assert took.seconds(Op.F) == pytest.approx([2.25e-3])
+    assert took.seconds(Op.B) == pytest.approx([5.5e-3])
+    assert took.replica_seconds(Op.F) == [pytest.approx((1.5e-3, 3e-3))]
+    assert took.replica_seconds(Op.B) == [pytest.approx((4e-3, 7e-3))]
+    assert "replicas of stage 0 on ranks 0-1 take 0.71, 1.29 times these F and B" in took.explain()
+    whole = 3 * sum(slow) + took.update_seconds[0]
     assert took.simulated_step_time == pytest.approx(whole)
     assert took.bubble == pytest.approx(1 - 3 * (sum(fast) + sum(slow)) / (2 * whole))
     assert took.tried_seconds == pytest.approx(whole)
     assert Plan.from_json(took.to_json()) == took
-
-
-@pytest.mark.parametrize("ratios", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, float("inf")), (1.0, "2")])
-@pytest.mark.parametrize("name", ["forward_ratios", "backward_ratios"])
-def test_ratios_of_replicas_are_refused(name: str, ratios: Any) -> None:
-    (stage,) = two_replicas().stages
-    with pytest.raises(ValueError, match=rf"{name}=.* of a stage with 2 replicas: expected as many finite numbers"):
-        replace(stage, **{name: ratios})
 
 
 def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
@@ -286,8 +281,6 @@ def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
     found = two_replicas(microbatches=2)
     assert expected(found) == (found.simulated_step_time, found.bubble)  # nobody knows that they vary
     (stage,) = found.stages
-    way = stage.traffic
-    assert way is not None
     varied = replace(found, stages=(replace(stage, spread=0.2),))
     sigma, random = log1p(0.2) / 0.6745, Random(1)
 
@@ -295,7 +288,7 @@ def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
         return 2e-3 * random.lognormvariate(0, sigma) + 5e-3 * random.lognormvariate(0, sigma)
 
     pairs = [(ran(), ran()) for _ in range(4000)]
-    beside = way.sum_seconds + way.optimizer_seconds
+    beside = found.update_seconds[0]
     step = expected(varied)
     assert step is not None
     assert step.seconds == pytest.approx(median(map(max, pairs)) + beside, rel=0.04)
@@ -304,7 +297,7 @@ def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
     assert f"predicted, with actions that vary as in the profile: {sampled(varied)}, bubble {step.bubble:.1%}" in (
         varied.explain()
     )
-    slower = replace(varied, tried_seconds=0.01, stages=(replace(varied.stages[0], backward_ratios=(0.8, 1.2)),))
+    slower = replace(varied, tried_seconds=0.01, costs=replace(varied.costs, backward=[(4e-3, 6e-3)]))
     assert "with actions that vary as in the trial: " in slower.explain()
     assert "replicas of stage 0 on ranks 0-1 take 0.86, 1.14 times these F and B" in slower.explain()
     assert expected(replace(varied, simulated_step_time=None)) is None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import PipelineModule
+from stagewright.schedules import Costs
 
 WIDTH = 5
 
@@ -49,13 +50,16 @@ X, Y = (torch.randn(11, WIDTH, dtype=torch.float64, generator=torch.Generator().
 
 
 def stage(nodes: str, *ranks: int, **fields: Any) -> PlanStage:
-    return PlanStage(
-        nodes=tuple(nodes.split()), ranks=ranks, forward_seconds=1, backward_seconds=2, step_seconds=3, **fields
-    )
+    return PlanStage(nodes=tuple(nodes.split()), ranks=ranks, step_seconds=3, **fields)
 
 
 def plan_of(*stages: PlanStage, num_devices: int, **fields: Any) -> Plan:
-    settings: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 5, "cost_model": "default"}
+    settings: dict[str, Any] = {
+        "schedule": "1f1b",
+        "num_microbatches": 5,
+        "cost_model": "default",
+        "costs": Costs(forward=1, backward=2),
+    }
     return Plan(stages=stages, num_devices=num_devices, predicted_step_time=3, bound=3, **(settings | fields))
 
 

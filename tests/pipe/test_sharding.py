@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stagewright import named
 from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import PipelineModule
+from stagewright.schedules import Costs
 
 WIDTH, VOCABULARY, STEPS = 6, 7, 4
 
@@ -434,13 +435,13 @@ def test_a_checkpoint_of_parts_is_one_of_wholes(
 
 def planned(schedule: str, shards: int) -> dict[str, Tensor]:
     """A rank of a plan whose first stage alone has replicas."""
-    seconds: dict[str, Any] = {"forward_seconds": 1, "backward_seconds": 2, "step_seconds": 3}
     stages = (
-        PlanStage(nodes=("0", "1"), ranks=(0, 1), optimizer_shards=shards, **seconds),
-        PlanStage(nodes=("2", "3"), ranks=(2,), **seconds),
+        PlanStage(nodes=("0", "1"), ranks=(0, 1), optimizer_shards=shards, step_seconds=3),
+        PlanStage(nodes=("2", "3"), ranks=(2,), step_seconds=3),
     )
     plan = Plan(
         stages=stages,
+        costs=Costs(forward=1, backward=2),
         num_devices=3,
         schedule=schedule,
         num_microbatches=4,

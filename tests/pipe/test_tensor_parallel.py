@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from stagewright.comm import Mesh, MeshPlace, ProcessGroupTransport, World
 from stagewright.partition import Plan, PlanStage
+from stagewright.schedules import Costs
 
 USUAL, ODD = ("pipe", "data", "tensor"), ("tensor", "pipe", "data")
 
@@ -271,10 +272,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def plan_of(*ranks: tuple[int, ...], num_devices: int) -> Plan:
     """Two stages on these ranks, in groups of 2."""
     nodes = (("embed", "blocks.0"), ("blocks.1", "norm", "head"))
-    seconds = {"forward_seconds": 1.0, "backward_seconds": 2.0, "step_seconds": 3.0}
-    stages = [PlanStage(nodes=n, ranks=r, tensor=2, **seconds) for n, r in zip(nodes, ranks, strict=True)]
+    stages = [PlanStage(nodes=n, ranks=r, tensor=2, step_seconds=3.0) for n, r in zip(nodes, ranks, strict=True)]
     return Plan(
         stages=tuple(stages),
+        costs=Costs(forward=1.0, backward=2.0),
         num_devices=num_devices,
         cost_model="default",
         predicted_step_time=3,

@@ -68,7 +68,7 @@ def inputs() -> Tensor:
 def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
     shared = 600 * 128 * 4
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="1f1b")
-    ((stages, seconds),) = found.tied
+    ((stages, seconds),) = found.costs.tied
     assert (stages, seconds * BANDWIDTH) == ((0, 1), pytest.approx(shared))
     for sums, held in gloo.run(run, ranks=2, args=(found,)):
         assert sums == [shared]
@@ -81,7 +81,7 @@ def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
 def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="zb-v", chunk_sizes=(2,))
     assert found.schedule == "zb-v"
-    assert found.tied == ()
+    assert found.costs.tied == ()
     whole = sum(p.numel() * 4 for p in model().parameters())
     assert sum(stage.held.weights for stage in found.stages if stage.held is not None) == whole
     for sums, _ in gloo.run(run, ranks=2, args=(found,)):
@@ -93,11 +93,12 @@ def test_replicas_sum_it_over_all_ranks_and_the_rest_over_their_own(gloo: Pool) 
     """In a ring of N, each rank sends 2 (N - 1) / N of the bytes."""
     shared = 600 * 128 * 4
     found = planned(4, pipeline_sizes=(2,), data_sizes=(2,), schedules="1f1b")
-    ((_, seconds),) = found.tied
+    ((_, seconds),) = found.costs.tied
     assert seconds * BANDWIDTH == pytest.approx(1.5 * shared)
+    assert found.links is not None
+    of_stages = {each.stage: each.seconds for each in found.links.sums}
     for rank, (sums, held) in enumerate(gloo.run(run, ranks=4, args=(found,))):
         (stage,) = [each for each in found.stages if rank in each.ranks]
-        assert stage.traffic is not None
         assert stage.parameter_bytes == held[found.stages.index(stage)]
         assert sums.count(shared) == 1
-        assert sum(sums) - shared == pytest.approx(stage.traffic.sum_seconds * BANDWIDTH)
+        assert sum(sums) - shared == pytest.approx(of_stages[found.stages.index(stage)] * BANDWIDTH)

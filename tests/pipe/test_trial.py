@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stagewright.comm import Collectives, MeshPlace, join_world
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import Costs
+from stagewright.schedules import Costs, Op
 
 CPU = torch.device("cpu")
 
@@ -115,6 +115,12 @@ def test_nothing_is_left_of_a_trial() -> None:
     assert Plan.from_json(best.to_json()) == best
 
 
+def times(one: Plan, ratio: float) -> Plan:
+    """The plan with F and B that take so many times their seconds."""
+    forward, backward = ([ratio * seconds for seconds in one.seconds(op)] for op in (Op.F, Op.B))
+    return replace(one, costs=replace(one.costs, forward=forward, backward=backward))
+
+
 def choose(found: list[Plan], slower: dict[int, float]) -> tuple[Plan, list[int]]:
     """Choice of trials where plans of so many microbatches take so many times the predicted seconds; and the M of
     those that are carried out."""
@@ -126,13 +132,8 @@ def choose(found: list[Plan], slower: dict[int, float]) -> tuple[Plan, list[int]
         ran.append(one.num_microbatches)
         if not slower[one.num_microbatches]:
             return "out of memory on rank 0: all of it"
-        ratio = slower[one.num_microbatches]
-        stages = [
-            replace(s, forward_seconds=s.forward_seconds * ratio, backward_seconds=s.backward_seconds * ratio)
-            for s in one.stages
-        ]
-        timeline = simulated(replace(one, stages=tuple(stages))).timeline
-        return trial._Ran([timeline] * 3, Costs(overhead=one.overheads))
+        timeline = simulated(times(one, slower[one.num_microbatches])).timeline
+        return trial._Ran([timeline] * 3, Costs(overhead=one.costs.overhead))
 
     with mock.patch.object(Trials, "_try", carried_out):
         return try_them(make_model(), found)[0], ran
@@ -140,16 +141,7 @@ def choose(found: list[Plan], slower: dict[int, float]) -> tuple[Plan, list[int]
 
 def test_the_best_measured_wins() -> None:
     whole = plans()  # M = 2 takes 2.4 ms, M = 4 twice that, M = 8 four times
-    scaled = [
-        replace(
-            one,
-            stages=tuple(
-                replace(s, forward_seconds=s.forward_seconds * k, backward_seconds=s.backward_seconds * k)
-                for s in one.stages
-            ),
-        )
-        for one, k in zip(whole, (1.0, 0.51, 0.2575), strict=False)
-    ]
+    scaled = [times(one, k) for one, k in zip(whole, (1.0, 0.51, 0.2575), strict=False)]
     near = [replace(one, simulated_step_time=simulated(one).timeline.batch_seconds) for one in scaled]
     assert [one.num_microbatches for one in near] == [2, 4, 8]
     assert to_try(near[0], near[1:], trials=3) == near

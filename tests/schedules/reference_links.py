@@ -64,8 +64,8 @@ class Run:
     def send(self, rank: int, action: Action, now: float) -> None:
         stage, op, k = action
         activation, gradient = self.links.activation_bytes, self.links.gradient_bytes
-        assert isinstance(activation, list)
-        assert isinstance(gradient, list)
+        assert isinstance(activation, tuple)
+        assert isinstance(gradient, tuple)
         sizes = {(src, dst): number for number, (src, dst, _) in enumerate(self.schedule.stage_edges)}
         for src, dst, grad in self.schedule.stage_edges:
             if op is Op.F and src == stage:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import derive_versions
+from support.inside import PlaceNetwork, derive_versions
 
 from stagewright.schedules import (
     Action,
@@ -359,3 +359,34 @@ def test_a_stream_waits_for_the_weights_of_the_version_that_it_uses() -> None:
             )
             assert spans[Action(stage, Op.F, k)].start >= update + 2.0
     assert timeline.batch_seconds == 5.0
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2, 2), (2, 1, 3)])
+def test_places_of_a_pipeline_are_ways_with_a_card_a_rank(replicas: tuple[int, ...]) -> None:
+    """To the last bit: the ways of all pairs of ranks between two places, and sums that go around them."""
+    schedule = build("1f1b", num_ranks=sum(replicas), num_microbatches=7, replicas=replicas)
+    costs = Costs(forward=[1.0, 1.3, 0.7], backward=[2.1, 1.9, 2.3], update=0.5)
+    routes = {(0, 1): Way(latency=0.3, seconds_per_byte=0.7), (1, 2): Way(latency=0.1, seconds_per_byte=0.9)}
+    ways: dict[tuple[int, int], Way] = {}
+    for (a, b), way in routes.items():
+        for src, dst in [(src, dst) for src in schedule.owners[a] for dst in schedule.owners[b]]:
+            ways[src, dst] = replace(way, sending=src, receiving=dst)
+            ways[dst, src] = replace(way, sending=dst, receiving=src)
+    sums = []
+    for stage, ranks in enumerate(schedule.owners):
+        around = tuple(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+        ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around}
+        sums.append(Sum(stage=stage, seconds=1.1, gather=0.4, ways=around))
+    pairs = Links(network=ways, activation_bytes=[1.7, 0.6], sums=tuple(sums))
+    alone = Links(
+        network=PlaceNetwork(places=((0,), (1,), (2,)), routes=routes),
+        activation_bytes=[1.7, 0.6],
+        sums=tuple(replace(each, ways=None) for each in sums),
+    )
+    places = alone.on(schedule.owners)
+    assert simulate(schedule, costs, places) == simulate(schedule, costs, pairs)
+    assert lower_bound(schedule, costs, places) == lower_bound(schedule, costs, pairs)
+    with pytest.raises(ValueError, match="no way from rank 0 to rank 0: expected one in the network of the links"):
+        places.way(0, 0)
+    with pytest.raises(ValueError, match="no way from rank 0 to rank 99: expected one in the network of the links"):
+        places.way(0, 99)

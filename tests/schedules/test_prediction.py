@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from support.inside import Cause, measured_inputs, predicted_inputs, replaced, replicate
+from support.inside import Cause, calibrate, measured_inputs, predicted_inputs, replicate
 from support.recorded import recorded
 from support.sizes import fitting
 
@@ -272,7 +272,7 @@ def test_what_queued_does_not_queue_again() -> None:
     truth = simulate(schedule, costs, true)
     found = check_prediction(predicted, [recorded(truth, 0.125)], costs=costs, links=links)
     check_adds_up(found)
-    again = replaced(schedule, costs, links, {each.what: each.measured for each in found.inputs})[1]
+    again = calibrate(schedule, costs, links, {each.what: each.measured for each in found.inputs}, queueing=False)[1]
     assert again is not None
     assert again.sums[0].ways == ()
     assert abs(found.cause(Cause.UNEXPLAINED).seconds) < 0.05 * found.predicted

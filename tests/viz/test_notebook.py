@@ -21,12 +21,10 @@ def small() -> Schedule:
 
 
 def a_plan(num_microbatches: int | None) -> Plan:
-    stages = tuple(
-        PlanStage(nodes=(f"n{rank}",), ranks=(rank,), forward_seconds=1.0, backward_seconds=2.0, step_seconds=3.0)
-        for rank in range(2)
-    )
+    stages = tuple(PlanStage(nodes=(f"n{rank}",), ranks=(rank,), step_seconds=3.0) for rank in range(2))
     return Plan(
         stages=stages,
+        costs=Costs(forward=1.0, backward=2.0),
         num_devices=2,
         cost_model="default",
         predicted_step_time=3.0,
