@@ -16,18 +16,19 @@ def test_everything_has_a_colour_of_its_own():
     assert len(set(palette.CAUSE_HUES.values())) == len(Idle._fields)
 
 
-@pytest.mark.parametrize("hue", palette.OP_HUES.values())
-def test_shades_of_chunks_grow_paler(hue):
-    shades = [sum(palette.shade(hue, chunk=chunk, num_chunks=4)) for chunk in range(4)]
+@pytest.mark.parametrize("op", palette.OP_HUES)
+def test_shades_of_chunks_grow_paler(op):
+    shades = [sum(palette.box_colour(op, chunk=chunk, num_chunks=4, batch=0)) for chunk in range(4)]
     assert shades == sorted(shades)
     assert len(set(shades)) == 4
-    assert palette.shade(hue, chunk=0, num_chunks=1) == palette.shade(hue, chunk=0, num_chunks=4)
+    alone, first = (palette.box_colour(op, chunk=0, num_chunks=number, batch=0) for number in (1, 4))
+    assert alone == first
 
 
-@pytest.mark.parametrize("hue", palette.OP_HUES.values())
-def test_every_other_batch_is_paler(hue):
-    full = palette.shade(hue, chunk=0, num_chunks=1)
-    assert palette.batch_shade(full, 0) == palette.batch_shade(full, 4) == full
-    assert palette.batch_shade(full, 1) == palette.batch_shade(full, 7)
-    assert all(pale >= colour for pale, colour in zip(palette.batch_shade(full, 1), full, strict=True))
-    assert sum(palette.batch_shade(full, 1)) > sum(full) + 0.3
+@pytest.mark.parametrize("op", palette.OP_HUES)
+def test_every_other_batch_is_paler(op):
+    full, odd, again, later = (palette.box_colour(op, chunk=0, num_chunks=1, batch=batch) for batch in (0, 1, 4, 7))
+    assert again == full
+    assert odd == later
+    assert all(pale >= colour for pale, colour in zip(odd, full, strict=True))
+    assert sum(odd) > sum(full) + 0.3
