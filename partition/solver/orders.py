@@ -11,12 +11,6 @@ from ..cluster import Cluster
 MAX_ORDERS = 100
 
 
-def total_speed(cluster: Cluster) -> float:
-    """Speed of all devices together, in devices of the profile."""
-    speeds = {kind.name: kind.speed for kind in cluster.kinds}
-    return cluster.levels[0].size * sum(speeds[name] for name in cluster.nodes or ())
-
-
 def canonical_order(cluster: Cluster) -> tuple[int, ...]:
     """An order of the nodes that does not depend on how they are listed, and moves no link: slow kinds first.
 

@@ -7,8 +7,8 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import Topology, node_orders
 from support.inside import dynamic as dynamic_module
-from support.inside import node_orders, total_speed
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
 from stagewright.schedules import Op
@@ -93,7 +93,7 @@ def test_idle_devices_are_the_slow_ones() -> None:
 
 def test_orders() -> None:
     assert node_orders(cluster_of((1.0, 2.0, 1.0))) == ([(0, 2, 1), (0, 1, 2), (1, 0, 2)], None)
-    assert total_speed(cluster_of((1.0, 2.0, 1.0), size=4)) == 16.0
+    assert Topology(cluster_of((1.0, 2.0, 1.0), size=4)).total_speed == 16.0
     orders, note = node_orders(cluster_of((1.0, 2.0) * 8))
     assert len(orders) == 3
     assert note == "nodes of several kinds: 3 of their many orders were tried"

@@ -159,7 +159,7 @@ _NAMES = {
     "partition.solver.chunks": "all_stages equal_stages even_stages level_ranks neighbours",
     "partition.solver.cut_sums": "Cuts",
     "partition.solver.dynamic": "Solution solve",
-    "partition.solver.orders": "node_orders total_speed",
+    "partition.solver.orders": "node_orders",
     "partition.solver.pipedream_model": "PipeDreamModel",
     "partition.solver.ranges": "RangeCosts SCHEDULES",
     "partition.stage_cost": "RECOMPUTE Recomputed StageSums message_overheads message_seconds",
