@@ -35,7 +35,7 @@ COMMANDS: dict[str, Command] = {
     "experiment": Command(
         "commands.experiment", "run experiments whose figures anyone can get again, and report on them"
     ),
-    "bench": Command("bench.command", "measure this runtime beside torch.distributed.pipelining"),
+    "bench": Command("commands.bench", "measure this runtime beside torch.distributed.pipelining"),
 }
 
 

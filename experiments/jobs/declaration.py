@@ -11,6 +11,7 @@ repetitions = 3
 timeout = 600                 [s] of a job
 together = ["ranks"]          cases that are equal in these keys make one job
 backend = "netns"             of "ranks", unless --backend says another
+environment = { NAME = "1" }  variables of its processes
 
 [[parts.cases]]               one or several grids: a list stands for each of its members
 schedule = ["gpipe", "1f1b"]
@@ -48,6 +49,7 @@ class Part:
         together: keys; cases that are equal in these are one job. None: each case is a job of its own in one process,
             and on ranks all cases that need the same nodes are one.
         backend: its name.
+        environment: variables of its processes, on top of what they have.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Part:
     timeout: float = 600.0
     together: tuple[str, ...] | None = None
     backend: str = "local"
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,7 @@ def _part(record: Fields, *, folder: Path) -> Part:
         timeout=record.number("timeout", positive=True, default=600.0),
         together=_together(record),
         backend=backend,
+        environment=_environment(record),
     )
     record.done()
     for case in part.cases if on_ranks else ():
@@ -164,3 +168,10 @@ def _together(record: Fields) -> tuple[str, ...] | None:
     if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
         fail(record.at("together"), found, "a list of keys of the cases")
     return tuple(found)
+
+
+def _environment(record: Fields) -> tuple[tuple[str, str], ...]:
+    found = record.take("environment", "a table of variables", default={})
+    if not (isinstance(found, dict) and all(isinstance(value, str) for value in found.values())):
+        fail(record.at("environment"), found, "a table of variables, each a text")
+    return tuple(found.items())

@@ -1,15 +1,17 @@
-"""A figure: one number that an experiment found, and how it was got."""
+"""A figure: one number that an experiment found, how it was got, and the limit that it should keep."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from ...partition.strict import parse_object
+from ...partition.strict import Fields, parse_object
 from .case import Case
 
 
@@ -24,6 +26,71 @@ class How(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The median of some samples, with the smallest and the largest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """Spread of at least one sample."""
+        return cls(median=median(samples), low=min(samples), high=max(samples))
+
+    @classmethod
+    def of_errors(cls, samples: Sequence[float]) -> Spread:
+        """How far they are from 0: of the median sample, and of the nearest and the farthest one.
+
+        >>> Spread.of_errors([-0.1, 0.01, 0.3])
+        Spread(median=0.01, low=0.01, high=0.3)
+        """
+        far = [abs(sample) for sample in samples]
+        return cls(median=abs(median(samples)), low=min(far), high=max(far))
+
+
+class Judged(StrEnum):
+    """The sample that a target looks at."""
+
+    MEDIAN = "median"
+    BEST = "best"  # a limit within the samples' range is met, since no difference is then seen
+    WORST = "worst"  # a difference counts only where every sample shows it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Limit that a figure should keep.
+
+    Arguments:
+        limit: for the sample that is judged.
+        at_least: it must not be below the limit (else: not above).
+    """
+
+    limit: float
+    at_least: bool = False
+    judged: Judged = Judged.MEDIAN
+
+    def met(self, spread: Spread) -> bool:
+        """Whether the samples meet it."""
+        if self.judged is Judged.MEDIAN:
+            value = spread.median
+        else:
+            value = spread.high if (self.judged is Judged.BEST) == self.at_least else spread.low
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    @classmethod
+    def of(cls, record: Fields) -> Target:
+        """From the fields of `asdict`."""
+        target = cls(
+            limit=record.number("limit"),
+            at_least=record.truth("at_least"),
+            judged=Judged(record.text("judged", choices=list(Judged))),
+        )
+        record.done()
+        return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One number.
 
@@ -31,10 +98,12 @@ class Figure:
         case: what it holds for; the job's case, or `case.also(...)`.
         name: such as "bubble"; the same in each way of getting it, so that they can stand side by side.
         value: finite. On a machine where other things run, too, a ratio of what ran in turn within one repetition.
-        unit: such as "s", "ratio", "fraction", "bytes"; tells how it is shown.
+        unit: such as "s", "ratio", "fraction", "bytes", "error" (of a prediction: its part of the measured value that
+            is too much); tells how it is shown.
         how: it was got.
         repetition: 0, 1, ...; 0 for what can only come out one way.
         note: for people, such as the plan that was chosen.
+        target: None for what is only reported.
 
     Raises ValueError for a value that is no finite number.
     """
@@ -46,6 +115,7 @@ class Figure:
     how: How
     repetition: int = 0
     note: str = ""
+    target: Target | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
@@ -62,7 +132,8 @@ class Figure:
             "how": self.how.value,
             "repetition": self.repetition,
         }
-        return json.dumps({**record, "note": self.note} if self.note else record)
+        further = {"note": self.note, "target": asdict(self.target) if self.target else None}
+        return json.dumps({**record, **{key: value for key, value in further.items() if value}})
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> Figure:
@@ -77,6 +148,7 @@ class Figure:
         repetition = record.take("repetition", "a whole number", default=0)
         if type(repetition) is not int or repetition < 0:
             raise ValueError(f"{record.at('repetition')}: {repetition!r}: expected a whole number of at least 0")
+        target = record.optional_object("target")
         figure = cls(
             case=Case.of(case),
             name=record.text("name"),
@@ -85,9 +157,16 @@ class Figure:
             how=How(record.text("how", choices=list(How))),
             repetition=repetition,
             note=record.text("note", default=""),
+            target=None if target is None else Target.of(target),
         )
         record.done()
         return figure
+
+
+def repeated(values: Iterable[float], **figure: Any) -> Iterator[Figure]:
+    """A figure for each value, one a repetition; `figure`: all else of them."""
+    for repetition, value in enumerate(values):
+        yield Figure(value=value, repetition=repetition, **figure)
 
 
 def write_figures(path: Path, figures: Iterable[Figure]) -> None:

@@ -54,6 +54,7 @@ class Job:
             "backend": self.part.backend if self.nodes else None,
             "nodes": asdict(self.nodes) if self.nodes else None,
             "changed": self.changed,
+            "environment": dict(self.part.environment),
         }
         answer: dict[str, object] = json.loads(json.dumps(made))
         return answer

@@ -188,7 +188,7 @@ def _on_ranks(intent: Intent, progress: Progress, backend: Backend) -> Status:
         module=_WORKER,
         arguments=(str(intent.folder.resolve()), "--ranks"),
         folder=intent.folder.resolve(),
-        environment={"OMP_NUM_THREADS": "1"},
+        environment={"OMP_NUM_THREADS": "1", **dict(intent.job.part.environment)},
         timeout=intent.job.part.timeout,
     )
     try:
@@ -212,7 +212,7 @@ def _in_process(intent: Intent, progress: Progress, stop: threading.Event) -> St
     with (intent.folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ, **dict(intent.job.part.environment)},
             stdin=subprocess.PIPE,  # never written: its end says that this process has died
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
 """A job's own processes: `python -m stagewright.experiments.jobs.worker FOLDER [--ranks]`.
 
-Alone, or with --ranks as one of all ranks under torchrun, which then meet in a gloo group before the first case. The
-figures of rank 0 count.
+Alone, or with --ranks as one of all ranks under torchrun or the launcher, which then meet in a gloo group before the
+first case. The figures of rank 0 count.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ...schedules.user_code import check_call, load
+from ..launcher import report_to_launcher
 from .case import Case
 from .figure import Figure
 from .job import Assignment
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run all cases of the job and leave its figures."""
     parser = argparse.ArgumentParser(prog="stagewright.experiments.jobs.worker")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--ranks", action="store_true", help="one of all ranks under torchrun")
+    parser.add_argument("--ranks", action="store_true", help="one of all ranks")
     parser.add_argument("--watch", action="store_true", help="end when the standard input does")
     options = parser.parse_args(argv)
     if options.watch:
@@ -41,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    run_cases(assignment, options.folder / "figures.jsonl" if dist.get_rank() == 0 else None)
-    dist.barrier()  # all figures are out
+    with report_to_launcher():
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        run_cases(assignment, options.folder / "figures.jsonl" if dist.get_rank() == 0 else None)
+        dist.barrier()  # all figures are out
     sys.stdout.flush()
     # Not through the interpreter's end: there torch aborts one process in some thirty, and a job of many ranks with it.
     os._exit(0)
@@ -65,7 +67,7 @@ def run_cases(assignment: Assignment, path: Path | None) -> None:
                 file.write(f"{figure.to_json()}\n")
             file.flush()
             if path is not None:
-                print(f"{case}: {time.perf_counter() - began:.1f} s", flush=True)
+                print(f"{case}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 
 
 def _exit_with_parent() -> None:

@@ -11,7 +11,7 @@ from ...schedules.families import EqualStages
 from ...schedules.registry import family
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
-from .equal_stages import BACKWARD, FORWARD, costs_of, schedule_of
+from ..measure.equal_stages import BACKWARD, FORWARD, costs_of, schedule_of
 
 _BATCHES = 4  # of a stream in a row, behind one that fills it
 
@@ -63,7 +63,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """
     import torch.distributed as dist
 
-    from .sleeping import SleepingPipe
+    from ..measure.sleeping import SleepingPipe
 
     case = sized(case)
     pipe = SleepingPipe(schedule_of(case))

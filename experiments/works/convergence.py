@@ -1,23 +1,123 @@
-"""Loss without a flush: settings of the convergence experiment, trained and timed."""
+"""Loss without a flush: settings of the convergence experiment, trained in one process, or timed on ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from statistics import median
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from ..convergence.outcomes import CURVE, FINAL, SPEED, label, method_of, outcomes, reference, sentence
-from ..convergence.setting import Setting
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+
+from ...pipe import ErrorFeedback, PipelineModule
+from ...schedules import Schedule, build
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
+from ..training.corpus import Corpus, TokenBatch, load_corpus, loss_fn
+from ..training.gpt import GPT, GPTConfig
+from ..training.recipe import MOMENTUM, learning_rate_curve, make_optimizer
 
+SCHEDULES = ("1f1b", "2bw", "pipedream", "paci")
+OPTIMIZERS = ("adamw", "muon")
+NONE, FEEDBACK = "none", "error-feedback"
+CORRECTIONS = (NONE, FEEDBACK)
+FLUSH = "1f1b"  # the reference
+CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
+
+_EACH_UPDATES = ("pipedream", "paci")
+_MICROBATCHES = 10  # under these: batches of the others
 _TIMED, _WARM = 40, 10  # updates
+_VALIDATED = 32  # sequences at once
+_CURVE_SHARE = 4  # one in so many of the validation batches along the way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A run's setting.
+
+    Arguments:
+        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, as a microbatch of theirs.
+        ranks: P.
+        optimizer: adamw; muon: Muon for the matrices of the blocks, AdamW for the rest.
+        correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
+            it were one: the control.
+        rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
+        ends: AdamW's rate over Muon's.
+        warmup: share of the steps in which the rate rises.
+        flush_first: so many updates, the first ones, have a flush each (`PipelineModule(flush_first=)`), corrected by
+            lambda 1 if the rest is corrected.
+        total_updates: of the weights, each after `sequences` of `length` bytes.
+        windows: validation sequences behind the last update; a quarter of them every `evaluate_every` updates.
+
+    Raises ValueError for what cannot be meant.
+    """
+
+    schedule: str
+    ranks: int = 2
+    optimizer: str = "adamw"
+    correction: str = NONE
+    factor: float = 1.0
+    rate: float = 2e-3
+    momentum: float = 0.0
+    ends: float = 1.0
+    warmup: float = 0.1
+    seed: int = 0
+    flush_first: int = 0
+    total_updates: int = 500
+    sequences: int = 16
+    length: int = 64
+    layers: int = 4
+    width: int = 128
+    evaluate_every: int = 50
+    windows: int = 512
+
+    def __post_init__(self) -> None:
+        for name, known in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("correction", CORRECTIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {', '.join(known)}")
+        if self.total_updates % self.updates_a_step or self.evaluate_every % self.updates_a_step:
+            raise ValueError(
+                f"total_updates={self.total_updates}, evaluate_every={self.evaluate_every}: expected multiples of "
+                f"{self.updates_a_step}, the updates of one step under {self.schedule}"
+            )
+        if not 0 <= self.flush_first <= self.total_updates or self.flush_first % self.updates_a_step:
+            raise ValueError(
+                f"flush_first={self.flush_first}: expected a multiple of {self.updates_a_step}, the updates of one "
+                f"step under {self.schedule}, at most total_updates={self.total_updates}"
+            )
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Setting:
+        """Setting with these values; ValueError for a key that is none of its."""
+        known = [field.name for field in fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: expected some of {', '.join(known)}")
+        return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def updates_a_step(self) -> int:
+        """Updates of one `train_step`."""
+        return _MICROBATCHES if self.schedule in _EACH_UPDATES else 1
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Bytes of one `train_step`."""
+        return self.updates_a_step * self.sequences * self.length
+
+    def make_schedule(self) -> Schedule:
+        """Schedule of one step: an update behind every `sequences` samples."""
+        if self.schedule in _EACH_UPDATES:
+            options = {"update_every": 1}
+            return build(self.schedule, num_ranks=self.ranks, num_microbatches=self.updates_a_step, **options)
+        return build(self.schedule, num_ranks=self.ranks, num_microbatches=self.ranks)
 
 
 def loss(case: Case, repetitions: int) -> Iterator[Figure]:
     """Validation loss [nats a byte] of a setting behind its updates, in one process; the seed stands as repetition."""
-    from ..convergence.training import losses
-
     setting = _setting(case)
     place = Case(tuple((key, value) for key, value in case.items if key != "seed"))
     for point in losses(setting):
@@ -27,8 +127,6 @@ def loss(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def speed(case: Case, repetitions: int) -> Iterator[Figure]:
     """Tokens a second of a setting, a process a rank."""
-    from ..convergence.training import speed as tokens_per_second
-
     setting = _setting(case)
     for repetition in range(repetitions):
         value = tokens_per_second(setting, updates=_TIMED, warm=_WARM)
@@ -42,32 +140,94 @@ def _setting(case: Case) -> Setting:
         raise ValueError(f"case {case}: {error}") from None
 
 
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """How each method ends beside synchronous training at its best, and its throughput beside 1f1b's."""
-    found = outcomes(figures)
-    seeds = max((len(each.best) for each in found), default=0)
-    best = reference(found, seeds=seeds) or reference(found)
-    if best is None:
-        return []
-    said = [sentence(each, best) for each in found]
-    speeds: dict[Case, list[float]] = {}
-    for figure in figures:
-        if figure.name == SPEED:
-            speeds.setdefault(method_of(figure.case), []).append(figure.value)
-    flush = [median(values) for method, values in speeds.items() if method.text("schedule") == "1f1b"]
-    return said + [
-        f"{label(method)}: {median(values):,.0f} tokens/s, {median(values) / max(flush):.2f} times the fastest 1f1b."
-        for method, values in speeds.items()
-        if flush
+class Point(NamedTuple):
+    """Validation loss [nats] behind so many updates; `whole`: over all validation sequences, at the end."""
+
+    updates: int
+    loss: float
+    whole: bool
+
+
+def losses(setting: Setting) -> Iterator[Point]:
+    """Train; the loss along the way, and behind the last update over all windows."""
+    corpus = load_corpus()
+    validation = corpus.validation_batches(
+        num_batches=max(1, setting.windows // _VALIDATED), batch_size=_VALIDATED, length=setting.length
+    )
+    each = setting.updates_a_step
+    with make_pipe(setting, corpus) as pipe:
+        for step in range(setting.total_updates // each):
+            pipe.train_step(*batch(setting, corpus, step))
+            done = (step + 1) * each
+            if done % setting.evaluate_every == 0 or done == setting.total_updates:
+                yield Point(done, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
+        yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True)
+
+
+def tokens_per_second(setting: Setting, *, updates: int, warm: int) -> float:
+    """Tokens a second of so many updates in a row, behind `warm` others; on a process a rank."""
+    corpus = load_corpus()
+    steps, warm = (-(-each // setting.updates_a_step) for each in (updates, warm))
+    batches = [batch(setting, corpus, step) for step in range(steps + warm)]
+    with make_pipe(setting, corpus) as pipe:
+        for one in batches[:warm]:
+            pipe.train_step(*one)
+        pipe.flush()
+        dist.barrier()
+        began = time.perf_counter()
+        for one in batches[warm:]:
+            pipe.train_step(*one)
+        pipe.flush()
+        dist.barrier()
+        seconds = time.perf_counter() - began
+    return steps * setting.tokens_a_step / seconds
+
+
+def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
+    """The GPT in its pipeline, over the process group that is there, else in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(setting.seed)
+    schedule = setting.make_schedule()
+    momentum = setting.momentum
+    by_optimizer = {
+        "adamw": {"beta1": momentum or 0.9},
+        "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends},
+    }
+    rates = learning_rate_curve(setting.total_updates, warmup_part=setting.warmup)
+    return PipelineModule(
+        GPT(GPTConfig(length=setting.length, layers=setting.layers, width=setting.width)),
+        schedule=schedule,
+        loss_fn=loss_fn,
+        optimizer=make_optimizer(setting.optimizer, lr=setting.rate, **by_optimizer[setting.optimizer]),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, rates),
+        example_inputs=(batch(setting, corpus, 0).tokens,),
+        seed=setting.seed,
+        flush_first=setting.flush_first // setting.updates_a_step,
+        **_correction(setting),
+    )
+
+
+def _correction(setting: Setting) -> dict[str, Any]:
+    if setting.correction == NONE:
+        return {}
+    delay = 1.0 if setting.schedule == FLUSH else None
+    return {"delay_correction": ErrorFeedback(factor=setting.factor, delay=delay)}
+
+
+def batch(setting: Setting, corpus: Corpus, step: int) -> TokenBatch:
+    """The step's batch: that of each of its updates, one behind the other, the same under every schedule."""
+    parts = [
+        corpus.batch(
+            seed=setting.seed,
+            step=step * setting.updates_a_step + at,
+            batch_size=setting.sequences,
+            length=setting.length,
+        )
+        for at in range(setting.updates_a_step)
     ]
+    return TokenBatch(torch.cat([part.tokens for part in parts]), torch.cat([part.targets for part in parts]))
 
 
-def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
-    """Pictures of the report: curves, and rates."""
-    from ..convergence.plot import draw_curves, draw_rates
-
-    made = [
-        ("Validation loss against tokens and against time", draw_curves(figures, folder / "convergence.png")),
-        ("Final loss against the peak rate", draw_rates(figures, folder / "rates.png")),
-    ]
-    return [(title, path.name) for title, path in made if path is not None]
+def _evaluate(pipe: PipelineModule, batches: list[TokenBatch]) -> float:
+    found = [pipe.eval_step(tokens, targets).loss for tokens, targets in batches]
+    return fmean(loss for loss in found if loss is not None)

@@ -17,7 +17,7 @@ from ...partition.formulas.device_model import DeviceModel
 from ...schedules import simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
-from .equal_stages import costs_of, schedule_of
+from ..measure.equal_stages import costs_of, schedule_of
 from .megatron import DEVICE
 from .trainings import Training, simulated
 
@@ -67,8 +67,8 @@ def _either(case: Case, key: str, yes: str, no: str) -> bool:
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Both schedules in turn on real processes with stages that sleep, and their ratio; on all of the case's ranks."""
-    from ..bench.timing import in_turn, timed
-    from .sleeping import SleepingPipe
+    from ..measure.sleeping import SleepingPipe
+    from ..measure.timing import in_turn, timed
 
     schedules = {name: schedule_of(case.also(schedule=name)) for name in ("1f1b", "interleaved")}
     ideals = {name: simulate(each, costs_of(each)).makespan for name, each in schedules.items()}

@@ -22,7 +22,7 @@ from .zero_bubble import FORWARD, INPUT_GRAD, THEIRS, WEIGHT_GRAD, agreed, of_ch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..bench.workloads import Workload
+    from ..measure.models import Workload
 
 _BYTES = "bytes at peak"
 _OVER = "bytes at peak, measured / simulated"
@@ -32,16 +32,13 @@ _BETWEEN_STEPS = (MemoryPart.WEIGHTS, MemoryPart.OPTIMIZER, MemoryPart.BUFFERS)
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
     """The rank with most: ours by schedule, measured and predicted, and torch's, measured; on two ranks."""
     del repetitions  # bytes are the same in each
-    from ..bench.models import make_problem
-    from ..bench.sides import OurSide, TorchSide
-    from ..bench.workloads import ModelKind, Workload
+    from ..measure.models import Workload, make_problem
+    from ..measure.sides import OurSide, TorchSide
 
     M = case.count("microbatches")
 
     def workload(name: str, num_chunks: int) -> Workload:
-        return Workload(
-            name=name, model=ModelKind.GPT, schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks
-        )
+        return Workload(model="gpt", schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks)
 
     ours, costs = agreed(2, M, Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD))
     stages = {chunks: _bytes_of_stages(workload("1f1b", chunks)) for chunks in (1, 2)}
@@ -74,8 +71,8 @@ def predicted(schedule: Schedule, costs: Costs, stages: Sequence[StageBytes]) ->
 
 def _bytes_of_stages(workload: Workload) -> Sequence[StageBytes]:
     """[S] seen in one step of plain or interleaved 1F1B."""
-    from ..bench.models import make_problem
-    from ..bench.sides import OurSide
+    from ..measure.models import make_problem
+    from ..measure.sides import OurSide
 
     chunks, name = workload.num_chunks, "1f1b" if workload.num_chunks == 1 else "interleaved"
     schedule = build(name, num_ranks=2, num_microbatches=workload.num_microbatches, num_chunks=chunks)

@@ -48,7 +48,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     """
     from ...pipe.auto import plan_here
     from ...pipe.options import TRIALS
-    from ..bench.sides import TIMEOUT
+    from ..measure.sides import TIMEOUT
     from ..training.options import TrainOptions
     from ..training.pipeline import make_pipe
     from ..training.task import make_task
@@ -85,20 +85,19 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     from ...pipe import PipelineModule
     from ...pipe.auto import plan_here
     from ...pipe.options import TRIALS
-    from ..bench.plan_workloads import PLANNED_RUNS
-    from ..bench.sides import TIMEOUT
-    from ..bench.whole_models import planned_problem
+    from ..measure.models import sleeping_layers
+    from ..measure.sides import TIMEOUT
 
     del repetitions
-    run = PLANNED_RUNS[f"planned-sleep-{case.count('ranks')}"]
-    problem = planned_problem(run)
+    ranks = case.count("ranks")
+    problem = sleeping_layers(3 * ranks, 2 * ranks)
     plan, untried = plan_here(
         problem.make_model(),
         ((problem.inputs,), problem.target),
-        num_microbatches=run.num_microbatches,
+        num_microbatches=2 * ranks,
         timeout=TIMEOUT,
         trials=TRIALS,
-        restrictions={"data_sizes": run.data_sizes},
+        restrictions={"data_sizes": (1,)},
         loss_fn=problem.loss_fn,
         optimizer=None,
         max_grad_norm=None,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ...schedules import simulate, simulate_spread
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
-from .equal_stages import schedule_of
+from ..measure.equal_stages import schedule_of
 from .pace import steps_that_follow
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ _WARM_UP = 3  # steps
 
 def measured(case: Case, repetitions: int) -> Iterator[Figure]:
     """The example GPT with AdamW, on all of the case's ranks: `layers`, `width`, `length`, `batch`."""
-    from ..bench.sides import OurSide
-    from ..bench.whole_models import gpt_problem
+    from ..measure.models import gpt_problem
+    from ..measure.sides import OurSide
     from ..training.gpt import GPTConfig
 
     size = GPTConfig(layers=case.count("layers"), width=case.count("width"), length=case.count("length"))
@@ -57,7 +57,7 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Stages that sleep, on all of the case's ranks."""
-    from .sleeping import SleepingPipe
+    from ..measure.sleeping import SleepingPipe
 
     sleeping = SleepingPipe(schedule_of(case))
     try:

@@ -107,7 +107,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     from ...comm import join_world
     from ...comm.links import measure_links
     from ...pipe.auto import cluster_of
-    from ..bench.timing import timed
+    from ..measure.timing import timed
     from .links import BANDWIDTH, LATENCY
 
     world = join_world(device=torch.device("cpu"), timeout=_TIMEOUT)
@@ -168,7 +168,7 @@ class _Side(Protocol):
 
 def _seconds(side: _Side) -> float:
     """Seconds of a batch over all ranks."""
-    from ..bench.timing import timed
+    from ..measure.timing import timed
 
     def several() -> None:
         for _ in range(side.batches):
@@ -188,7 +188,7 @@ def _unit(unit: Unit) -> torch.nn.Module:
     import torch
     from torch import nn
 
-    from ..bench.models import sleep_until
+    from ..measure.models import sleep_until
 
     class Sleep(torch.autograd.Function):
         @staticmethod

@@ -19,7 +19,7 @@ from ...partition.formulas.transformer import Transformer
 from ...schedules import simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
-from .equal_stages import costs_of, schedule_of
+from ..measure.equal_stages import costs_of, schedule_of
 
 _GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512)
 _RANKS = 8
@@ -76,8 +76,8 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     import torch
     import torch.distributed as dist
 
-    from ..bench.timing import in_turn
-    from .sleeping import SleepingPipe
+    from ..measure.sleeping import SleepingPipe
+    from ..measure.timing import in_turn
 
     schedules = {name: schedule_of(case.also(schedule=name)) for name in ("2bw", _REFERENCE, "gpipe")}
     ideals = {name: [simulate(each, costs_of(each)).batch_seconds] for name, each in schedules.items()}
@@ -122,11 +122,11 @@ def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
 
     import torch.distributed as dist
 
-    from ..bench.planned import load_everything
-    from ..bench.sides import OurSide
-    from ..bench.whole_models import gpt_problem
     from ..host import MemoryMeter
+    from ..measure.models import gpt_problem
+    from ..measure.sides import OurSide
     from ..training.gpt import GPTConfig
+    from .bench_plans import load_everything
 
     load_everything()
     gc.collect()

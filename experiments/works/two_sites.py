@@ -207,8 +207,8 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     the ranks find. A repetition is a step of a flush schedule from one instant on all ranks, or some batches of a
     stream in a row.
     """
+    from ..measure.sleeping import kept_groups
     from .links import latency_between
-    from .sleeping import kept_groups
 
     num_ranks, asked = case.count("ranks"), case.seconds("site_latency")
     half = num_ranks // 2
@@ -239,8 +239,8 @@ def _seconds(run: Run, latency: float, repetitions: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from ..bench.timing import timed
-    from .sleeping import SleepingPipe
+    from ..measure.sleeping import SleepingPipe
+    from ..measure.timing import timed
 
     pipe = SleepingPipe(run.schedule, run.costs)
 

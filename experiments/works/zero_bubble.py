@@ -21,7 +21,7 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 
 if TYPE_CHECKING:
-    from ..bench.models import StagesProblem
+    from ..measure.models import StagesProblem
 
 FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.020  # [s] of a rank's whole work of one microbatch
 _SEARCH = 10.0  # [s] of one synthesis
@@ -89,19 +89,16 @@ def of_chunks(costs: Costs, num_chunks: int) -> Costs:
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Seconds of a batch of each schedule, actions asleep, over what the simulator says; runs on all of its ranks."""
-    from ..bench.asleep import ours_asleep, put_asleep
-    from ..bench.models import make_problem
-    from ..bench.sides import OurSide, TorchSide
-    from ..bench.timing import in_turn, timed
-    from ..bench.workloads import ModelKind, Workload
+    from ..measure.models import Workload, make_problem
+    from ..measure.sides import OurSide, TorchSide
+    from ..measure.sleeping import ours_asleep, put_asleep
+    from ..measure.timing import in_turn, timed
 
     P, M = case.count("ranks"), case.count("microbatches")
     told = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
 
     def workload(name: str, num_chunks: int) -> Workload:
-        return Workload(
-            name=name, model=ModelKind.TINY, schedule=name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks
-        )
+        return Workload(model="tiny", schedule=name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks)
 
     with ours_asleep(told.table(num_stages=P)):
         measured = _measured(build("zb-1p", num_ranks=P, num_microbatches=M), make_problem(workload("1f1b", 1)))
@@ -128,8 +125,8 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _asleep(step: Callable[[], None], table: CostTable) -> float:
-    from ..bench.asleep import ours_asleep
-    from ..bench.timing import timed
+    from ..measure.sleeping import ours_asleep
+    from ..measure.timing import timed
 
     with ours_asleep(table):
         return timed(step)
@@ -145,10 +142,9 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
     import torch.nn.functional as F
 
     from ...pipe import PipelineModule
-    from ..bench.asleep import ours_asleep
-    from ..bench.models import make_problem
-    from ..bench.timing import in_turn
-    from ..bench.workloads import ModelKind, Workload
+    from ..measure.models import Workload, make_problem
+    from ..measure.sleeping import ours_asleep
+    from ..measure.timing import in_turn
 
     P, M = case.count("ranks"), case.count("microbatches")
     costs = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
@@ -157,9 +153,7 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for waits in (True, False):
-            problem = make_problem(
-                Workload(name="row", model=ModelKind.TINY, schedule="1f1b", num_ranks=P, num_microbatches=M)
-            )
+            problem = make_problem(Workload(model="tiny", schedule="1f1b", num_ranks=P, num_microbatches=M))
             pipe = PipelineModule(
                 stages=problem.stages,
                 schedule=schedule,
@@ -201,10 +195,9 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
     """The same of a GPT with AdamW on two ranks, for the seconds of its own actions under zb-1p."""
-    from ..bench.models import make_problem
-    from ..bench.sides import OurSide, TorchSide
-    from ..bench.timing import in_turn, timed
-    from ..bench.workloads import ModelKind, Workload
+    from ..measure.models import Workload, make_problem
+    from ..measure.sides import OurSide, TorchSide
+    from ..measure.timing import in_turn, timed
 
     M = case.count("microbatches")
 
@@ -212,9 +205,7 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
         return make_problem(workload("1f1b", num_chunks))
 
     def workload(name: str, num_chunks: int) -> Workload:
-        return Workload(
-            name=name, model=ModelKind.GPT, schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks
-        )
+        return Workload(model="gpt", schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks)
 
     ours, costs = agreed(2, M, _measured(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1)))
     runs: dict[str, Callable[[], float]] = {}
@@ -238,7 +229,7 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
 def _measured(schedule: Schedule, problem: StagesProblem) -> Costs:
     """Seconds of actions and the latency of messages in a few batches: the means over stages, since schedules are made
     for equal ones."""
-    from ..bench.sides import OurSide
+    from ..measure.sides import OurSide
 
     side = OurSide.of_schedule(schedule, problem)
     for _ in range(4):

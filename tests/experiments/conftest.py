@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from support.commands import Done, launch_forked
-from support.inside import command as bench_command
 from support.inside import launcher, main
 
 
@@ -13,8 +12,7 @@ from support.inside import launcher, main
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """`command("train", "--steps", "5")`: the command line in `tmp_path`, with forked ranks."""
     monkeypatch.chdir(tmp_path)
-    for place in (launcher, bench_command):
-        monkeypatch.setattr(place, "launch", launch_forked)
+    monkeypatch.setattr(launcher, "launch", launch_forked)
 
     def run(*words: str) -> Done:
         status = main(words)

@@ -1,188 +1,105 @@
-"""The bench: its tables, verdicts and report on made-up records, its stages, and one real run. No timing is judged."""
+"""The bench: its declaration, verdicts and report on made-up figures, its stages, one real run. No timing is judged."""
 
 from __future__ import annotations
 
-import io
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 from support.commands import Done
 from support.inside import (
     CASES,
-    RACES,
-    WORKLOADS,
-    BenchReport,
-    Breakdown,
-    CheckpointTimes,
-    GPTConfig,
-    HalvedStage,
-    HalvesTimes,
+    DECLARATION,
+    BenchOptions,
+    Case,
+    Declaration,
+    How,
     Judged,
-    Measurement,
-    ModelKind,
-    OverlapTimes,
-    RaceTimes,
-    ReceiveBytes,
-    Record,
     Sharing,
-    SimulatorSpeed,
     SleepingStage,
     Spread,
     Target,
     Workload,
-    break_down,
-    figures_of,
+    bench_beside,
+    bench_command,
+    bench_parts,
+    bench_planning,
+    bench_steps,
+    jobs_of,
+    lines_of,
     make_problem,
-    measure_halves,
-    measure_simulator,
-    predicted_behind,
-    read_records,
+    parts_for,
+    read_figures,
+    repeated,
     replicate,
-    run,
-    run_checkpoints,
-    run_overlap,
-    select_cases,
     sleep_until,
-    sums_last,
-    workloads_of,
-    write_records,
+    write_figures,
 )
-from support.inside import BenchFigureFigure as Figure
-from support.inside import RecordsPingPong as PingPong
+from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
 from torch import nn
 
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
+from stagewright.schedules.user_code import load
+
+PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
+STEPS = PARTS["steps"].cases
 
 
-def measurement(workload: Workload, *, ours: list[float], torch: list[float]) -> Measurement:
-    S = workload.num_stages
-    return Measurement(
-        workload=workload.name,
-        torch=torch,
-        ours=ours,
-        makespans=ours,
-        forward=[0.01] * S,
-        backward=[0.02] * S,
-        predicted=0.99 * median(ours),
-        latency=5e-5,
-        boundary_bytes=32,
-    )
+def ratio(case: str, *values: float, target: Target | None = None, run: str = "1f1b P=2", **keys: str) -> list[Figure]:
+    shown = Case.of({"case": case, "run": run, **keys})
+    made = repeated(values, case=shown, name="step", unit="ratio", how=How.MEASURED, note="from", target=target)
+    return list(made)
 
 
-# One of everything; the 1F1B without compute misses its target, everything else meets its own.
-RECORDS: list[Record] = [
-    *(
-        measurement(
-            workload,
-            ours=[1.01 * workload.ideal_makespan or 0.12, 1.0 * workload.ideal_makespan or 0.11],
-            torch=[1.05 * workload.ideal_makespan or (0.1 if workload.name == "overhead-1f1b" else 0.4)] * 2,
-        )
-        for workload in WORKLOADS.values()
-    ),
-    *(
-        RaceTimes(
-            race=race.name,
-            seconds={entry.label: [0.101 * (entry.at_least or 0.99)] * 2 for entry in race.entries},
-            predicted=0.1,
-            bubbles=[0.01, 0.02],
-        )
-        for race in RACES.values()
-    ),
-    PingPong(num_bytes=32, tight=[4e-5], paced=[8e-5]),
-    Breakdown(schedule="1f1b", in_process=[3e-4], autograd=[1e-4], profile="[ncalls] run_backward"),
-    ReceiveBytes(schedule="1f1b", num_microbatches=8, ours=96, torch=256),
-    ReceiveBytes(schedule="1f1b", num_microbatches=64, ours=96, torch=2048),
-    OverlapTimes(seconds={"beside": [0.31, 0.32], "behind": [0.35, 0.36]}, predicted={"beside": 0.31, "behind": 0.35}),
-    CheckpointTimes(
-        seconds={"without": [1.0, 1.1], "blocking": [1.4, 1.5], "beside": [1.1, 1.2]},
-        steps=10,
-        num_bytes=30_000_000,
-        shares=[0.02, 0.03],
-        every=[20, 21],
-    ),
-    HalvesTimes(
-        stage="GPT block",
-        backward={"whole": [0.020, 0.021], "ours": [0.0205, 0.0215], "torch": [0.030, 0.031]},
-        forward={"whole": [0.010, 0.011], "ours": [0.0101, 0.0111]},
-    ),
-    SimulatorSpeed(actions_per_second=3e5, build_check_simulate=3.0, num_actions=262_144, peak_bytes=2 * 10**8),
-]
+# The declaration
 
 
-def all_figures() -> list[Figure]:
-    return [figure for case in CASES.values() for figure in figures_of(case, RECORDS)]
+def test_every_case_is_measured_and_its_works_are_there():
+    assert {case.text("case") for part in PARTS.values() for case in part.cases} | {"prediction"} == set(CASES)
+    assert all(callable(load("work", part.work)) for part in PARTS.values())
 
 
-# Sums of gradients
+def jobs(folder: Path, *only: str, repetitions: int = 2) -> dict[str, Any]:
+    parts = parts_for(tuple(PARTS.values()), only, BenchOptions(only=only, repetitions=repetitions), folder)
+    declaration = replace(Declaration.load(DECLARATION), parts=tuple(parts))
+    return {job.name: job for job in jobs_of(declaration)}
 
 
-def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
-    schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), 2)
-    costs = Costs(forward=0.01, backward=0.02, reduce_grad=0.04)
-    assert predicted_behind(schedule, costs) == pytest.approx(0.27 + 2 * 0.04)
-    assert simulate(schedule, costs).makespan == pytest.approx(0.27 + 0.04)  # one of them beside two backwards
-    programs = lower(schedule, sharing=Sharing(collectives=(Collective((2,), Op.REDUCE_GRAD, 0),))).programs
-    last = programs[0].steps[-1]
-    assert not isinstance(last, Collective)
-    assert str(sums_last(programs[0].steps)[-1]) == "2REDUCE_GRAD0"
+def test_all_sides_of_a_case_run_in_one_set_of_processes_for_each_size(tmp_path: Path):
+    found = jobs(tmp_path, "prediction", "sleep-1f1b")
+    assert [(job.part.name, job.nodes.num_ranks, len(job.cases)) for job in found.values()] == [
+        ("steps", 4, 2),
+        ("steps", 8, 2),
+        ("steps", 2, 6),
+    ]
+    assert {job.part.repetitions for job in found.values()} == {2}
+    assert {job.part.environment for job in jobs(tmp_path, "gpt", "simulator").values()} == {
+        (),
+        (("OMP_NUM_THREADS", "1"),),
+    }
 
 
-def overlap_once() -> Any:
-    return run_overlap(repetitions=1)
+def test_each_repetition_is_a_job_where_a_peak_counts_and_plans_are_made_once(tmp_path: Path):
+    found = list(jobs(tmp_path, "planned-run").values())
+    assert [job.part.name for job in found] == ["planned-run"] * 3 + ["memory-in-use"] * 4 + ["memory-resident"] * 4
+    assert [job.cases[0].get("repetition") for job in found[3:7]] == [0, 0, 1, 1]
+    assert dict(found[3].part.environment) == {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    assert found[7].part.environment == ()
+    assert {job.cases[0].text("folder") for job in found} == {str(tmp_path)}
+    assert len(jobs(tmp_path, "simulator", repetitions=3)) == 3
+    assert len(jobs(tmp_path, "planning-scale", repetitions=3)) == 10
 
 
-@pytest.mark.gloo
-@pytest.mark.nightly
-def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
-    for times in gloo.run(overlap_once, ranks=4):
-        assert {side: len(seconds) for side, seconds in times.seconds.items()} == {"beside": 1, "behind": 1}
-        assert times.predicted["beside"] < times.predicted["behind"]
-
-
-def checkpoints_once() -> Any:
-    model = GPTConfig(length=8, layers=2, width=16, heads=2)
-    return run_checkpoints(repetitions=1, model=model, steps=4, auto_steps=12)
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
-    for times in gloo.run(checkpoints_once, ranks=2):
-        assert {side: len(seconds) for side, seconds in times.seconds.items()} == dict.fromkeys(
-            ("without", "blocking", "beside"), 1
-        )
-        assert times.num_bytes > 10_000
-
-
-# Tables
-
-
-def test_every_race_is_needed_by_a_case_and_its_entries_are_of_one_size():
-    assert {name for case in CASES.values() for name in case.races} == set(RACES)
-    for race in RACES.values():
-        sizes = {(entry.workload.num_ranks, entry.workload.num_microbatches) for entry in race.entries}
-        assert len(sizes) == 1
-        assert len({entry.label for entry in race.entries}) == len(race.entries)
-
-
-def test_every_workload_is_needed_by_a_case_and_every_case_finds_its_workloads():
-    assert {name for case in CASES.values() for name in case.workloads} == set(WORKLOADS)
-
-
-@pytest.mark.parametrize(
-    "workload", [w for w in WORKLOADS.values() if w.model is ModelKind.SLEEP], ids=lambda w: w.name
-)
-def test_the_ideal_makespan_is_what_the_simulator_finds_for_free_messages(workload):
+@pytest.mark.parametrize("case", [case for case in STEPS if case.text("model") == "sleep"], ids=str)
+def test_the_ideal_makespan_is_what_the_simulator_finds_for_free_messages(case):
+    workload = Workload.of(case)
     schedule = build(
         workload.schedule,
         num_ranks=workload.num_ranks,
@@ -193,24 +110,23 @@ def test_the_ideal_makespan_is_what_the_simulator_finds_for_free_messages(worklo
     assert simulate(schedule, costs).makespan == pytest.approx(workload.ideal_makespan)
 
 
-def test_cases_are_selected_by_name_and_share_their_workloads():
-    assert [case.name for case in select_cases([])] == list(CASES)
-    cases = select_cases(["prediction", "sleep-1f1b"])
-    assert [case.name for case in cases] == ["sleep-1f1b", "prediction"]
-    names = [workload.name for workload in workloads_of(cases)]
-    assert len(names) == len(set(names)) == 10
+def test_entries_of_a_race_are_told_apart():
+    for case in PARTS["races"].cases:
+        names = list(map(str, bench_steps.entries_of(case)))
+        assert len(set(names)) == len(names)
+        assert names[0] == "ours 2bw"
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--only", "overhead"], r"--only overhead: no such case; did you mean overhead-1f1b"),
+        (["--only", "overhead"], r"--only: unknown case 'overhead'; did you mean overhead-1f1b"),
         (["--repetitions", "0"], "--repetitions 0: expected at least 1"),
     ],
 )
 def test_a_users_mistake_is_said_before_anything_starts(argv, message):
     with pytest.raises(ValueError, match=message):
-        run(argv)
+        bench_command.run(argv)
 
 
 # Verdicts
@@ -235,58 +151,60 @@ def test_a_target_is_met_by_the_median(target, samples, met):
     assert target.met(Spread.of(samples)) is met
 
 
-def test_every_case_has_figures_and_a_missed_target_is_named():
-    figures = all_figures()
-    about_plans = {"partitioner", "planner", "planning-scale", "planned-run", "uneven-cut"}  # test_bench_plans.py
-    assert {figure.case for figure in figures} == set(CASES) - about_plans
-    asked = [figure for figure in figures if figure.target is not None]
-    assert [figure.case for figure in asked if figure.verdict != "ok"] == ["overhead-1f1b"]
+def test_a_line_is_all_repetitions_of_a_figure_and_its_verdict():
+    figures = [
+        *ratio("gpt", 1.1, 0.9, 1.3, target=Target(limit=1.0)),
+        *ratio("overhead-1f1b", 0.7, target=Target(limit=1.1)),
+        *ratio("sleep-1f1b", 2.0),
+    ]
+    first, second = lines_of(figures, ["gpt", "overhead-1f1b"])
+    assert (first.case, first.verdict, first.origin) == ("overhead-1f1b", "ok", "measured")  # as the cases stand
+    assert (second.value, second.verdict) == (Spread(median=1.1, low=0.9, high=1.3), "missed")
 
 
-def test_a_race_is_won_by_throughput():
-    race = RACES["async-sleep-4"]
-    seconds = {entry.label: [0.21, 0.22] for entry in race.entries} | {race.entries[0].label: [0.12, 0.11]}
-    record = RaceTimes(race=race.name, seconds=seconds, predicted=0.12, bubbles=[0.0, 0.1])
-    first, second, error = figures_of(CASES["async-sleep"], [record])
-    assert first.value.low == second.value.low == pytest.approx(1.75)
-    assert first.verdict == "ok"
-    assert (first.target, error.target) == (Target(limit=1.68, at_least=True), None)
-    assert error.value.median == pytest.approx(0.12 / 0.115 - 1)
+def test_an_error_counts_on_either_side():
+    keys = {"predicted": "planned"}
+    figures = ratio("planned-run", -0.2, 0.01, -0.06, target=Target(limit=0.05), **keys)
+    (line,) = lines_of([replace(figure, unit="error") for figure in figures], ["planned-run"])
+    assert line.value == Spread(median=0.06, low=0.01, high=0.2)
+    assert (line.origin, line.verdict) == ("planned / measured", "missed")
 
 
-def test_ratios_are_of_neighbouring_repetitions():
-    # the machine was twice as slow in the second repetition, on both sides
-    workload = WORKLOADS["overhead-1f1b"]
-    records = [measurement(workload, ours=[1.0, 2.0], torch=[2.0, 4.0])]
-    (figure,) = figures_of(CASES["overhead-1f1b"], records)
-    assert figure.value == Spread(median=0.5, low=0.5, high=0.5)
-
-
-def test_receive_bytes_that_grow_are_missed():
-    few, many = (r for r in RECORDS if isinstance(r, ReceiveBytes))
-    (figure,) = figures_of(CASES["receive-bytes"], [few, replace(many, ours=128)])
-    assert figure.verdict == "missed"
+def test_the_slowest_variant_of_a_problem_counts():
+    by_default = ratio("partitioner", 0.01, variant="default", target=Target(limit=0.02))
+    slow = ratio("partitioner", 0.03, 0.02, 0.05, variant="pipedream", target=Target(limit=0.02))
+    (line,) = lines_of([*by_default, *slow], ["partitioner"])
+    assert (line.value.median, line.verdict, line.note) == (0.03, "missed", "default 0.01 ratio, from")
 
 
 # Report
 
 
-def test_records_survive_their_file(tmp_path: Path):
-    write_records(tmp_path / "records.jsonl", RECORDS)
-    assert read_records(tmp_path / "records.jsonl") == RECORDS
+def test_figures_with_targets_survive_their_file(tmp_path: Path):
+    figures = ratio("gpt", 1.5, target=Target(limit=1.0, at_least=True, judged=Judged.WORST))
+    write_figures(tmp_path / "figures.jsonl", figures)
+    assert read_figures(tmp_path / "figures.jsonl") == figures
 
 
-def test_the_report_says_where_each_figure_comes_from():
-    stream = io.StringIO()
-    report = BenchReport(repetitions=2, figures=all_figures(), records=RECORDS)
-    report.print_on(Console(file=stream, width=250))
-    text = stream.getvalue()
+def of_no_compute() -> list[Figure]:
+    raw = Case.of({"run": "interleaved P=2 V=2 M=32", "model": "tiny"})
+    values = {"step, ours": 0.0064, "step, torch": 0.0128, "message, tight": 4e-5, "message, paced": 8e-5}
+    values |= {"autograd": 1e-4, "in process": 3e-4}
+    note = "[ncalls] run_backward"
+    return [Figure(case=raw, name=n, value=v, unit="s", how=How.MEASURED, note=note) for n, v in values.items()]
+
+
+def test_the_report_says_where_each_figure_comes_from(capsys: pytest.CaptureFixture[str]):
+    figures = [*ratio("gpt", 1.5, target=Target(limit=1.0)), *of_no_compute()]
+    bench_command.report(figures, ["gpt"], BenchOptions(repetitions=2, profile=True))
+    text = capsys.readouterr().out
     for expected in (
-        "measured",
-        "emulated",
-        "simulated / emulated",
         "missed",
-        "where the time goes, 1f1b P=2 M=32",
+        "[1.500 .. 1.500]",
+        "where the time goes, interleaved P=2 V=2 M=32",
+        "step, ours                200.0   over gloo",
+        "engine (Python)           200.0",
+        "one way; 6 a microbatch",
         "[ncalls] run_backward",  # brackets are no markup
         "[smallest .. largest]",
         "Only 2 repetitions",
@@ -295,11 +213,25 @@ def test_the_report_says_where_each_figure_comes_from():
         assert expected in text
 
 
-def test_the_json_is_one_object_with_targets_and_verdicts():
-    answer = json.loads(json.dumps(BenchReport(repetitions=5, figures=all_figures(), records=RECORDS).as_json()))
-    first = answer["figures"][0]
-    assert (first["case"], first["target"]["limit"], first["verdict"]) == ("overhead-1f1b", 1.1, "missed")
-    assert {record["type"] for record in answer["records"]} == {type(record).__name__ for record in RECORDS}
+def test_the_json_is_one_object_with_targets_and_verdicts(capsys: pytest.CaptureFixture[str]):
+    figures = [*ratio("gpt", 1.5, target=Target(limit=1.0)), *of_no_compute()]
+    bench_command.report(figures, ["gpt"], BenchOptions(json=True))
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) == {"environment", "repetitions", "figures", "where_time_goes", "records"}
+    assert answer["figures"] == [
+        {
+            "case": "gpt",
+            "workload": "1f1b P=2",
+            "what": "step",
+            "unit": "ratio",
+            "value": {"median": 1.5, "low": 1.5, "high": 1.5},
+            "target": {"limit": 1.0, "at_least": False, "judged": "median"},
+            "origin": "measured",
+            "note": "from",
+            "verdict": "missed",
+        }
+    ]
+    assert len(answer["records"]) == len(figures)
 
 
 # Stages and measurements
@@ -325,10 +257,11 @@ def test_sleep_until_does_not_wait_for_the_past():
         sleep_until(time.perf_counter() - 1.0)
 
 
-@pytest.mark.parametrize("name", ["overhead-interleaved", "sleep-1f1b-4", "gpt-interleaved-4"])
-def test_both_sides_get_the_same_stages_and_batch(name):
-    one, other = make_problem(WORKLOADS[name]), make_problem(WORKLOADS[name])
-    assert len(one.stages) == WORKLOADS[name].num_stages
+@pytest.mark.parametrize("case", [STEPS[1], STEPS[2], STEPS[-1]], ids=str)
+def test_both_sides_get_the_same_stages_and_batch(case):
+    workload = Workload.of(case)
+    one, other = make_problem(workload), make_problem(workload)
+    assert len(one.stages) == workload.num_stages
     assert torch.equal(one.inputs, other.inputs)
     assert torch.equal(one.target, other.target)
     for mine, theirs in zip(one.stages, other.stages, strict=True):
@@ -337,28 +270,88 @@ def test_both_sides_get_the_same_stages_and_batch(name):
             assert torch.equal(p, q)
 
 
+def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
+    schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), 2)
+    costs = Costs(forward=0.01, backward=0.02, reduce_grad=0.04)
+    assert bench_beside.predicted_behind(schedule, costs) == pytest.approx(0.27 + 2 * 0.04)
+    assert simulate(schedule, costs).makespan == pytest.approx(0.27 + 0.04)  # one of them beside two backwards
+    programs = lower(schedule, sharing=Sharing(collectives=(Collective((2,), Op.REDUCE_GRAD, 0),))).programs
+    last = programs[0].steps[-1]
+    assert not isinstance(last, Collective)
+    assert str(bench_beside.sums_last(programs[0].steps)[-1]) == "2REDUCE_GRAD0"
+
+
+def overlap_once() -> Any:
+    return list(bench_beside.overlap(PARTS["overlap"].cases[0], 1))
+
+
+@pytest.mark.gloo
+@pytest.mark.nightly
+def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
+    for figures in gloo.run(overlap_once, ranks=4):
+        assert [figure.name for figure in figures] == [
+            "step, sums beside / behind",
+            "error of the step, sums beside",
+            "error of the step, sums behind",
+        ]
+        assert figures[0].target.limit < 1.02
+
+
+def checkpoints_once() -> Any:
+    case = PARTS["checkpoints"].cases[0].also(length=8, layers=2, width=16, steps=4, auto_steps=12)
+    return list(bench_beside.checkpoints(case, 1))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
+    for beside, share in gloo.run(checkpoints_once, ranks=2):
+        assert beside.name == "4 steps, checkpoint beside / blocking"
+        assert beside.case.text("run").startswith("GPT, AdamW, ")
+        assert share.value >= 0
+
+
 def test_the_breakdown_in_one_process():
-    small = replace(WORKLOADS["overhead-interleaved"], num_microbatches=4)
-    record = break_down(small, repetitions=2, profile=True)
-    assert len(record.in_process) == len(record.autograd) == 2
-    assert "run_backward" in record.profile
+    case = STEPS[1].also(microbatches=4, profile=True)
+    found = list(bench_parts.in_process(case, 2))
+    assert [figure.name for figure in found] == ["in process"] * 2 + ["autograd"] * 2
+    assert "run_backward" in found[0].note
 
 
 def test_the_halves_of_a_small_backward():
-    stage = HalvedStage(
-        name="small", make=lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), shape=(2, 4)
-    )
-    times = measure_halves(stage, repetitions=2, runs=1)
-    found = figures_of(CASES["split-backward"], [times])
-    assert [figure.what for figure in found] == ["(I + W) / B, ours", "(I + W) / B, torch", "F / F, ours"]
-    assert all(figure.value.low > 0 for figure in found)
+    small = {"small": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (2, 4))}
+    case = Case.of({"case": "split-backward", "stage": "small", "limit": 1.25, "runs": 1})
+    with mock.patch.object(bench_parts, "STAGES", small):
+        found = lines_of(list(bench_parts.halves(case, 2)), ["split-backward"])
+    assert [line.what for line in found] == ["(I + W) / B, ours", "(I + W) / B, torch", "F / F, ours"]
+    assert all(line.value.low > 0 for line in found)
+    assert [line.target is None for line in found] == [False, True, True]
 
 
 def test_the_simulators_speed_on_a_small_schedule():
-    speed = measure_simulator(num_ranks=4, num_chunks=2, num_microbatches=8)
-    assert speed.num_actions == 4 * 2 * 8 * 2
-    assert speed.actions_per_second > 0
-    assert speed.peak_bytes > 10**6
+    speed, seconds, peak = bench_planning.simulator(PARTS["simulator"].cases[0].also(p=4, v=2, m=8), 1)
+    assert seconds.case.text("run") == "interleaved P=4 V=2 M=8, 128 actions"
+    assert speed.value > 0
+    assert peak.value > 1e-3
+
+
+def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:
+    return list(work(case, 1))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_race(gloo: Pool):
+    case = PARTS["races"].cases[0].also(ranks=2, microbatches=2, seconds=0.001, batches=2)
+    for figures in gloo.run(once, ranks=2, args=(bench_steps.races, case)):
+        lines = lines_of(figures, ["async-sleep"])
+        assert [line.what for line in lines] == [
+            "throughput / ours 1f1b",
+            "throughput / torch 1f1b",
+            "error of the period",
+        ]
+        assert lines[0].target == Target(limit=1.68, at_least=True)
+        assert lines[2].origin == "simulated / emulated"
 
 
 @pytest.mark.gloo
@@ -369,4 +362,4 @@ def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
     answer = json.loads(done.stdout)
     assert {figure["case"] for figure in answer["figures"]} == {"overhead-1f1b", "receive-bytes"}
     assert answer["where_time_goes"]
-    assert "overhead-1f1b: repetition 1/1: torch" in done.stderr
+    assert "receive-bytes-ranks=2: done in" in done.stderr

@@ -25,7 +25,7 @@ from support.inside import (
     outcomes,
     reference,
     seconds_of,
-    speed,
+    tokens_per_second,
 )
 from support.inside import JobsFigureFigure as Figure
 from support.inside import convergence_findings as findings
@@ -141,7 +141,7 @@ def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> 
 
 
 def _speed(setting: Setting) -> float:
-    return speed(setting, updates=4, warm=1)
+    return tokens_per_second(setting, updates=4, warm=1)
 
 
 @pytest.mark.gloo

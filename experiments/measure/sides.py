@@ -25,9 +25,7 @@ from torch.distributed.pipelining import (
 from ...pipe import PipelineModule
 from ...pipe.batch.results import StepResult
 from ...schedules import Schedule, build
-from .models import Problem, StagesProblem, drop_gradients
-from .whole_models import WholeProblem
-from .workloads import Workload
+from .models import Problem, StagesProblem, WholeProblem, Workload, drop_gradients
 
 TIMEOUT = 120.0  # of a whole model's runs [s]
 
@@ -42,7 +40,7 @@ class Side(Protocol):
 
 
 class OurSide:
-    """A PipelineModule over the processes of the bench, and the batch that it runs."""
+    """A PipelineModule over the processes of this job, and the batch that it runs."""
 
     def __init__(self, pipe: PipelineModule, problem: Problem) -> None:
         self.pipe = pipe

@@ -1,4 +1,10 @@
-"""Pipelines of stages that sleep: any number of ranks on a few cores, with real processes and real messages."""
+"""What takes as long as it is told: pipelines of stages that sleep, and actions that do.
+
+Any number of ranks run on a few cores so, with real processes and real messages. Of `SleepingPipe` the stages sleep in
+their own forward and backward. Of `ours_asleep` and `put_asleep` the actions: the work of a microbatch is next to
+nothing, and I and W take times of their own, on both sides alike: around each action of this runtime's worker, and
+around each of the three of a stage of torch.distributed.pipelining.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.pipelining import PipelineStage
 
 from ...pipe import PipelineModule
 from ...pipe.batch.results import StepResult
-from ...schedules import Costs, Schedule
-from ..bench.models import TINY_WIDTH, SleepingStage
+from ...pipe.run.worker import TrainingWorker
+from ...schedules import Action, Costs, Op, Schedule
+from ...schedules.timing.costs import CostTable
 from .equal_stages import costs_of
+from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
 
 
 @contextmanager
@@ -68,8 +77,7 @@ class SleepingPipe:
         if self.schedule.is_asynchronous:
             return self.pipe.train_step(*self._batch)
         result = self.pipe.forward_backward(*self._batch)
-        for parameter in self.pipe.parameters():
-            parameter.grad = None
+        drop_gradients(self.pipe.parameters())
         return result
 
     def run(self, num_batches: int) -> float:
@@ -87,3 +95,41 @@ class SleepingPipe:
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-6)
+
+
+@contextmanager
+def ours_asleep(table: CostTable) -> Iterator[None]:
+    """Within: each action of this process's ranks takes the seconds of `table`, updates their own time."""
+    run = TrainingWorker.run
+
+    def slow(worker: TrainingWorker, action: Action) -> None:
+        end = time.perf_counter() + (0.0 if action.op is Op.U else table.of(action.op, action.stage, action.index))
+        run(worker, action)
+        sleep_until(end)
+
+    with patch.object(TrainingWorker, "run", slow):
+        yield
+
+
+def put_asleep(stage: PipelineStage, table: CostTable) -> None:
+    """From now on each action of a stage of torch's takes the seconds of `table`; a whole backward those of I and W."""
+    forward, backward, weight = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+    index = stage.stage_index
+
+    def slow(call: Callable[..., Any], *ops: Op) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            end = time.perf_counter() + sum(table.of(op, index, 0) for op in ops)
+            result = call(*args, **kwargs)
+            sleep_until(end)
+            return result
+
+        return run
+
+    def any_backward(*args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        ops = (Op.I, Op.W) if full_backward else (Op.I,)
+        return slow(backward, *ops)(*args, full_backward=full_backward, **kwargs)
+
+    own: Any = stage
+    own.forward_one_chunk = slow(forward, Op.F)
+    own.backward_one_chunk = any_backward
+    own.backward_weight_one_chunk = slow(weight, Op.W)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,15 +29,43 @@ def timed(step: Callable[[], None], *, ahead: float = _AHEAD) -> float:
     start = float(instant)
     sleep_until(start)
     step()
-    end = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(end, op=dist.ReduceOp.MAX)
-    return float(end)
+    return slowest(time.perf_counter() - start)
 
 
 def say(text: str) -> None:
     """Progress, from rank 0, on the standard error (the standard output may be JSON)."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def slowest(seconds: float) -> float:
+    """The most of all ranks' seconds; collective."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Ratios pair by pair: what disturbs a whole repetition disturbs both sides of it.
+
+    >>> ratios([1.0, 2.0, 6.0], [2.0, 4.0, 4.0])
+    [0.5, 0.5, 1.5]
+    """
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def errors(predicted: float, measured: Sequence[float]) -> list[float]:
+    """Part of each measured value by which the predicted one is above it."""
+    return [predicted / value - 1 for value in measured]
+
+
+def milliseconds(samples: Sequence[float]) -> str:
+    """Their median.
+
+    >>> milliseconds([0.0123])
+    '12.30 ms'
+    """
+    return f"{median(samples) * 1e3:.2f} ms"
 
 
 def in_turn(

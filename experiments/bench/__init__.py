@@ -1,1 +1,0 @@
-"""`stagewright bench`: this runtime beside torch.distributed.pipelining, in one run. See `command`."""

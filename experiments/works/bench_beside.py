@@ -1,0 +1,286 @@
+"""What goes on beside training: sums of gradients over a slow wire, and checkpoints.
+
+overlap        gradients summed beside the backwards that follow, and behind all of them
+checkpoints    a step's time without a checkpoint, with one beside training, and with a save that it waits for
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...pipe import PipelineModule
+from ...pipe.build import Pipeline
+from ...schedules import Collective, Costs, Schedule, simulate
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How, Target, repeated
+from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients
+from ..measure.timing import errors, in_turn, milliseconds, ratios, say, timed
+from ..training.corpus import loss_fn
+from ..training.gpt import GPT, GPTConfig
+
+NUM_PIPE, NUM_DATA, NUM_CHUNKS, NUM_MICROBATCHES = 2, 2, 2, 4
+FORWARD, BACKWARD = 0.010, 0.020  # of one stage action [s]
+STAGE_BYTES = 1_000_000  # of gradients
+BANDWIDTH = 25e6  # of the wire [bytes/s]: 200 Mbit/s
+OVERHEAD = 0.035  # of training, that checkpoints of their own interval may take
+MICROBATCHES, BATCH = 8, 16
+_WARM_UP_STEPS = 3
+
+
+def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Share of a step that sums beside the backwards save, and how far the simulator was off for both sides.
+
+    Emulated: stages sleep, and a sum holds this process's wire, one after the other, for its bytes over `BANDWIDTH`
+    behind the real all-reduce over gloo. Two data replicas of two ranks with two stages each:
+
+        beside    2B 2B ... 0B 0B      0U 2U        the sum of stage 2 is through when the backwards of stage 0 are
+        sums           [ 2 ]     [ 0 ]
+        behind    2B 2B ... 0B 0B           0U 2U   both come after them
+        sums                     [ 2 ][ 0 ]
+    """
+    beside, behind = _Side(), _Side()
+    behind.put_sums_behind()
+    sides = {"beside": beside, "behind": behind}
+    for side in sides.values():
+        for _ in range(_WARM_UP_STEPS):
+            timed(side.step)
+        side.pipe.measured_costs()  # the link's latency, while nothing is under way
+        side.pipe.forget_measurements()
+    runs = {name: partial(timed, side.step) for name, side in sides.items()}
+    seconds = in_turn(case.text("case"), runs, repetitions=repetitions)
+    costs = {name: side.pipe.measured_costs() for name, side in sides.items()}
+    schedule = beside.pipe.schedule
+    for side in sides.values():
+        side.pipe.close()
+    predicted = {
+        "beside": simulate(schedule, costs["beside"]).makespan,
+        "behind": predicted_behind(schedule, replace(costs["behind"], reduce_grad=costs["beside"].reduce_grad)),
+    }
+    part = predicted["beside"] / predicted["behind"]
+    shown = Case.of({"case": case.text("case"), "run": "interleaved V=2, 2 x 2 ranks, slow wire"})
+    yield from repeated(
+        ratios(seconds["beside"], seconds["behind"]),
+        case=shown,
+        name="step, sums beside / behind",
+        unit="ratio",
+        how=How.EMULATED,
+        target=Target(limit=1.02 * part),
+        note=f"{milliseconds(seconds['beside'])} / {milliseconds(seconds['behind'])}, simulated {part:.3f}",
+    )
+    for name, taken in seconds.items():
+        yield from repeated(
+            errors(predicted[name], taken),
+            case=shown.also(predicted="simulated"),
+            name=f"error of the step, sums {name}",
+            unit="error",
+            how=How.EMULATED,
+            target=Target(limit=0.05),
+            note=f"{predicted[name] * 1e3:.2f} / {milliseconds(taken)}",
+        )
+
+
+def predicted_behind(schedule: Schedule, costs: Costs) -> float:
+    """Makespan where each rank sums the gradients of its stages one after the other, behind all its actions [s]."""
+    timeline = simulate(schedule, replace(costs, reduce_grad=0.0))
+    sums = costs.table(num_stages=schedule.num_stages).reduce_grad
+    ends = [trace.compute[-1].end for trace in timeline.ranks]
+    begin = [max(ends[rank] for rank in schedule.owners[stages[0]]) for stages in schedule.placement]
+    return max(at + sum(sums[s] for s in stages) for at, stages in zip(begin, schedule.placement, strict=True))
+
+
+class _Ballast(nn.Module):
+    """A stage that sleeps, with as many weights as make STAGE_BYTES of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sleeps = SleepingStage(FORWARD, BACKWARD)
+        self.ballast = nn.Parameter(torch.zeros(STAGE_BYTES // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.sleeps(x) + self.ballast[:TINY_WIDTH]
+        return out
+
+
+class _Side:
+    """A pipeline of its own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._batch = [torch.randn(NUM_MICROBATCHES, TINY_WIDTH, generator=generator) for _ in range(2)]
+        self.pipe = PipelineModule(
+            stages=[_Ballast() for _ in range(NUM_PIPE * NUM_CHUNKS)],
+            schedule="interleaved",
+            num_chunks=NUM_CHUNKS,
+            num_microbatches=NUM_MICROBATCHES,
+            mesh={"pipe": NUM_PIPE, "data": NUM_DATA},
+            loss_fn=F.mse_loss,
+            example_inputs=(self._batch[0],),
+        )
+        _Wire(self._built)
+
+    @property
+    def _built(self) -> Pipeline:
+        return self.pipe._building.built("the bench")
+
+    def step(self) -> None:
+        """One batch, its gradients summed."""
+        self.pipe.forward_backward(*self._batch)
+        drop_gradients(self.pipe.parameters())
+
+    def put_sums_behind(self) -> None:
+        """Let the programs of all ranks begin their sums behind everything else."""
+        update = self._built.training._update
+        execution = update._execution  # type: ignore[attr-defined]
+        programs = [replace(each, steps=sums_last(each.steps)) for each in execution.programs]
+        setattr(update, "_execution", replace(execution, programs=programs))  # noqa: B010
+
+
+def sums_last(steps: Sequence[object]) -> tuple[object, ...]:
+    """The steps of a program, collectives behind all others."""
+    sums = [step for step in steps if isinstance(step, Collective)]
+    return (*(step for step in steps if not isinstance(step, Collective)), *sums)
+
+
+class _Wire:
+    """Takes the place of a pipeline's `begin_all_reduce`: what is begun goes over one slow wire, in order."""
+
+    def __init__(self, built: Pipeline) -> None:
+        collectives = built.training._collectives
+        self._begin = collectives.begin_all_reduce
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._carry, daemon=True).start()
+        setattr(collectives, "begin_all_reduce", self._begin_slowly)  # noqa: B010
+
+    def _begin_slowly(
+        self, tensor: Tensor, *, what: str, ranks: Sequence[int], on_through: Callable[[], None] | None = None
+    ) -> Callable[[], None]:
+        wait = self._begin(tensor, what=what, ranks=ranks)
+        through = threading.Event()
+
+        def carry() -> None:
+            wait()
+            time.sleep(tensor.nbytes / BANDWIDTH)
+            if on_through is not None:
+                on_through()
+            through.set()
+
+        self._queue.put(carry)
+        return lambda: None if through.wait(60.0) else _lost(what)
+
+    def _carry(self) -> None:
+        while True:
+            self._queue.get()()
+
+
+def _lost(what: str) -> None:
+    raise RuntimeError(f"{what}: not through within 60 s")
+
+
+def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Time that a checkpoint adds to its steps, by either way, and the share that an interval of its own keeps to.
+
+    A GPT with AdamW on two ranks, `layers` of `width`, `length`; repetition by repetition the same `steps` run without
+    checkpoints, with one written beside them, and with one that they wait for. Then `auto_steps` whose interval is
+    found from what they cost.
+    """
+    size = GPTConfig(length=case.count("length"), layers=case.count("layers"), width=case.count("width"))
+    steps, name = case.count("steps"), case.text("case")
+    with _shared_folder() as folder:
+        pipe, step = _pipeline(size)
+        for _ in range(_WARM_UP_STEPS):
+            step()
+        saver = pipe.checkpointer(folder / "beside", every=steps)
+
+        def plain() -> None:
+            for _ in range(steps):
+                step()
+
+        def blocking() -> None:
+            plain()
+            pipe.save(folder / "blocking")
+
+        def beside() -> None:
+            for _ in range(steps):
+                step()
+                saver.step()  # the first of them begins one
+            saver.wait()
+
+        beside()  # the first one makes the memory that later ones use again
+        sides = {"without": plain, "blocking": blocking, "beside": beside}
+        runs = {side: partial(timed, run) for side, run in sides.items()}
+        seconds = in_turn(name, runs, repetitions=repetitions)
+        saver.close()
+        shares, every = [], []
+        for repetition in range(repetitions):
+            with pipe.checkpointer(folder / "auto", every="auto", overhead=OVERHEAD) as saver:
+                for _ in range(case.count("auto_steps")):
+                    step()
+                    saver.step()
+            shares.append(0.0 if saver.overhead is None else saver.overhead)
+            every.append(saver.every)
+            say(f"{name}: auto {repetition + 1}/{repetitions}: {shares[-1]:.1%}, one in {every[-1]} steps")
+        num_bytes = saver.records[-1].num_bytes
+        pipe.close()
+    shown = Case.of({"case": name, "run": f"GPT, AdamW, {num_bytes / 1e6:.0f} MB a rank"})
+    yield from repeated(
+        ratios(seconds["beside"], seconds["blocking"]),
+        case=shown,
+        name=f"{steps} steps, checkpoint beside / blocking",
+        unit="ratio",
+        how=How.MEASURED,
+        target=Target(limit=1.0),
+        note=f"{milliseconds(seconds['beside'])} / {milliseconds(seconds['blocking'])}, without one "
+        f"{milliseconds(seconds['without'])}",
+    )
+    yield from repeated(
+        shares,
+        case=shown,
+        name="share of the time, interval found for 3.5%",
+        unit="ratio",
+        how=How.MEASURED,
+        target=Target(limit=OVERHEAD),
+        note=f"one in {', '.join(map(str, every))} steps at the end",
+    )
+
+
+def _pipeline(model: GPTConfig) -> tuple[PipelineModule, Callable[[], None]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (BATCH, model.length + 1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    pipe = PipelineModule(
+        GPT(model),
+        schedule="1f1b",
+        num_microbatches=MICROBATCHES,
+        mesh={"pipe": 2},
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        example_inputs=(inputs,),
+    )
+
+    def step() -> None:
+        pipe.train_step(inputs, targets)
+
+    return pipe, step
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A temporary folder of rank 0 that all ranks use."""
+    with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as own:
+        name = [own]
+        dist.broadcast_object_list(name, src=0)
+        yield Path(name[0])
+        dist.barrier()

@@ -1,0 +1,224 @@
+"""Plans that were made by measuring and are carried out on the same ranks; and cuts of uneven models, in turn.
+
+planned    profile and links measured -> plan -> the same ranks run it: predicted against measured
+memory     the same plan in fresh processes: peak growth of resident memory against what the plan says
+cuts       one model under one schedule, cut in three ways in turn
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from ...partition.plans.as_text import describe
+from ...partition.plans.plan import Plan
+from ...schedules import Op, simulate
+from ..host import MemoryMeter
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How, Judged, Target, repeated
+from ..measure.models import GPT_MICROBATCH, GPT_SIZE, WholeProblem, gpt_problem, image_problem, sleeping_layers
+from ..measure.sides import TIMEOUT, OurSide, check_same_work
+from ..measure.timing import errors, in_turn, milliseconds, ratios, say, timed
+from ..training.gpt import GPTConfig
+
+_WARM_UP_STEPS = 2
+_MEMORY_STEPS = 4  # the optimizer's state is there from the first on
+_BY_PROFILE = "profile"
+
+
+def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restrictions: Any) -> Plan:
+    """The plan of schedule="auto" for a given M and within `restrictions` of the planner's search.
+
+    Collective over the processes; the same plan on each.
+    """
+    from ...pipe.auto import plan_here  # the profiler and the planner, which other jobs need not load
+
+    plan, _ = plan_here(
+        problem.make_model(),
+        ((problem.inputs,), problem.target),
+        num_microbatches=num_microbatches,
+        timeout=TIMEOUT,
+        restrictions=restrictions,
+        loss_fn=problem.loss_fn,
+        optimizer=problem.optimizer,
+    )
+    return plan
+
+
+def planned_problem(case: Case) -> WholeProblem:
+    """`model` "gpt", traced whole, with AdamW, or "sleep": layers that sleep for unequal times; of so many `layers`."""
+    M = case.count("microbatches")
+    if case.text("model") == "sleep":
+        return sleeping_layers(case.count("layers"), M)
+    size = GPTConfig(layers=case.count("layers"), width=GPT_SIZE.width, length=GPT_SIZE.length)
+    return gpt_problem(size, batch=M * GPT_MICROBATCH)
+
+
+def planned(case: Case, repetitions: int) -> Iterator[Figure]:
+    """How far a plan's step is off. With a `folder` rank 0 leaves the plan there, for `memory`.
+
+    `replicas` "free": the planner may choose any, unequal ones too; else "none". `limit`: of the error. `steps`: of a
+    repetition, whose value is their median.
+    """
+    problem, name = planned_problem(case), f"{case.text('case')} {_described(case)}"
+    say(f"{name}: profiling and planning")
+    restrictions = {} if case.text("replicas") == "free" else {"data_sizes": (1,)}
+    plan = plan_by_measuring(problem, num_microbatches=case.count("microbatches"), **restrictions)
+    predicted = plan.simulated_step_time
+    assert predicted is not None
+    if dist.get_rank() == 0 and "folder" in case:
+        _plan_file(case).write_text(plan.to_json(), encoding="utf-8")
+    shape = f"{plan.schedule} {describe(plan)}"
+    say(f"{name}: {shape}")
+    side = OurSide.of_model(problem, plan=plan)
+    for _ in range(_WARM_UP_STEPS):
+        timed(side.step)
+    side.pipe.forget_measurements()
+    makespans: list[float] = []
+
+    def note_makespan() -> None:
+        assert side.result is not None
+        makespans.append(side.result.timeline().makespan)
+
+    runs = {"measured": partial(_median_step, side, case.count("steps", 1))}
+    measured = in_turn(name, runs, repetitions=repetitions, after=note_makespan)["measured"]
+    costs, schedule = side.pipe.measured_costs(), side.pipe.schedule
+    table = costs.table(num_stages=schedule.num_stages)
+    side.pipe.close()
+    work = sum(table.means(Op.F)) + sum(table.means(Op.B))
+    more = work / (sum(plan.seconds(Op.F)) + sum(plan.seconds(Op.B))) - 1
+    how = How.EMULATED if case.text("model") == "sleep" else How.MEASURED
+    yield from repeated(measured, case=Case.of({"run": _described(case)}), name="step", unit="s", how=how)
+    yield from repeated(
+        errors(predicted, measured),
+        case=_shown(case),
+        name="error of the step",
+        unit="error",
+        how=how,
+        target=Target(limit=case.number("limit")),
+        note=f"{predicted * 1e3:.2f} / {milliseconds(measured)}; F and B took {more:+.1%}; makespan "
+        f"{milliseconds(makespans)}, simulated from its own costs {simulate(schedule, costs).makespan * 1e3:.2f}; "
+        f"{shape}",
+    )
+
+
+def memory(case: Case, repetitions: int) -> Iterator[Figure]:
+    """How far a plan's memory is off, by rank, in a few steps of the plan in `folder`; for fresh processes.
+
+    `kind` "in use": malloc gives back to the system at once what is freed, which the plan speaks of; "resident": malloc
+    as it is by default, which keeps some of it. What torch loads with its first model, whichever it
+    is, is no part of the plan: a tiny model is run before the meter starts.
+    """
+    del repetitions
+    plan = Plan.load(_plan_file(case))
+    say(f"{case.text('case')} {_described(case)}: memory {case.text('kind')}")
+    load_everything()
+    gc.collect()
+    meter = MemoryMeter()
+    side = OurSide.of_model(planned_problem(case), plan=plan)
+    for _ in range(_MEMORY_STEPS):
+        side.step()
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, meter.peak())
+    side.pipe.close()
+    for rank, peak in enumerate(peaks):
+        predicted = plan.memory_bytes.get(rank, 0.0)
+        yield Figure(
+            case=_shown(case),
+            name=f"error of rank {rank}'s peak, {case.text('kind')}",
+            value=predicted / peak - 1,
+            unit="error",
+            how=How.MEASURED,
+            target=Target(limit=case.number("limit")) if "limit" in case else None,
+            note=f"{predicted / 1e6:.0f} / {peak / 1e6:.0f} MB",
+        )
+
+
+def load_everything() -> None:
+    """A step of a tiny GPT over the same ranks: modules, threads and tables that the first model brings in."""
+    tiny = gpt_problem(GPTConfig(layers=dist.get_world_size(), width=16, length=8), batch=4)
+    side = OurSide.of_model(tiny, schedule="1f1b", num_microbatches=4)
+    side.step()
+    side.pipe.close()
+
+
+def _plan_file(case: Case) -> Path:
+    return Path(case.text("folder")) / f"{case.text('model')}-{case.count('ranks')}-{case.text('replicas')}.plan.json"
+
+
+def _shown(case: Case) -> Case:
+    return Case.of({"case": case.text("case"), "run": _described(case), "predicted": "planned"})
+
+
+def _described(case: Case) -> str:
+    model = "GPT" if case.text("model") == "gpt" else f"{case.count('layers')} layers that sleep"
+    replicas = ", replicas free" if case.text("replicas") == "free" else ""
+    return f"{model} P={case.count('ranks')} M={case.count('microbatches')}{replicas}"
+
+
+def _median_step(side: OurSide, count: int) -> float:
+    return median(timed(side.step) for _ in range(count))
+
+
+def contest_problem(case: Case) -> WholeProblem:
+    """`model` "cnn": early layers are slow, late ones hold the parameters; "gpt": a large vocabulary.
+
+    `size`: height and width of an image, or length of a sequence; `samples`: of a microbatch.
+    """
+    batch, size = case.count("microbatches") * case.count("samples"), case.count("size")
+    if case.text("model") == "cnn":
+        return image_problem(size, batch=batch)
+    return gpt_problem(GPTConfig(vocabulary=8192, width=256, layers=6, length=size), batch=batch)
+
+
+def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
+    """One uneven model under 1F1B: step time of the other cuts over the profile's, all in turn.
+
+    `cut`: the module that begins the second stage where both have equally many layers.
+    """
+    problem, M = contest_problem(case), case.count("microbatches")
+    model = {"cnn": "CNN, wide linear layers behind", "gpt": "GPT, large vocabulary"}[case.text("model")]
+    name = f"{model} 1f1b P={case.count('ranks')} M={M}"
+    say(f"{name}: profiling and planning")
+    plan = plan_by_measuring(
+        problem,
+        num_microbatches=M,
+        schedules=("1f1b",),
+        pipeline_sizes=(case.count("ranks"),),
+        data_sizes=(1,),
+        recompute=("none",),
+    )
+    assert plan.simulated_step_time is not None
+    by_hand = {"schedule": "1f1b", "num_microbatches": M}
+    sides = {
+        "equal layers": OurSide.of_model(problem, split_points=[case.text("cut")], **by_hand),
+        "equal parameters": OurSide.of_model(problem, **by_hand),  # PipelineModule's own choice
+        _BY_PROFILE: OurSide.of_model(problem, plan=plan),
+    }
+    for _ in range(_WARM_UP_STEPS):
+        for side in sides.values():
+            timed(side.step)
+        check_same_work(name, {cut_by: side.loss for cut_by, side in sides.items()})
+    runs = {cut_by: partial(_median_step, side, case.count("steps")) for cut_by, side in sides.items()}
+    seconds = in_turn(name, runs, repetitions=repetitions)
+    stages = {cut_by: " | ".join(side.pipe.stage_names) for cut_by, side in sides.items()}
+    for side in sides.values():
+        side.pipe.close()
+    own = seconds.pop(_BY_PROFILE)
+    for cut_by, values in seconds.items():
+        yield from repeated(
+            ratios(values, own),
+            case=Case.of({"case": case.text("case"), "run": name}),
+            name=f"step, {cut_by} / profile",
+            unit="ratio",
+            how=How.MEASURED,
+            target=Target(limit=1.0, at_least=True, judged=Judged.WORST),  # faster only where every repetition was
+            note=f"{milliseconds(values)} / {milliseconds(own)} (planned {plan.simulated_step_time * 1e3:.2f}); "
+            f"{stages[cut_by]} / {stages[_BY_PROFILE]}",
+        )

@@ -1,0 +1,307 @@
+"""Steps of this runtime and of torch.distributed.pipelining, in turn in the same processes; and their messages.
+
+steps           one workload, a step at a time
+races           throughput of several runners
+receive_bytes   most bytes of receives that are posted and not consumed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...schedules import Op, simulate
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How, Judged, Target, repeated
+from ..measure.models import Workload, make_problem
+from ..measure.sides import OurSide, Side, TorchSide, check_same_work
+from ..measure.timing import errors, in_turn, milliseconds, ratios, slowest, timed
+
+_PAUSE = 0.002  # [s] before each answer of a paced ping-pong
+_WARM_UP_STEPS = 2
+_FEW, _MANY = 8, 64  # microbatches
+
+
+def steps(case: Case, repetitions: int) -> Iterator[Figure]:
+    """A workload by both sides: torch, ours, torch, ours, ...
+
+    The simulator's makespan comes from our own costs and the latency of a message, by ping-pong. `limit`: of ours over
+    torch's; `ideal_limit`: over the ideal; `error_limit`: of the prediction. `steps`: of a repetition, whose value is
+    their median (short steps need several).
+    """
+    workload = Workload.of(case)
+    problem = make_problem(workload)  # fresh for each side: both train the same weights by themselves
+    theirs, ours = TorchSide(workload, problem), OurSide.of_stages(workload, make_problem(workload))
+    sides: dict[str, Side] = {"torch": theirs, "ours": ours}
+    _warm_up(str(workload), sides)
+    ours.pipe.forget_measurements()
+    makespans: list[float] = []
+
+    def note_makespan() -> None:
+        assert ours.result is not None
+        makespans.append(ours.result.timeline().makespan)
+
+    runs = {name: partial(_median_step, side, case.count("steps", 1)) for name, side in sides.items()}
+    seconds = in_turn(f"{case.text('case')} {workload}", runs, repetitions=repetitions, after=note_makespan)
+    costs, schedule = ours.pipe.measured_costs(), ours.pipe.schedule
+    ours.pipe.close()
+    latency = median(ping_pong(problem.boundary, rounds=50)["paced"])
+    predicted = simulate(schedule, replace(costs, latency=latency)).makespan
+
+    how = How.EMULATED if workload.model == "sleep" else How.MEASURED
+    raw = Case.of({"run": str(workload), "model": workload.model})
+    for name, values in {**seconds, "makespan": makespans}.items():
+        yield from repeated(values, case=raw, name=f"step, {name}", unit="s", how=how)
+    if workload.model == "tiny":
+        for name, values in ping_pong(problem.boundary, rounds=500).items():
+            yield from repeated(values, case=raw, name=f"message, {name}", unit="s", how=how)
+    shown = Case.of({"case": case.text("case"), "run": str(workload)})
+    if workload.model == "sleep":
+        table, ideal = costs.table(num_stages=schedule.num_stages), workload.ideal_makespan
+        yield from repeated(
+            [took / ideal for took in seconds["ours"]],
+            case=shown,
+            name="step, ours / ideal",
+            unit="ratio",
+            how=how,
+            target=Target(limit=case.number("ideal_limit")),
+            note=f"ideal {ideal * 1e3:.0f} ms; torch / ideal {median(seconds['torch']) / ideal:.3f}; "
+            f"F {median(table.means(Op.F)) * 1e3:.2f}, B {median(table.means(Op.B)) * 1e3:.2f} ms",
+        )
+    yield from repeated(
+        ratios(seconds["ours"], seconds["torch"]),
+        case=shown,
+        name="step, ours / torch",
+        unit="ratio",
+        how=how,
+        target=Target(limit=case.number("limit"), judged=Judged.BEST if workload.model == "sleep" else Judged.MEDIAN),
+        note=f"{milliseconds(seconds['ours'])} / {milliseconds(seconds['torch'])}",
+    )
+    if "error_limit" in case:
+        run = f"{workload} GPT" if workload.model == "gpt" else str(workload)
+        yield from repeated(
+            errors(predicted, makespans),
+            case=Case.of({"case": "prediction", "run": run, "predicted": "simulated"}),
+            name="error of the makespan",
+            unit="error",
+            how=how,
+            target=Target(limit=case.number("error_limit")),
+            note=f"{predicted * 1e3:.2f} / {milliseconds(makespans)}, latency {latency * 1e6:.0f} us for "
+            f"{problem.boundary.nbytes} bytes",
+        )
+
+
+def _warm_up(name: str, sides: dict[str, Side]) -> None:
+    """First steps (torch infers its shapes in one), and a look whether both sides do the same work."""
+    for _ in range(_WARM_UP_STEPS):
+        for side in sides.values():
+            timed(side.step)
+        check_same_work(name, {side: each.loss for side, each in sides.items()})
+
+
+def _median_step(side: Side, count: int) -> float:
+    return median(timed(side.step) for _ in range(count))
+
+
+class Entry(NamedTuple):
+    """One runner of a race.
+
+    Arguments:
+        at_least: what the first entry's throughput must be as a multiple of this one's; None where nothing is asked.
+        ideal: that multiple with equal stages, free messages and free updates.
+    """
+
+    runner: str
+    schedule: str
+    chunks: int = 1
+    warmup: str = "plain"
+    at_least: float | None = None
+    ideal: float | None = None
+
+    def __str__(self) -> str:
+        eager = " eager" if self.warmup == "eager" else ""
+        return f"{self.runner} {self.schedule}{eager}{f' V={self.chunks}' if self.chunks > 1 else ''}"
+
+
+def entries_of(case: Case) -> Sequence[Entry]:
+    """The first against the others."""
+    if case.text("model") == "sleep":
+        ranks, at_least = case.count("ranks"), case.number("at_least")
+        others = [Entry(who, "1f1b", at_least=at_least, ideal=(2 * ranks - 1) / ranks) for who in ("ours", "torch")]
+        return [Entry("ours", "2bw"), *others]  # ideal: (M + P - 1) / M
+    return [
+        Entry("ours", "2bw"),
+        Entry("torch", "1f1b", at_least=1.42, ideal=1.5),
+        Entry("torch", "interleaved", 2, at_least=1.22),
+        Entry("ours", "2bw", warmup="eager"),
+        Entry("ours", "1f1b"),
+        Entry("ours", "interleaved", 2),
+    ]
+
+
+def races(case: Case, repetitions: int) -> Iterator[Figure]:
+    """All entries in turn train the same stages batch after batch, each as fast as it goes.
+
+    A step of an asynchronous schedule has no end of its own, since it returns with the pipeline full. So what is timed
+    is many `batches` in a row on each rank, from its return from one step to its return from a later one.
+    """
+    sides: dict[Entry, Side] = {}
+    for entry in entries_of(case):
+        workload = Workload.of(case, schedule=entry.schedule, num_chunks=entry.chunks, warmup=entry.warmup)
+        make = OurSide.of_stages if entry.runner == "ours" else TorchSide
+        sides[entry] = make(workload, make_problem(workload))
+    (first, own), *_ = sides.items()
+    assert isinstance(own, OurSide)
+    for side in sides.values():
+        for _ in range(_WARM_UP_STEPS):
+            side.step()
+    own.pipe.measured_costs()  # the link's latency, while nothing is under way
+    own.pipe.forget_measurements()
+    for _ in range(_WARM_UP_STEPS):
+        own.step()
+    bubbles: list[float] = []
+
+    def note_bubble() -> None:
+        assert own.result is not None
+        bubbles.append(own.result.timeline().bubble)
+
+    runs = {str(entry): partial(seconds_a_batch, side.step, case.count("batches")) for entry, side in sides.items()}
+    run = str(Workload.of(case, schedule=first.schedule))
+    seconds = in_turn(f"{case.text('case')} {run}", runs, repetitions=repetitions, after=note_bubble)
+    predicted = simulate(own.pipe.schedule, own.pipe.measured_costs()).batch_seconds
+    for side in sides.values():
+        if isinstance(side, OurSide):
+            side.pipe.close()
+
+    how = How.EMULATED if case.text("model") == "sleep" else How.MEASURED
+    shown, taken = Case.of({"case": case.text("case"), "run": run}), seconds[str(first)]
+    for entry, values in zip(sides, seconds.values(), strict=True):
+        yield from repeated(values, case=Case.of({"run": run}), name=f"batch, {entry}", unit="s", how=how)
+        if entry is not first:
+            ideal = "" if entry.ideal is None else f", ideal {entry.ideal:.3f}"
+            yield from repeated(
+                ratios(values, taken),
+                case=shown,
+                name=f"throughput / {entry}",
+                unit="ratio",
+                how=how,
+                target=None if entry.at_least is None else Target(limit=entry.at_least, at_least=True),
+                note=f"{milliseconds(values)} / {milliseconds(taken)} a batch{ideal}",
+            )
+    yield from repeated(
+        errors(predicted, taken),
+        case=shown.also(predicted="simulated"),
+        name="error of the period",
+        unit="error",
+        how=how,
+        note=f"{predicted * 1e3:.2f} / {milliseconds(taken)}, bubble {median(bubbles):.1%}",
+    )
+
+
+def seconds_a_batch(step: Callable[[], object], batches: int) -> float:
+    """The slowest rank's seconds a batch over many in a row, from its own return from a few before them.
+
+    A barrier brings all ranks to the same instant; an asynchronous pipeline's ranks then fall back into step, each a
+    few forwards behind the one before, which belongs to no batch.
+    """
+    dist.barrier()
+    for _ in range(_WARM_UP_STEPS):
+        step()
+    start = time.perf_counter()
+    for _ in range(batches):
+        step()
+    return slowest((time.perf_counter() - start) / batches)
+
+
+def ping_pong(tensor: torch.Tensor, *, rounds: int) -> dict[str, list[float]]:
+    """One-way times between ranks 0 and 1 over a gloo group, from just before the send to just after the wait [s].
+
+    tight: each side answers at once. paced: each side sleeps first, so that the receiver is fast asleep. The other
+    ranks look on.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    tight = _one_way_times(group, tensor, rounds=rounds, pause=0.0)
+    paced = _one_way_times(group, tensor, rounds=max(20, rounds // 5), pause=_PAUSE)
+    dist.barrier()
+    return {"tight": tight, "paced": paced}
+
+
+def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: int, pause: float) -> list[float]:
+    """[2 * rounds] seconds from before the send to after the wait, without a warm-up."""
+    rank = dist.get_rank()
+    stamps: list[float] = []  # of sends on rank 0 and receives on rank 1, and the other way round, in turn
+    if rank < 2:
+        peer, buffer, warm_up = 1 - rank, torch.empty_like(tensor), rounds // 5
+        for number in range(warm_up + rounds):
+            receive = group.recv([buffer], peer, number)
+            for is_send in (rank == 0, rank == 1):
+                if is_send:
+                    if pause:
+                        time.sleep(pause)
+                    stamps.append(time.perf_counter())
+                    send = group.send([tensor], peer, number)
+                else:
+                    receive.wait()
+                    stamps.append(time.perf_counter())
+            send.wait()
+        del stamps[: 2 * warm_up]
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, stamps)
+    return [abs(a - b) for a, b in zip(everyone[0], everyone[1], strict=True)]
+
+
+def receive_bytes(case: Case, repetitions: int) -> Iterator[Figure]:
+    """The peak over a step of any rank, sampled at every posting, for many microbatches over that for few.
+
+    torch's are the receive buffers that its stages hold: it makes them for all microbatches at once.
+    """
+    del repetitions  # bytes are the same in each
+    found = [_receive_bytes(Workload.of(case, num_microbatches=M)) for M in (_FEW, _MANY)]
+    (few, few_torch), (many, many_torch) = found
+    yield Figure(
+        case=Case.of({"case": case.text("case"), "run": f"{case.text('schedule')} M={_FEW}, {_MANY}"}),
+        name="peak bytes, large M / small M",
+        value=many / few,
+        unit="ratio",
+        how=How.MEASURED,
+        target=Target(limit=1.0),
+        note=f"{many} / {few} bytes; torch holds {many_torch} / {few_torch}",
+    )
+
+
+def _receive_bytes(workload: Workload) -> tuple[int, int]:
+    """Ours and torch's."""
+    ours, theirs = (
+        OurSide.of_stages(workload, make_problem(workload)),
+        TorchSide(workload, make_problem(workload)),
+    )
+    peak = _watch_receives(ours)
+    for side in (theirs, ours):
+        side.step()
+        side.step()
+    most = torch.tensor([peak(), theirs.receive_bytes])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    ours.pipe.close()
+    return int(most[0]), int(most[1])
+
+
+def _watch_receives(side: OurSide) -> Callable[[], int]:
+    """Look at the transport's count behind every posting, where alone it grows; returns the peak's reader."""
+    transport = side.pipe._building.built("the transport").engine.ranks[0].transport
+    post, peak = transport.post, 0
+
+    def watched(*arguments: object) -> None:
+        nonlocal peak
+        post(*arguments)  # type: ignore[arg-type]
+        peak = max(peak, transport.unconsumed_bytes)  # type: ignore[attr-defined]
+
+    setattr(transport, "post", watched)  # noqa: B010 - mypy allows no assignment to a method
+    return lambda: peak

@@ -1,0 +1,281 @@
+"""Report of the convergence experiment: the best rate of each method, its seeds, its curve; words and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from ...viz.palette import SERIES_HUES
+from ..jobs.case import Case, Value
+from ..jobs.figure import Figure
+from .convergence import CURVE, FEEDBACK, FINAL, FLUSH, NONE, SPEED, Setting
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NOT_OF_THE_METHOD = ("rate", "seed", "updates")  # the last: of a point of a curve
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+_CORRECTIONS = {FEEDBACK: "feedback"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodRuns:
+    """All runs of one method.
+
+    Arguments:
+        method: the case without its rate and seed.
+        finals: final losses [nats] by rate, then by seed.
+        curves: validation losses by rate, then by seed, then by the number of updates.
+    """
+
+    method: Case
+    finals: Mapping[float, Mapping[int, float]]
+    curves: Mapping[float, Mapping[int, Mapping[int, float]]]
+
+    @property
+    def best_rate(self) -> float:
+        """Rate with the least mean final loss, of those that were run with the most seeds."""
+        most = max(len(by_seed) for by_seed in self.finals.values())
+        settled = [rate for rate, by_seed in self.finals.items() if len(by_seed) == most]
+        return min(settled, key=lambda rate: fmean(self.finals[rate].values()))
+
+    @property
+    def is_bracketed(self) -> bool:
+        """Whether the next rate on either side of the best was run, and is worse for each seed that both have."""
+        rates, found = sorted(self.finals), self.finals[self.best_rate]
+        at = rates.index(self.best_rate)
+        beside = [self.finals[rate] for rate in rates[max(0, at - 1) : at + 2] if rate != self.best_rate]
+        return len(beside) == 2 and all(
+            loss > found[seed] for other in beside for seed, loss in other.items() if seed in found
+        )
+
+    @property
+    def best(self) -> list[float]:
+        """Final losses at the best rate, by seed."""
+        found = self.finals[self.best_rate]
+        return [found[seed] for seed in sorted(found)]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the best."""
+        return fmean(self.best)
+
+    def best_curves(self) -> list[tuple[list[int], list[float]]]:
+        """(updates, losses) of each seed at the best rate."""
+        found = self.curves.get(self.best_rate, {})
+        return [(list(found[seed]), list(found[seed].values())) for seed in sorted(found)]
+
+
+def outcomes(figures: Iterable[Figure]) -> list[MethodRuns]:
+    """An outcome a method, in the order in which they first come."""
+    finals: dict[Case, dict[float, dict[int, float]]] = {}
+    curves: dict[Case, dict[float, dict[int, dict[int, float]]]] = {}
+    for figure in figures:
+        if figure.name not in (FINAL, CURVE):
+            continue
+        method, rate, seed = method_of(figure.case), figure.case.number("rate"), figure.repetition
+        if figure.name == FINAL:
+            finals.setdefault(method, {}).setdefault(rate, {})[seed] = figure.value
+        else:
+            by_updates = curves.setdefault(method, {}).setdefault(rate, {}).setdefault(seed, {})
+            by_updates[figure.case.count("updates")] = figure.value
+    return [MethodRuns(method=each, finals=finals[each], curves=curves.get(each, {})) for each in finals]
+
+
+def reference(found: Sequence[MethodRuns], *, seeds: int = 1) -> MethodRuns | None:
+    """Synchronous training at its best, with whatever optimizer and correction, of those run with so many seeds."""
+    flush = [each for each in found if each.method.text("schedule") == FLUSH and len(each.best) >= seeds]
+    return min(flush, key=lambda each: each.mean, default=None)
+
+
+def method_of(case: Case) -> Case:
+    """The case without what is varied within a method."""
+    return Case(tuple((key, value) for key, value in case.items if key not in _NOT_OF_THE_METHOD))
+
+
+def label(method: Case) -> str:
+    """A method for people.
+
+    >>> label(Case.of({"schedule": "pipedream", "ranks": 4, "optimizer": "muon", "correction": "error-feedback"}))
+    'pipedream, P = 4, Muon, feedback x 1'
+    """
+    words = [method.text("schedule")]
+    if method.count("ranks", 2) != 2:
+        words.append(f"P = {method.count('ranks')}")
+    words.append(_OPTIMIZERS[method.text("optimizer")])
+    correction = str(method.get("correction", NONE))
+    if correction != NONE:
+        words.append(f"{_CORRECTIONS.get(correction, correction)} x {method.number('factor', 1.0):g}")
+    known = ("schedule", "ranks", "optimizer", "correction", "factor")
+    others = [f"{key} {value}" for key, value in method.items if key not in known]
+    words += [f"{other.split()[1]} updates" if other.startswith("total_updates") else other for other in others]
+    return ", ".join(words)
+
+
+def throughputs(figures: Iterable[Figure], method: Case) -> list[float]:
+    """Measured throughputs of a method; empty where it was not timed."""
+    kinds = ("schedule", "ranks", "optimizer", "correction")
+    wanted = {key: method.get(key, _DEFAULTS[key]) for key in kinds}
+    return [
+        figure.value
+        for figure in figures
+        if figure.name == SPEED and {key: figure.case.get(key, _DEFAULTS[key]) for key in kinds} == wanted
+    ]
+
+
+def seconds_of(figures: Sequence[Figure], method: Case) -> Callable[[float], float] | None:
+    """Seconds of a method's updates at the measured throughputs, by their number; None where it was not timed.
+
+    The first ones with a flush take as long as those of the flush schedule with the same optimizer and correction.
+    """
+    setting, first = Setting.of(method.values), method.count("flush_first", 0)
+    own = throughputs(figures, method)
+    flush = throughputs(figures, Case.of({**method.values, "schedule": FLUSH})) if first else own
+    if not (own and flush):
+        return None
+    tokens, flushed, streamed = setting.sequences * setting.length, median(flush), median(own)
+    return lambda updates: tokens * (min(updates, first) / flushed + max(0.0, updates - first) / streamed)
+
+
+_DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
+
+
+def sentence(own: MethodRuns, best_flush: MethodRuns) -> str:
+    """How a method ends, beside synchronous training at its best."""
+    low, high = min(own.best), max(own.best)
+    spread = f" ({low:.3f} to {high:.3f} over {len(own.best)} seeds)" if len(own.best) > 1 else " (one seed)"
+    others = [f"{rate:g}" for rate in sorted(own.finals) if rate != own.best_rate]
+    tried = f" ({'worse on either side' if own.is_bracketed else 'also tried'}: {', '.join(others)})" if others else ""
+    said = f"{label(own.method)}: {own.mean:.3f} nats{spread} at rate {own.best_rate:g}{tried}"
+    if own is best_flush:
+        return f"{said}: synchronous training at its best."
+    shared = sorted(set(own.finals[own.best_rate]) & set(best_flush.finals[best_flush.best_rate]))
+    gap = fmean(own.finals[own.best_rate][seed] - best_flush.finals[best_flush.best_rate][seed] for seed in shared)
+    within = ", within its seed spread" if own.mean <= max(best_flush.best) else ""
+    return f"{said}; {gap:+.3f} to synchronous training at its best over {len(shared)} shared seeds{within}."
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """How each method ends beside synchronous training at its best, and its throughput beside 1f1b's."""
+    found = outcomes(figures)
+    seeds = max((len(each.best) for each in found), default=0)
+    best = reference(found, seeds=seeds) or reference(found)
+    if best is None:
+        return []
+    said = [sentence(each, best) for each in found]
+    speeds: dict[Case, list[float]] = {}
+    for figure in figures:
+        if figure.name == SPEED:
+            speeds.setdefault(method_of(figure.case), []).append(figure.value)
+    flush = [median(values) for method, values in speeds.items() if method.text("schedule") == "1f1b"]
+    return said + [
+        f"{label(method)}: {median(values):,.0f} tokens/s, {median(values) / max(flush):.2f} times the fastest 1f1b."
+        for method, values in speeds.items()
+        if flush
+    ]
+
+
+def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
+    """Pictures of the report: curves, and rates."""
+    made = [
+        ("Validation loss against tokens and against time", draw_curves(figures, folder / "convergence.png")),
+        ("Final loss against the peak rate", draw_rates(figures, folder / "rates.png")),
+    ]
+    return [(title, path.name) for title, path in made if path is not None]
+
+
+def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
+    """Validation loss against tokens, and against seconds of the tokens at the measured throughput.
+
+    Methods with the most seeds, and those of a schedule and an optimizer alone, each at its best rate. Lines are means
+    over the seeds, shaded: their range. None where nothing was run.
+    """
+    from matplotlib.figure import Figure as Picture
+
+    found = [each for each in outcomes(figures) if each.best_curves()]
+    seeds = max((len(each.best) for each in found), default=0)
+    shown = [each for each in found if len(each.best) == seeds or {*each.method} == {"schedule", "optimizer"}]
+    if not shown:
+        return None
+    timed = [(each, seconds_of(figures, each.method)) for each in shown]
+    has_time = any(seconds is not None for _, seconds in timed)
+    picture = Picture(figsize=(13 if has_time else 8, 5.4), dpi=120, layout="constrained")
+    grid = picture.subplots(1, 2 if has_time else 1, sharey=True, squeeze=False)[0]
+    for at, (each, seconds) in enumerate(timed):
+        colour = SERIES_HUES[at % len(SERIES_HUES)]
+        setting = Setting.of(each.method.values)
+        thousands = setting.sequences * setting.length / 1e3
+        _curve(grid[0], each, along=thousands.__mul__, colour=colour)
+        if seconds is not None:
+            _curve(grid[1], each, along=seconds, colour=colour)
+    ends = [(losses[-1], losses[min(1, len(losses) - 1)]) for each in shown for _, losses in each.best_curves()]
+    best, worst = min(last for last, _ in ends), max(early for _, early in ends)
+    grid[0].set_ylim(best - 0.05 * (worst - best), worst)
+    grid[0].set_xlabel("thousand tokens")
+    grid[0].set_ylabel("validation loss, a quarter of the sequences [nats a byte]")
+    if has_time:
+        grid[1].set_xlabel("seconds on two processes: tokens / measured throughput")
+    for axes in grid:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = grid[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=3 if has_time else 2, frameon=False, fontsize=9)
+    picture.savefig(path, metadata={"Software": None})
+    return path
+
+
+def _curve(axes: Axes, own: MethodRuns, *, along: Callable[[float], float], colour: str) -> None:
+    """`along`: x by number of updates."""
+    curves = own.best_curves()
+    x = [along(float(updates)) for updates in curves[0][0]]
+    columns = list(zip(*(losses for _, losses in curves), strict=True))
+    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, linewidth=0)
+    name = f"{label(own.method)}, rate {own.best_rate:g}"
+    axes.plot(x, [fmean(c) for c in columns], color=colour, linewidth=1.8, label=name)
+
+
+def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
+    """Final loss against the peak rate, a line a method, mean and range of the seeds; None where nothing was run.
+
+    Methods with one rate alone are left to tables.
+    """
+    from matplotlib.figure import Figure as Picture
+    from matplotlib.ticker import NullLocator
+
+    found = outcomes(figures)
+    if not found:
+        return None
+    lines = [each for each in found if len(each.finals) > 1]
+    if not lines:
+        return None
+    optimizers = list(dict.fromkeys(each.method.text("optimizer") for each in lines))
+    best = reference(found, seeds=max(len(each.best) for each in found))
+    picture = Picture(figsize=(8 * len(optimizers), 5), dpi=120, layout="constrained")
+    grid = picture.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
+    for axes, optimizer in zip(grid, optimizers, strict=True):
+        own = [each for each in lines if each.method.text("optimizer") == optimizer]
+        for at, each in enumerate(own):
+            rates = sorted(each.finals)
+            values = [list(each.finals[rate].values()) for rate in rates]
+            means = [fmean(v) for v in values]
+            spread = [[m - min(v) for m, v in zip(means, values, strict=True)]]
+            spread.append([max(v) - m for m, v in zip(means, values, strict=True)])
+            colour = SERIES_HUES[at % len(SERIES_HUES)]
+            style = "-" if at < len(SERIES_HUES) else "--"
+            axes.errorbar(rates, means, yerr=spread, fmt=f"o{style}", color=colour, capsize=3, label=label(each.method))
+        if best is not None:
+            axes.axhspan(min(best.best), max(best.best), color="#888888", alpha=0.2, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({rate for each in own for rate in each.finals}))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("peak rate")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    grid[0].set_ylabel("final loss [nats a byte]; grey: best 1f1b, its seeds")
+    picture.savefig(path, metadata={"Software": None})
+    return path
