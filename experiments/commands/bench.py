@@ -25,8 +25,7 @@ from ..host import num_cores, processor
 from ..jobs.declaration import Declaration, Part
 from ..jobs.figure import Figure, Judged, Spread, Target, read_figures
 from ..jobs.job import jobs_of
-from ..jobs.progress import Progress
-from ..jobs.runner import intend, run_jobs
+from ..jobs.runner import JobProgress, intend, run_jobs
 from ..jobs.status import State
 from ..launcher import launch
 from ..names import check_known
@@ -103,7 +102,7 @@ def _measured(names: Sequence[str], options: BenchOptions, folder: Path) -> tupl
     declaration = Declaration.load(DECLARATION)
     parts = tuple(parts_for(declaration.parts, names, options, folder))
     jobs = sorted(jobs_of(replace(declaration, parts=parts)), key=lambda job: job.nodes is not None)
-    with Progress(total=len(jobs), stream=sys.stderr) as progress:
+    with JobProgress(total=len(jobs), stream=sys.stderr) as progress:
         for job in jobs:
             intent = intend(job, folder / job.name)
             (status,) = run_jobs([intent], progress=progress, make_backend=lambda name: LaunchedRanks(), workers=1)

@@ -19,10 +19,9 @@ from ..help_text import plain_help
 from ..jobs import catalog
 from ..jobs.case import Case, Value
 from ..jobs.job import Changes, Job, jobs_of
-from ..jobs.progress import make_progress
 from ..jobs.report import write_report
 from ..jobs.results import Results, gather
-from ..jobs.runner import Intent, alone, intend, is_held, run_jobs
+from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
 from ..jobs.selection import select
 from ..jobs.status import State, Status
 from ..names import check_known
@@ -219,7 +218,7 @@ def _run(argv: Sequence[str]) -> int:
     with alone(folder):
         intents = [_intent(job, folder, options) for job in jobs]
         to_run = sum(intent.runs for intent in intents)
-        progress = make_progress(total=to_run, stream=sys.stderr)
+        progress = JobProgress(total=to_run, stream=sys.stderr)
         _tell(intents, progress.note)
         access = Access(hosts=options.hosts, slurm=options.slurm, interface=options.interface or "")
         make_backend = partial(backend, say=progress.note, access=access)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ...schedules.wording import duration
 from ..help_text import plain_help
+from ..progress import Progress
 from .schedule_options import LimitedOptions, one_or_several
 
 if TYPE_CHECKING:
-    from ...schedules.synthesis.incumbent import Progress
+    from ...schedules.synthesis.incumbent import Progress as SearchProgress
     from ...schedules.synthesis.synthesize import Synthesis, Tried
 
 AUTO = "auto"
 _ROWS = 12  # of the table of gap against time
 _SECONDS = 10.0
-_PAUSE = 1.0  # seconds between two plain lines
 
 
 @plain_help
@@ -154,41 +153,18 @@ def _tried(each: Tried) -> str:
 
 
 @contextmanager
-def _progress(seconds: float, stream: TextIO) -> Iterator[Callable[[Progress], None]]:
+def _progress(seconds: float, stream: TextIO) -> Iterator[Callable[[SearchProgress], None]]:
     """A bar over the time budget on a terminal; elsewhere a line now and then."""
-    if not stream.isatty():
-        yield _lines(stream)
-        return
-    from rich.console import Console
-    from rich.progress import Progress as RichProgress
-    from rich.progress import ProgressColumn, Task, TextColumn, TimeElapsedColumn
-    from rich.progress_bar import ProgressBar
+    with Progress(stream=stream, seconds=seconds) as progress:
 
-    class _TimeBar(ProgressColumn):
-        """Time that is spent, of that which there is: it moves while nothing better is found, too."""
+        def tell(each: SearchProgress) -> None:
+            if progress.has_bar:
+                progress.show(_told(each))
+            else:
+                progress.note_at_times(f"{duration(each.seconds)}: {_told(each)}")
 
-        def render(self, task: Task) -> ProgressBar:
-            return ProgressBar(total=seconds, completed=min(task.elapsed or 0.0, seconds), width=24)
-
-    console = Console(file=stream, highlight=False)
-    columns = (_TimeBar(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with RichProgress(*columns, console=console, refresh_per_second=8, transient=True) as bar:
-        task = bar.add_task("searching", total=None)
-        yield lambda each: bar.update(task, description=_told(each))
+        yield tell
 
 
-def _lines(stream: TextIO) -> Callable[[Progress], None]:
-    last = -_PAUSE
-
-    def tell(each: Progress) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _PAUSE:
-            last = now
-            print(f"{duration(each.seconds)}: {_told(each)}", file=stream, flush=True)
-
-    return tell
-
-
-def _told(each: Progress) -> str:
+def _told(each: SearchProgress) -> str:
     return f"{each.value:.6g}, at most {each.gap:.2%} above the best possible ({each.source})"

@@ -21,18 +21,49 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
+from ...schedules.wording import duration
 from ..backends.records import Backend, Work
 from ..host import num_cores, processor
+from ..progress import Progress
 from .code import code_version, same_code
 from .figure import read_figures
 from .job import Job, difference, read_config
-from .progress import Progress
 from .status import State, Status, write_whole
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure
 _END_GRACE = 5.0  # [s] for a process to leave when it was asked to
+
+
+class JobProgress(Progress):
+    """Of a sweep: a line for each job that ends, or one bar, above which only what went wrong stays as a line."""
+
+    def __init__(self, *, total: int, stream: TextIO) -> None:
+        super().__init__(stream=stream, total=total)
+        self.total = total
+        self.num_ended = 0
+        self._running: list[str] = []
+        self._lock = threading.Lock()  # jobs begin and end in threads of their own
+
+    def began(self, name: str) -> None:
+        """A job has begun."""
+        with self._lock:
+            self._running.append(name)
+            self.show(", ".join(self._running), done=self.num_ended)
+
+    def ended(self, name: str, status: Status) -> None:
+        """A job has ended, or was not begun."""
+        with self._lock:
+            if name in self._running:
+                self._running.remove(name)
+            self.num_ended += 1
+            spent = "" if status.seconds is None else f" in {duration(status.seconds)}"
+            line = f"[{self.num_ended}/{self.total}] {name}: {status.state.value}{spent}"
+            if status.reason or status.state is not State.DONE or not self.has_bar:
+                self.note(f"{line}: {status.reason}" if status.reason else line)
+            self.show(", ".join(self._running), done=self.num_ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +137,11 @@ def is_held(folder: Path) -> bool:
 
 
 def run_jobs(
-    intents: Sequence[Intent], *, progress: Progress, make_backend: Callable[[str], Backend], workers: int | None = None
+    intents: Sequence[Intent],
+    *,
+    progress: JobProgress,
+    make_backend: Callable[[str], Backend],
+    workers: int | None = None,
 ) -> list[Status]:
     """Run what is to run; the statuses of those jobs, in the order in which they ended.
 
@@ -150,7 +185,7 @@ def prepare(intent: Intent) -> None:
     write_whole(intent.folder / "job.json", json.dumps(config, indent=1) + "\n")
 
 
-def _ended(intent: Intent, status: Status, progress: Progress) -> Status:
+def _ended(intent: Intent, status: Status, progress: JobProgress) -> Status:
     """The status with what its figures say, on the disk and told."""
     if status.state is State.DONE:
         status = _judged(intent.folder, status)
@@ -167,7 +202,7 @@ def _judged(folder: Path, status: Status) -> Status:
     return status if figures else replace(status, state=State.FAILED, reason="it gave no figures")
 
 
-def _begun(intent: Intent, progress: Progress) -> Status:
+def _begun(intent: Intent, progress: JobProgress) -> Status:
     machine = f"{platform.node()}: {processor()}, {num_cores()} cores"
     status = Status(state=State.RUNNING, code=code_version(intent.job.part.work), machine=machine, started=time.time())
     status.write(intent.folder)
@@ -181,7 +216,7 @@ def _finished(begun: Status, state: State, reason: str = "", commands: tuple[str
     return replace(begun, state=state, seconds=seconds, reason=reason, commands=commands)
 
 
-def _on_ranks(intent: Intent, progress: Progress, backend: Backend) -> Status:
+def _on_ranks(intent: Intent, progress: JobProgress, backend: Backend) -> Status:
     assert intent.job.nodes is not None
     begun = _begun(intent, progress)
     work = Work(
@@ -203,7 +238,7 @@ def _on_ranks(intent: Intent, progress: Progress, backend: Backend) -> Status:
     return _finished(begun, State.DONE, outcome.report, outcome.commands)
 
 
-def _in_process(intent: Intent, progress: Progress, stop: threading.Event) -> Status:
+def _in_process(intent: Intent, progress: JobProgress, stop: threading.Event) -> Status:
     if stop.is_set():
         return Status()
     begun = _begun(intent, progress)

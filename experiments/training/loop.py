@@ -31,7 +31,7 @@ from .checkpoints import Checkpoints, may_go_on
 from .corpus import bits_per_byte
 from .options import TrainOptions
 from .pipeline import check_samples, make_pipe, may_verify
-from .progress import Progress, make_progress, speed
+from .progress import Progress, speed
 from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
 from .together import first, gather
@@ -164,7 +164,7 @@ class _Training:
 
     def _run(self) -> tuple[float | None, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
         """Validation loss, peak bytes of processes and of tensors, and the weights."""
-        with make_progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
+        with Progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
             for note in self.checkpoints.notes:
                 progress.note(note)

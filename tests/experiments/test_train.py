@@ -17,6 +17,7 @@ from support.inside import (
     LAST_UPDATE,
     GPTConfig,
     Metrics,
+    RunProgress,
     TrainOptions,
     describe,
     duration,
@@ -27,7 +28,6 @@ from support.inside import (
     make_gpt,
     make_optimizer,
     make_pipe,
-    make_progress,
     make_schedule,
     make_task,
     predict,
@@ -301,10 +301,10 @@ def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.Ca
     assert describe(replace(SOME, bubble_step=1)) == line  # step 1 is the second one
     assert describe(replace(SOME, step=9, bubble_step=3)) == line.replace("12.5%", "12.5% in step 4")
     for rank in (0, 1):
-        with make_progress(rank=rank, steps=2, json=False) as progress:
+        with RunProgress(rank=rank, steps=2, json=False) as progress:
             progress.step(SOME)
     assert capsys.readouterr().out == f"step 2/2  0:00  {line}\n"
-    with make_progress(rank=0, steps=2, json=True) as progress:
+    with RunProgress(rank=0, steps=2, json=True) as progress:
         progress.note("aside")
     assert capsys.readouterr() == ("", "aside\n")
 
