@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..pipe.batch.loader import ReplicaLoader, count_samples, seed_generators
 from ..pipe.batch.sampler import ReplicaBatches
 from ..schedules.user_code import UserCodeError, call, load
-from .own_options import OwnOptions
+from .options import OwnOptions
 from .own_task import DEFAULT_BATCH, Batch
 
 

@@ -18,8 +18,8 @@ from ..pipe.parallel.measured import profile_cut
 from ..pipe.runtime_seconds import measure_runtime_seconds
 from ..schedules.wording import count
 from . import own_task as own
+from .options import OwnOptions
 from .own_batches import OwnBatches
-from .own_options import OwnOptions
 
 
 def profile_own(

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ..partition.graph.batch_dims import TARGET
 from ..pipe.batch.loader import seed_generators
 from ..schedules.user_code import call, load, takes
-from .own_options import OwnOptions
+from .options import OwnOptions
 
 DEFAULT_BATCH = 16
 IGNORED = -100  # a target that counts for nothing, as in torch's own cross-entropy

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import tyro
-
 from ... import __version__
 from ..backends.records import Nodes, Outcome, Work
 from ..host import num_cores, processor
@@ -28,7 +26,7 @@ from ..jobs.job import jobs_of
 from ..jobs.runner import JobProgress, intend, run_jobs
 from ..jobs.status import State
 from ..launcher import launch
-from ..names import check_known
+from ..options import check_known, read
 from .tables import table
 
 CASES = {
@@ -77,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the cases and print; 1 if a process failed. A missed target is a result, not a failure."""
     listed = "\n".join(f"  {name:<21} {summary}" for name, summary in CASES.items())
     description = f"{BenchOptions.__doc__}\n\ncases:\n{listed}"
-    options = tyro.cli(BenchOptions, args=argv, prog="stagewright bench", description=description)
+    options = read(BenchOptions, argv, "bench", description=description)
     for name in options.only:
         check_known("--only: unknown case", name, CASES, listed="cases")
     if options.repetitions < 1:

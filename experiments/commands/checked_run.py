@@ -17,9 +17,9 @@ from ...schedules.timing.sampling import StepSamples
 from ...schedules.timing.trace_reader import find_traces, newest_cut_since, processes_by_host
 from ...schedules.wording import count
 from ...viz import Exhibit
+from ..options import read_file
 from ..training.run_folder import find_run
 from ..training.traces import read_run, read_summary
-from .files import read_file
 
 _SAME = ("schedule", "num_chunks", "num_microbatches", "microbatch_size")  # of two plans that one run may carry out
 _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")

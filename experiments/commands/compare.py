@@ -16,11 +16,10 @@ from typing import Annotated
 import tyro
 
 from ...viz import FigureStyle
-from ..help_text import plain_help
+from ..options import check_out, plain_help, read
 from .compare_table import table
 from .comparison import Comparison, Side, compare_exhibits
 from .exhibits import read_exhibits
-from .files import check_out
 from .outputs import writer_of
 from .schedule_options import CostOptions
 
@@ -43,7 +42,7 @@ class CompareOptions(CostOptions):
 
 def run(argv: Sequence[str]) -> int:
     """Read both, compare, print, draw."""
-    options = tyro.cli(CompareOptions, args=argv, prog="stagewright compare")
+    options = read(CompareOptions, argv, "compare")
     if not 1 <= len(options.inputs) <= 2:
         raise ValueError(
             f"{len(options.inputs)} inputs: expected two to compare, or a run alone, whose prediction is compared with "

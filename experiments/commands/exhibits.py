@@ -28,10 +28,10 @@ from ...schedules.timing.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
 from ...viz.perfetto import OWN_KEY
 from ...viz.traces.events import is_trace, rank_in, read_text
+from ..options import read_file
 from ..schedule_files import FORMS
 from ..training.run_folder import RUNS, find_run
 from ..training.traces import hosts_of_runs, read_run
-from .files import read_file
 from .schedule_options import CostOptions
 
 EXPECTED = f"a run (folder or name), a plan, a timeline, a schedule ({FORMS}) or its name such as 1f1b"

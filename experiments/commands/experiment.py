@@ -15,7 +15,6 @@ import tyro
 from ...partition import quantities
 from ...schedules.wording import count, duration
 from ..backends.registry import BACKENDS, Access, backend
-from ..help_text import plain_help
 from ..jobs import catalog
 from ..jobs.case import Case, Value
 from ..jobs.job import Changes, Job, jobs_of
@@ -24,7 +23,7 @@ from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
 from ..jobs.selection import select
 from ..jobs.status import State, Status
-from ..names import check_known
+from ..options import check_known, plain_help, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +171,7 @@ def _help() -> str:
 
 
 def _list(argv: Sequence[str]) -> int:
-    options = tyro.cli(ListOptions, args=argv, prog="stagewright experiment list")
+    options = read(ListOptions, argv, "experiment list")
     found = [catalog.find(name) for name in catalog.names()]
     if options.json:
         print(json.dumps([{"name": d.name, "question": d.question, "jobs": len(jobs_of(d))} for d in found]))
@@ -185,7 +184,7 @@ def _list(argv: Sequence[str]) -> int:
 
 
 def _show(argv: Sequence[str]) -> int:
-    options = tyro.cli(ShowOptions, args=argv, prog="stagewright experiment show")
+    options = read(ShowOptions, argv, "experiment show")
     declaration = catalog.find(options.name)
     folder = options.folder / declaration.name / "jobs"
     intents = [intend(job, folder / job.name) for job in jobs_of(declaration)]
@@ -210,7 +209,7 @@ def _show(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    options = tyro.cli(RunOptions, args=argv, prog="stagewright experiment run")
+    options = read(RunOptions, argv, "experiment run")
     changes = options.changes()
     declaration = catalog.find(options.name)
     jobs = select(jobs_of(declaration, changes), options.only)
@@ -259,7 +258,7 @@ def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
 
 
 def _report(argv: Sequence[str]) -> int:
-    options = tyro.cli(ReportOptions, args=argv, prog="stagewright experiment report")
+    options = read(ReportOptions, argv, "experiment report")
     declaration = catalog.find(options.name)
     folder = options.folder / declaration.name
     if options.results is not None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from ...pipe.checkpoint.plain import export_checkpoint, import_checkpoint
-from ..help_text import plain_help
+from ..options import plain_help, read
 from ..training.run_folder import RUNS
 
 
@@ -37,7 +37,7 @@ class ExportOptions:
 
 def run(argv: Sequence[str]) -> int:
     """Export, or import."""
-    options = tyro.cli(ExportOptions, args=argv, prog="stagewright export")
+    options = read(ExportOptions, argv, "export")
     if (options.out is None) == (options.to_checkpoint is None):
         raise ValueError("expected one of -o FILE, to write a checkpoint's weights, and --to-checkpoint FOLDER")
     if options.to_checkpoint is not None:

@@ -19,19 +19,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
 from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 from ...partition.plans.reorder import reorder
 from ...schedules.wording import duration, size
-from ..help_text import plain_help
-from ..own_options import OwnOptions
-from ..tensor_options import read_tensor_parallel
+from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
-from .files import check_out, read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
 _NO_LINKS = (
@@ -124,7 +119,7 @@ def run(argv: Sequence[str]) -> int:
         from . import plan_check
 
         return plan_check.run(argv)
-    options = tyro.cli(PlanOptions, args=argv, prog="stagewright plan")
+    options = read(PlanOptions, argv, "plan")
     options.check_own({})
     if not 0 <= options.order_seconds < math.inf:
         raise ValueError(f"--order-seconds {options.order_seconds}: expected seconds, at least 0")

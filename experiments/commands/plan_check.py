@@ -18,10 +18,9 @@ import tyro
 from ...viz import FigureStyle, write_figure
 from ...viz.figures import FIGURE_SUFFIXES
 from ...viz.waterfall import waterfall_figure
-from ..help_text import plain_help
+from ..options import check_out, plain_help, read
 from .check_table import advice, heading, table
 from .checked_run import CheckedRun, check_run
-from .files import check_out
 
 
 @plain_help
@@ -41,7 +40,7 @@ class CheckOptions:
 
 def run(argv: Sequence[str]) -> int:
     """Read run and plan, compare, print, draw."""
-    options = tyro.cli(CheckOptions, args=argv, prog="stagewright plan")
+    options = read(CheckOptions, argv, "plan")
     for path in options.out:
         if path.suffix.lower() not in FIGURE_SUFFIXES:
             raise ValueError(f"-o {path}: expected a name that ends in {' or '.join(FIGURE_SUFFIXES)}")

@@ -20,16 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
 from ...schedules.wording import size
-from ..help_text import plain_help
-from ..own_options import OwnOptions, given
-from ..tensor_options import read_tensor_parallel
+from ..options import GptOptions, given, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
-from .files import read_file, write_out
 from .profile_ranks import launched, measured_links, profile_at_once
 from .tables import console, table
 
@@ -44,18 +39,10 @@ BUSY = 0.1  # spread of the whole step from which on its figures say little
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions(OwnOptions):
+class ProfileOptions(GptOptions):
     """Measure every part of a model of your own, or of the example GPT: F, B, I, W, update, memory. Or the links
     between processes."""
 
-    layers: int = 4
-    """Transformer blocks of the GPT."""
-    width: int = 320
-    """Size of the hidden vectors."""
-    heads: int | None = None
-    """Attention heads a block (default: one for each 64 of the width)."""
-    length: int = 128
-    """Bytes of one sequence."""
     microbatch: int = 2
     """Samples of one microbatch."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
@@ -126,7 +113,7 @@ class ProfileOptions(OwnOptions):
 
 def run(argv: Sequence[str]) -> int:
     """Measure, or read, then show and write."""
-    options = tyro.cli(ProfileOptions, args=argv, prog="stagewright profile")
+    options = read(ProfileOptions, argv, "profile")
     options.check()
     if options.links:
         return _links(options, argv)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ...schedules import Costs, Schedule, check, check_lowered, lower, simulate
-from ..help_text import plain_help
+from ..options import check_out, plain_help, read
 from ..schedule_files import is_file
-from .files import check_out
 from .schedule_options import NAME_HELP
 from .simulate import SimulationSummary, summarise, table
 from .synthesis import AUTO, SynthesisOptions, synthesis_data, synthesis_table
@@ -47,7 +46,7 @@ class ScheduleOptions(SynthesisOptions):
 
 def run(argv: Sequence[str]) -> int:
     """Build, read or search, check, print and draw."""
-    options = tyro.cli(ScheduleOptions, args=argv, prog="stagewright schedule")
+    options = read(ScheduleOptions, argv, "schedule")
     if options.png is not None:
         check_out("--png", options.png)
     if options.json and options.format != "grid":

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from ...schedules import FAMILIES, Costs, Schedule, build, check, family
-from ..help_text import plain_help
+from ..options import plain_help
 from ..schedule_files import FORMS, is_file, read
 
 NAMES = ", ".join(FAMILIES)

@@ -23,7 +23,7 @@ from ...schedules import (
 )
 from ...schedules.timing.run_file import NAME, RunFile
 from ...schedules.wording import count
-from ..help_text import plain_help
+from ..options import plain_help, read
 from .schedule_options import NAME_HELP, LimitedOptions
 
 
@@ -78,7 +78,7 @@ class SimulationSummary:
 
 def run(argv: Sequence[str]) -> int:
     """Build or read, check, simulate, print."""
-    options = tyro.cli(SimulateOptions, args=argv, prog="stagewright simulate")
+    options = read(SimulateOptions, argv, "simulate")
     schedule = _schedule(options)
     costs = options.costs()
     answer = summarise(schedule, costs, simulate(schedule, costs))

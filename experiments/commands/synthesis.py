@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ...schedules.wording import duration
-from ..help_text import plain_help
+from ..options import plain_help
 from ..progress import Progress
 from .schedule_options import LimitedOptions, one_or_several
 

@@ -20,9 +20,8 @@ import tyro
 from ...schedules import StepSamples
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
-from ..help_text import plain_help
+from ..options import check_out, plain_help, read
 from .exhibits import read_exhibits
-from .files import check_out
 from .outputs import how_to_look, writer_of
 from .schedule_options import CostOptions
 
@@ -64,7 +63,7 @@ class TimelineOptions(CostOptions):
 
 def run(argv: Sequence[str]) -> int:
     """Read, write, and say what was written and what is missing."""
-    options = tyro.cli(TimelineOptions, args=argv, prog="stagewright timeline")
+    options = read(TimelineOptions, argv, "timeline")
     style = FigureStyle(
         width=options.width,
         dpi=options.dpi,

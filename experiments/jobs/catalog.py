@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..names import check_known
+from ..options import check_known
 from .declaration import Declaration
 
 _FOLDER = Path(__file__).resolve().parents[1] / "catalog"

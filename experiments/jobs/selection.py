@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..names import check_known
+from ..options import check_known
 from .case import shown
 from .job import Job
 

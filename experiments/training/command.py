@@ -14,16 +14,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import tyro
-
 from ..launcher import launch_command
+from ..options import read
 from .options import AUTO, TrainOptions, make_schedule, model_config, plan_before, read_plan, resolve, with_recipe
 from .run_folder import RunFolder
 
 
 def run(argv: Sequence[str]) -> int:
     """Check the options; then show, launch, or be one rank."""
-    options = resolve(tyro.cli(TrainOptions, args=argv, prog="stagewright train"))
+    options = resolve(read(TrainOptions, argv, "train"))
     what = make_schedule(options) if options.plan is None else read_plan(options)
     if options.plan == AUTO and options.resume:
         what = plan_before(options)

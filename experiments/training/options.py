@@ -15,10 +15,8 @@ import tyro
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
 from ...schedules.wording import count
-from ..help_text import plain_help
-from ..own_options import OwnOptions, given
+from ..options import GptOptions, given, plain_help, read_tensor_parallel
 from ..schedule_files import FORMS, is_file, is_function, read
-from ..tensor_options import read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of t
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions(OwnOptions):
+class TrainOptions(GptOptions):
     """Train a model of your own, or the example GPT over bytes, through a pipeline; writes runs/<name>/.
 
     The defaults train 5.1 million parameters on 698,368 bytes of the Python standard library's source.
@@ -74,14 +72,6 @@ class TrainOptions(OwnOptions):
     """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
     microbatches: int | None = None
     """M, microbatches of a batch (default: 8)."""
-    layers: int = 4
-    """Transformer blocks of the GPT."""
-    width: int = 320
-    """Size of the hidden vectors."""
-    heads: int | None = None
-    """Attention heads a block (default: one for each 64 of the width)."""
-    length: int = 128
-    """Bytes of one sequence."""
     batch: int | None = None
     """Samples of one batch (default: 16, or those of the batches that --data gives)."""
     steps: int = 341

@@ -13,8 +13,8 @@ from ...pipe import ErrorFeedback, PipelineModule, StepRecord
 from ...schedules import Schedule
 from ...schedules.wording import count
 from ..host import physical_bytes
+from ..options import read_tensor_parallel
 from ..own_task import Batch
-from ..tensor_options import read_tensor_parallel
 from .options import DEFAULT_MICROBATCHES, TrainOptions, schedule_of
 from .recipe import learning_rate_curve
 from .task import Task

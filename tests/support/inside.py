@@ -62,7 +62,7 @@ _NAMES = {
     "experiments.launcher": "LaunchResult launch",
     "experiments.measure.models": "SleepingStage TINY_WIDTH Workload make_problem sleep_until",
     "experiments.own_batches": "OwnBatches",
-    "experiments.own_options": "OwnOptions",
+    "experiments.options": "OwnOptions",
     "experiments.own_task": "Batch default_loss make_loss",
     "experiments.training.checkpoints": "RunLayout",
     "experiments.training.corpus": "Corpus bits_per_byte is_held_out load_corpus loss_fn standard_library_files",

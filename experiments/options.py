@@ -1,0 +1,189 @@
+"""Options that commands share: how they are read and told of, functions of the user's, files. No torch.
+
+`plain_help`: tyro writes `--chunks {None}|INT` and `(default: None)` of options that may be left away, beside the
+default that is really meant; of these the value's form alone is told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from ..schedules.user_code import check_call, load
+
+AUTO = "auto"
+T = TypeVar("T")
+_FORMS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+_CALLS = {"model": (0, ()), "data": (0, ("batch_size",)), "loss": (2, ()), "optimizer": (1, ("lr",))}  # how each is
+
+
+def read(options: type[T], argv: Sequence[str], command: str, **others: Any) -> T:
+    """The options of `stagewright COMMAND` as they were typed."""
+    typed: T = tyro.cli(options, args=argv, prog=f"stagewright {command}", **others)
+    return typed
+
+
+def plain_help(options: type[T]) -> type[T]:
+    """Class decorator for a dataclass of options: None is not spoken of."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    for field in fields(options):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        is_own = field.name in options.__annotations__ and typing.get_origin(hint) is not Annotated
+        if is_own and field.default in (None, ()):
+            shown = tyro.conf.arg(metavar=_form(hint), help_behavior_hint="")
+            options.__annotations__[field.name] = Annotated[hint, shown]
+    return options
+
+
+def _form(kind: Any) -> str:
+    """Text that a user types for a value of this type."""
+    arguments = [each for each in typing.get_args(kind) if each is not type(None)]
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        return "|".join(map(_form, arguments))
+    if origin is tuple:
+        return f"{_form(arguments[0])} [{_form(arguments[0])} ...]"
+    return "{" + ",".join(map(str, arguments)) + "}" if origin is typing.Literal else _FORMS[kind]
+
+
+def check_known(what: str, name: str, known: Collection[str], *, listed: str) -> None:
+    """Raise ValueError unless `name` is in `known`.
+
+    Arguments:
+        what: comes in front of the name, such as "unknown back end".
+        listed: what the known ones are, such as "back ends".
+
+    >>> check_known("unknown back end", "netsn", ["local", "netns"], listed="back ends")
+    Traceback (most recent call last):
+    ValueError: unknown back end 'netsn'; did you mean netns?
+    back ends: local, netns
+    """
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"{what} {name!r}{hint}\n{listed}: {', '.join(known)}")
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnOptions:
+    """Functions of the user's, each as package.module:function or file.py:function."""
+
+    model: str | None = None
+    """Your own model, package.module:function or file.py:function: called without arguments, it returns the nn.Module
+    (default: the example GPT)."""
+    data: str | None = None
+    """Its data, a function that returns a Dataset, or an iterable of batches: (inputs..., target), or a dict of
+    keywords."""
+    loss: str | None = None
+    """Its loss(output, target), or an nn.Module class; model: the model returns it (default: cross-entropy of
+    whole-number targets, mean squared error of others, the model's own for keywords without a target)."""
+    optimizer: str | None = None
+    """Its optimizer(parameters) (default: AdamW)."""
+
+    def check_own(self, others: Mapping[str, object], *, optimizers: Sequence[str] = ()) -> None:
+        """Raise ValueError for functions that are not there, and for what does not go together.
+
+        Arguments:
+            others: options of the example GPT by name that were given.
+            optimizers: of the example GPT, by the names that --optimizer takes.
+        """
+        if self.model is None:
+            for name in ("data", "loss", "optimizer"):
+                value = getattr(self, name)
+                if value is None or (name == "optimizer" and value in optimizers):
+                    continue
+                known = f", or {' or '.join(optimizers)}" if name == "optimizer" and optimizers else ""
+                raise ValueError(f"--{name} {value} without --model: expected --model beside it{known}")
+            return
+        if self.optimizer in optimizers:
+            others = {**others, "optimizer": self.optimizer}
+        if self.data is None:
+            raise ValueError(
+                f"--model {self.model} without --data: expected --data package.module:function, which gives batches, "
+                f"such as `def batches(): return DataLoader(...)` of (inputs..., target)"
+            )
+        for name, value in others.items():
+            raise ValueError(f"--{name} {value} beside --model: leave it away, it is for the example GPT")
+        for name, (num_arguments, options) in _CALLS.items():
+            value = getattr(self, name)
+            if value is None or (name == "loss" and value == "model"):
+                continue
+            function = load(name, value)
+            made_first = name == "loss" and isinstance(function, type)
+            check_call(name, value, function, num_arguments=0 if made_first else num_arguments, options=options)
+
+
+def given(options: object, names: tuple[str, ...]) -> dict[str, object]:
+    """By name those of a record's options that differ from their defaults."""
+    defaults = {each.name: each.default for each in fields(options)}  # type: ignore[arg-type]
+    return {name: getattr(options, name) for name in names if getattr(options, name) != defaults[name]}
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptOptions(OwnOptions):
+    """A model of the user's, or the sizes of the example GPT."""
+
+    layers: int = 4
+    """Transformer blocks of the GPT."""
+    width: int = 320
+    """Size of the hidden vectors."""
+    heads: int | None = None
+    """Attention heads a block (default: one for each 64 of the width)."""
+    length: int = 128
+    """Bytes of one sequence."""
+
+
+def read_tensor_parallel(given: str) -> str | dict[str, str]:
+    """Value for PipelineModule's tensor_parallel=. Raises ValueError for a file that cannot be read so."""
+    if given == AUTO:
+        return AUTO
+    path = Path(given)
+    such = 'expected auto, or a .json file such as {"blocks.*.up": "column", "blocks.*.down": "row"}'
+    if path.suffix != ".json":
+        raise ValueError(f"--tensor-parallel {given}: {such}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--tensor-parallel {given}: {error.strerror or error}: {such}") from None
+    except ValueError as error:
+        raise ValueError(f"--tensor-parallel {given}: no JSON ({error}): {such}") from None
+    if not isinstance(found, dict) or not all(isinstance(word, str) for word in found.values()):
+        raise ValueError(f"--tensor-parallel {given}: {found!r:.60}: {such}")
+    return found
+
+
+def read_file(path: Path, read: Callable[[Path], T]) -> T:
+    """The file as `read` returns it."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}: expected a file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a text file") from None
+
+
+def write_out(path: Path, text: str) -> None:
+    """Write what --out asks for."""
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--out {path}: cannot write: {error.strerror or error}: expected a file in a folder that exists and may "
+            f"be written to"
+        ) from None
+
+
+def check_out(option: str, path: Path) -> None:
+    """Raise ValueError, before any work, for a file in no folder."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: cannot write: expected a file in a folder that exists")
