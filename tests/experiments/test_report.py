@@ -140,7 +140,9 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
             read_figures(path)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.iterdir()))
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in RESULTS.iterdir() if path.name != "mist")
+)  # its code went
 def test_committed_reports_say_what_their_figures_say(name: str) -> None:
     declaration, results = catalog.find(name), Results.read(RESULTS / name)
     text = (RESULTS / name / "README.md").read_text(encoding="utf-8")
