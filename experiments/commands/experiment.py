@@ -17,11 +17,10 @@ from ...schedules.wording import count, duration
 from ..backends.registry import BACKENDS, Access, backend
 from ..jobs import catalog
 from ..jobs.case import Case, Value
-from ..jobs.job import Changes, Job, jobs_of
+from ..jobs.job import Changes, Job, jobs_of, select
 from ..jobs.report import write_report
 from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
-from ..jobs.selection import select
 from ..jobs.status import State, Status
 from ..options import check_known, plain_help, read
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ...schedules import Costs, Schedule, check, check_lowered, lower, simulate
-from ..options import check_out, plain_help, read
-from ..schedule_files import is_file
+from ..options import check_out, is_file, plain_help, read
 from .schedule_options import NAME_HELP
 from .simulate import SimulationSummary, summarise, table
 from .synthesis import AUTO, SynthesisOptions, synthesis_data, synthesis_table

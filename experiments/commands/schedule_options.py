@@ -8,8 +8,8 @@ from typing import Literal
 import tyro
 
 from ...schedules import FAMILIES, Costs, Schedule, build, check, family
-from ..options import plain_help
-from ..schedule_files import FORMS, is_file, read
+from ...schedules.own import FORMS
+from ..options import is_file, plain_help, read_schedule
 
 NAMES = ", ".join(FAMILIES)
 NAME_HELP = tyro.conf.arg(
@@ -93,7 +93,7 @@ class BuildOptions:
             "num_chunks": self.chunks,
             "num_slices": self.slices,
         }
-        return read(name, sizes)
+        return read_schedule(name, sizes)
 
 
 @plain_help

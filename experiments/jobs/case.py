@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...partition import quantities
 from ...partition.strict import count, fail, number
+from ..backends.records import Nodes, Shape
 
 Value = str | int | float | bool | tuple[int, ...]
+NODE_KEYS = ("ranks", "nodes", "bandwidth", "latency", "sites", "site_bandwidth", "site_latency", "cpu_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +122,34 @@ def _value(key: str, value: object) -> Value:
     if isinstance(value, bool | int | float) or (isinstance(value, str) and value and value.isprintable()):
         return value
     fail(key, value, "text in one line, a number, true, false, or whole numbers in a list of their own ([[0, 1]])")
+
+
+def wanted(case: Case) -> Nodes:
+    """Nodes of a case: `ranks` in all (1) on `nodes` (1), and the shape of links between them.
+
+    Of the shape: `bandwidth` and `site_bandwidth` ("1gbit"), `latency` and `site_latency` ("1ms"), `sites` (the site of
+    each node, [[0, 0, 1, 1]]), `cpu_share`.
+
+    Raises ValueError for a value that is none of these, or ranks that cannot be spread evenly over the nodes.
+
+    >>> wanted(Case.of({"ranks": 4, "nodes": 2, "bandwidth": "1gbit"})).ranks_per_node
+    2
+    """
+    ranks, nodes = case.count("ranks", 1), case.count("nodes", 1)
+    if ranks % nodes:
+        fail(f"case {case}: ranks", ranks, f"a multiple of its {nodes} nodes")
+    sites = case.get("sites", ())
+    if not isinstance(sites, tuple) or (sites and len(sites) != nodes):
+        fail(
+            f"case {case}: sites", sites, f"the site of each of its {nodes} nodes, in a list of its own: [[0, 0, 1, 1]]"
+        )
+    shape = Shape(
+        bandwidth=case.bandwidth("bandwidth") if "bandwidth" in case else None,
+        latency=case.seconds("latency") if "latency" in case else 0.0,
+        sites=sites,
+        site_latency=case.seconds("site_latency") if "site_latency" in case else 0.0,
+        site_bandwidth=case.bandwidth("site_bandwidth") if "site_bandwidth" in case else None,
+    )
+    if "cpu_share" in case:
+        shape = replace(shape, cpu_share=case.number("cpu_share"))
+    return Nodes(num_nodes=nodes, ranks_per_node=ranks // nodes, shape=shape)

@@ -29,10 +29,8 @@ from pathlib import Path
 
 from ...partition.strict import Fields, fail, printable
 from ..backends.registry import BACKENDS
-from .case import Case, grid
-from .function_names import function_name
-from .layout import Layout, read_layout
-from .wanted import wanted
+from .case import Case, grid, wanted
+from .layout import Layout, function_name, read_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

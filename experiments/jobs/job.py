@@ -12,15 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...partition.strict import parse_object, read_text
 from ..backends.records import Nodes
-from .case import Case, Value, shown
+from ..options import check_known
+from .case import NODE_KEYS, Case, Value, shown, wanted
 from .declaration import Declaration, Part
-from .wanted import NODE_KEYS, wanted
 
 _LONGEST_NAME = 80
 
@@ -159,3 +159,43 @@ class Assignment:
         record = parse_object(read_text(folder / "job.json"), source=str(folder / "job.json"))
         cases = [Case.of(values) for values in record.items("cases") if isinstance(values, dict)]
         return cls(work=record.text("work"), cases=tuple(cases), repetitions=record.count("repetitions"))
+
+
+def select(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
+    """Jobs of the named parts that have a case with the given values.
+
+    Arguments:
+        words: names of parts and KEY=VALUE; several of one kind or key: any of them; none: all.
+
+    Raises ValueError, with near matches, for a part, key or value that no job has, and where nothing is left.
+    """
+    parts = list(dict.fromkeys(job.part.name for job in jobs))
+    known: dict[str, list[str]] = {}
+    for job in jobs:
+        for case in job.cases:
+            for key, value in case.items:
+                if shown(value) not in known.setdefault(key, []):
+                    known[key].append(shown(value))
+    wanted_parts: list[str] = []
+    wanted_values: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            check_known("--only: unknown part", word, parts, listed="parts")
+            wanted_parts.append(word)
+            continue
+        check_known("--only: unknown key", key, list(known), listed="keys")
+        check_known(f"--only: no case with {key}", value, known[key], listed=f"values of {key}")
+        wanted_values.setdefault(key, []).append(value)
+    chosen = [
+        job
+        for job in jobs
+        if (not wanted_parts or job.part.name in wanted_parts)
+        and any(
+            all(key in case and shown(case.values[key]) in values for key, values in wanted_values.items())
+            for case in job.cases
+        )
+    ]
+    if not chosen:
+        raise ValueError(f"--only {' '.join(words)}: no job has all of these: expected some of {', '.join(parts)}")
+    return chosen

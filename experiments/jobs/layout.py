@@ -31,10 +31,10 @@ from pathlib import Path
 
 from ...partition.strict import Fields, fail
 from .case import Case, Value
-from .function_names import function_name
 
 SCALES = ("linear", "log2", "log10")
 LIST = "list"  # an x axis of numbered rows
+_WORKS = "stagewright.experiments.works"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,3 +171,17 @@ def _optional_key(record: Fields, key: str, keys: Collection[str]) -> str | None
 
 def _known(where: str, word: str, keys: Collection[str]) -> str:
     return word if word in keys else fail(where, word, f"a key of the cases ({', '.join(sorted(keys))})")
+
+
+def function_name(where: str, text: str, folder: Path) -> str:
+    """The function that a field's text names, as `user_code.load` takes it.
+
+    A leading dot: in stagewright.experiments.works; a file: seen from `folder`, that of the declaration. ValueError
+    begins with `where`, the field, for text of no such form.
+    """
+    module, colon, function = text.rpartition(":")
+    if not (module and colon and function.isidentifier()):
+        fail(where, text, "package.module:function, .module:function or file.py:function")
+    if module.endswith(".py"):
+        return f"{(folder / module).resolve()}:{function}"
+    return f"{_WORKS}{text}" if module.startswith(".") else text

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ...schedules.user_code import load
 from ...schedules.wording import count
-from . import plots, tables
+from . import plots
+from .cells import markdown
 from .declaration import Declaration
 from .figure import Figure, ways
 from .results import Results
@@ -44,7 +45,7 @@ def section_of(declaration: Declaration, results: Results, pictures: Sequence[tu
     parts = [_origin(declaration, results)]
     parts += _findings(declaration, results.figures)
     parts += [f"![{title}]({name})" for title, name in pictures]
-    parts += [tables.markdown(table, results.figures) for table in declaration.layout.tables]
+    parts += [markdown(table, results.figures) for table in declaration.layout.tables]
     return "\n\n".join(parts)
 
 

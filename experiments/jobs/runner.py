@@ -27,10 +27,9 @@ from ...schedules.wording import duration
 from ..backends.records import Backend, Work
 from ..host import num_cores, processor
 from ..progress import Progress
-from .code import code_version, same_code
 from .figure import read_figures
 from .job import Job, difference, read_config
-from .status import State, Status, write_whole
+from .status import State, Status, code_version, same_code, write_whole
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure

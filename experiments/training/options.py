@@ -14,9 +14,9 @@ import tyro
 
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
+from ...schedules.own import FORMS
 from ...schedules.wording import count
-from ..options import GptOptions, given, plain_help, read_tensor_parallel
-from ..schedule_files import FORMS, is_file, is_function, read
+from ..options import GptOptions, given, is_file, is_function, plain_help, read_schedule, read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def make_schedule(options: TrainOptions) -> Schedule:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
         sizes = {"num_ranks": options.ranks, "num_microbatches": options.microbatches, "num_chunks": options.chunks}
         sizes["num_slices"] = options.slices
-        schedule = read(name, sizes, otherwise={"num_microbatches": DEFAULT_MICROBATCHES})
+        schedule = read_schedule(name, sizes, otherwise={"num_microbatches": DEFAULT_MICROBATCHES})
     else:
         schedule = build(
             name,

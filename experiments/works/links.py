@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..jobs.case import Case
+from ..jobs.case import Case, wanted
 from ..jobs.figure import Figure, How
-from ..jobs.wanted import wanted
 
 if TYPE_CHECKING:
     import torch

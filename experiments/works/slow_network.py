@@ -16,9 +16,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...partition import Cluster, Node, Plan, Profile, plan
-from ..jobs.case import Case
+from ..jobs.case import Case, wanted
 from ..jobs.figure import Figure, How
-from ..jobs.wanted import wanted
 
 if TYPE_CHECKING:
     import torch
