@@ -16,7 +16,7 @@ from statistics import median
 from ...partition.formulas.device_model import DeviceModel
 from ...schedules import simulate
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import costs_of, schedule_of
 from .megatron import DEVICE
 from .trainings import Training, simulated
@@ -68,7 +68,7 @@ def _either(case: Case, key: str, yes: str, no: str) -> bool:
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Both schedules in turn on real processes with stages that sleep, and their ratio; on all of the case's ranks."""
     from ..measure.sleeping import SleepingPipe
-    from ..measure.timing import in_turn, timed
+    from ..measure.timing import in_turn, ratios, timed
 
     schedules = {name: schedule_of(case.also(schedule=name)) for name in ("1f1b", "interleaved")}
     ideals = {name: simulate(each, costs_of(each)).makespan for name, each in schedules.items()}
@@ -89,9 +89,8 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     finally:
         for pipe in pipes.values():
             pipe.close()
-    for repetition, (default, interleaved) in enumerate(zip(times["1f1b"], times["interleaved"], strict=True)):
-        gain = default / interleaved
-        yield Figure(case=case, name=_GAIN, value=gain, unit="ratio", how=How.EMULATED, repetition=repetition)
+    gains = ratios(times["1f1b"], times["interleaved"])
+    yield from repeated(gains, case=case, name=_GAIN, unit="ratio", how=How.EMULATED)
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:

@@ -18,7 +18,7 @@ from ...partition.formulas.source import TransformerSource
 from ...partition.formulas.transformer import Transformer
 from ...schedules import simulate
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import costs_of, schedule_of
 
 _GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512)
@@ -73,11 +73,10 @@ def _plan(schedule: str, batch: int, *, limit: float, recompute: str | None = No
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Throughput of 2bw, 1f1b and gpipe in turn, batches in a row, on stages that sleep; on all of the case's ranks."""
-    import torch
     import torch.distributed as dist
 
     from ..measure.sleeping import SleepingPipe
-    from ..measure.timing import in_turn
+    from ..measure.timing import in_turn, slowest
 
     schedules = {name: schedule_of(case.also(schedule=name)) for name in ("2bw", _REFERENCE, "gpipe")}
     ideals = {name: [simulate(each, costs_of(each)).batch_seconds] for name, each in schedules.items()}
@@ -86,9 +85,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
     def seconds(pipe: SleepingPipe) -> float:
         dist.barrier()
-        longest = torch.tensor(pipe.run(_BATCHES), dtype=torch.float64)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # the slowest rank counts
-        return float(longest)
+        return slowest(pipe.run(_BATCHES))
 
     try:
         for pipe in pipes.values():
@@ -104,15 +101,8 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 def _gains(case: Case, seconds: Mapping[str, Sequence[float]], how: How) -> Iterator[Figure]:
     """Throughput over that of 1f1b, repetition by repetition."""
     for schedule, own in seconds.items():
-        for repetition, (mine, theirs) in enumerate(zip(own, seconds[_REFERENCE], strict=True)):
-            yield Figure(
-                case=case.also(schedule=schedule),
-                name=_GAIN,
-                value=theirs / mine,
-                unit="ratio",
-                how=how,
-                repetition=repetition,
-            )
+        gains = [theirs / mine for mine, theirs in zip(own, seconds[_REFERENCE], strict=True)]
+        yield from repeated(gains, case=case.also(schedule=schedule), name=_GAIN, unit="ratio", how=how)
 
 
 def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:

@@ -17,10 +17,8 @@ latency alone is looked at (`internet` has bandwidths).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from ...partition.strict import fail
 from ...schedules import Costs, Links, Op, Schedule, Timeline, Way, build, simulate
@@ -236,11 +234,10 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def _seconds(run: Run, latency: float, repetitions: int) -> list[float]:
     """Seconds of a batch, by repetition."""
-    import torch
     import torch.distributed as dist
 
     from ..measure.sleeping import SleepingPipe
-    from ..measure.timing import timed
+    from ..measure.timing import slowest, timed
 
     pipe = SleepingPipe(run.schedule, run.costs)
 
@@ -251,9 +248,7 @@ def _seconds(run: Run, latency: float, repetitions: int) -> list[float]:
         if not run.schedule.is_asynchronous:
             return timed(step, ahead=0.01 + 2 * latency)
         dist.barrier()
-        longest = torch.tensor(pipe.run(_BATCHES), dtype=torch.float64)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # the slowest rank counts
-        return float(longest)
+        return slowest(pipe.run(_BATCHES))
 
     try:
         step()  # groups connect, shapes are known
@@ -281,57 +276,3 @@ def _note(run: Run) -> str:
     least, most = min(run.work), max(run.work)
     count = sum(each == least for each in run.work)
     return "" if least == most else f"{count} ranks beside the link have {least / most:.0%} of the others' work"
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """Speed that each way keeps by latency, what it costs, and how far emulated batches are from simulated ones."""
-    said = []
-    kept: dict[int, dict[str, dict[float, Figure]]] = defaultdict(lambda: defaultdict(dict))
-    for figure in figures:
-        if figure.name == _KEPT and figure.case.count("microbatches") == 2 * figure.case.count("ranks"):
-            way, latency = figure.case.text("way"), figure.case.number("latency_ms")
-            kept[figure.case.count("ranks")][way][latency] = figure
-    for ranks, ways in kept.items():
-        for way, by_latency in ways.items():
-            at = [latency for latency in sorted(by_latency) if latency > 0]
-            if not at:
-                continue
-            parts = ", ".join(f"{by_latency[latency].value:.0%} at {latency:g} ms" for latency in at)
-            held = max(_also(figures, by_latency[latency], _HELD) for latency in at)
-            said.append(
-                f"P = {ranks}, M = {2 * ranks}, simulated: {way} keeps {parts} of its speed without latency, and "
-                f"holds activations of at most {held:.4g} microbatches on a rank."
-            )
-    return [*said, *_of_emulated(figures)]
-
-
-def _also(figures: Sequence[Figure], beside: Figure, name: str) -> float:
-    """Another figure of the same case, got in the same way; 0 where there is none."""
-    return next((f.value for f in figures if (f.case, f.name, f.how) == (beside.case, name, beside.how)), 0.0)
-
-
-def _of_emulated(figures: Sequence[Figure]) -> list[str]:
-    took: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    apart: dict[Case, list[float]] = defaultdict(list)
-    for figure in figures:
-        if figure.how is How.EMULATED and figure.name == _BATCH:
-            key = figure.case.text("way"), figure.case.count("microbatches")
-            took[key][figure.case.number("latency_ms")].append(figure.value)
-        if figure.name == _AS_SIMULATED:
-            apart[figure.case].append(figure.value)
-    said = []
-    for (way, microbatches), by_latency in took.items():
-        at = [latency for latency in sorted(by_latency) if latency > 0]
-        if 0.0 in by_latency and at:
-            near = median(by_latency[0.0])
-            parts = ", ".join(f"{near / median(by_latency[latency]):.0%} at {latency:g} ms" for latency in at)
-            said.append(f"Emulated, P = 4, M = {microbatches}: {way} keeps {parts}.")
-    if apart:
-        ratios = {case: median(values) for case, values in apart.items()}
-        worst = max(sorted(ratios, key=str), key=ratios.__getitem__)
-        said.append(
-            f"An emulated batch takes {median(ratios.values()):.3f} times its simulated time (median of {len(ratios)} "
-            f"cases), {ratios[worst]:.3f} times at most ({worst.text('way')}, M = {worst.count('microbatches')}, "
-            f"{worst.number('latency_ms'):g} ms)."
-        )
-    return said

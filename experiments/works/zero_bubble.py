@@ -18,7 +18,7 @@ from ...schedules import Costs, Schedule, build, check, simulate, synthesize
 from ...schedules.ir import Op
 from ...schedules.timing.costs import CostTable
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 
 if TYPE_CHECKING:
     from ..measure.models import StagesProblem
@@ -138,13 +138,12 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
     Under post-validation batches are as far apart as a rank's own span; else as the makespan.
     """
     import torch
-    import torch.distributed as dist
     import torch.nn.functional as F
 
     from ...pipe import PipelineModule
     from ..measure.models import Workload, make_problem
     from ..measure.sleeping import ours_asleep
-    from ..measure.timing import in_turn
+    from ..measure.timing import in_turn, ratios, slowest
 
     P, M = case.count("ranks"), case.count("microbatches")
     costs = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
@@ -171,10 +170,9 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
                     began = time.perf_counter()
                     for _ in range(_ROW):
                         pipe.train_step(*batch)
-                    taken = torch.tensor((time.perf_counter() - began) / _ROW, dtype=torch.float64)
+                    taken = (time.perf_counter() - began) / _ROW
                     pipe.flush()
-                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-                return float(taken)
+                return slowest(taken)
 
             runs["waiting" if waits else "post-validation"] = row
         for run_once in runs.values():
@@ -184,13 +182,9 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
     for way, ideal in (("waiting", timeline.makespan), ("post-validation", timeline.span)):
         own = case.also(update=way)
         yield Figure(case=own, name="batch in a row", value=ideal, unit="s", how=How.SIMULATED)
-        for repetition, value in enumerate(times[way]):
-            yield Figure(
-                case=own, name="batch in a row", value=value, unit="s", how=How.EMULATED, repetition=repetition
-            )
-    for repetition, (one, other) in enumerate(zip(times["waiting"], times["post-validation"], strict=True)):
-        gain = one / other
-        yield Figure(case=case, name=_GAIN, value=gain, unit="ratio", how=How.EMULATED, repetition=repetition)
+        yield from repeated(times[way], case=own, name="batch in a row", unit="s", how=How.EMULATED)
+    gains = ratios(times["waiting"], times["post-validation"])
+    yield from repeated(gains, case=case, name=_GAIN, unit="ratio", how=How.EMULATED)
 
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
@@ -259,8 +253,7 @@ def _figures(
 ) -> Iterator[Figure]:
     for name, seconds in times.items():
         own = case.also(schedule=name)
-        for repetition, value in enumerate(seconds):
-            yield Figure(case=own, name="batch", value=value, unit="s", how=how, repetition=repetition)
+        yield from repeated(seconds, case=own, name="batch", unit="s", how=how)
         schedule = ours.get(name)
         if schedule is None:
             continue
@@ -269,16 +262,17 @@ def _figures(
         yield Figure(case=own, name="batch", value=predicted, unit="s", how=How.SIMULATED)
         held = max(check(schedule).peak_activations) / chunks
         yield Figure(case=own, name="activations", value=held, unit="microbatches", how=How.SIMULATED)
-        for repetition, value in enumerate(seconds):
-            name_of_ratio = _RATIO.format(how=how.value)
-            yield Figure(
-                case=own, name=name_of_ratio, value=value / predicted, unit="ratio", how=how, repetition=repetition
-            )
-    for repetition in range(min(map(len, times.values()))):
-        row = {name: values[repetition] for name, values in times.items()}
-        theirs = min(value for name, value in row.items() if name not in ours)
-        best = min(value for name, value in row.items() if name in ours)
-        yield Figure(case=case, name=_OVER_BEST, value=theirs / best, unit="ratio", how=how, repetition=repetition)
+        over = [value / predicted for value in seconds]
+        yield from repeated(over, case=own, name=_RATIO.format(how=how.value), unit="ratio", how=how)
+    best, theirs = (
+        [
+            min(row)
+            for row in zip(*(seconds for name, seconds in times.items() if (name in ours) is is_ours), strict=True)
+        ]
+        for is_ours in (True, False)
+    )
+    over = [other / own for other, own in zip(theirs, best, strict=True)]
+    yield from repeated(over, case=case, name=_OVER_BEST, unit="ratio", how=how)
 
 
 def findings(figures: Sequence[Figure]) -> Iterator[str]:
