@@ -285,8 +285,13 @@ def units(model: Any) -> list[nn.Module]:
     if isinstance(model, nn.Sequential):
         return list(model)
     if isinstance(model, Chain):
-        return [unit for stage in model.children() for unit in (stage if isinstance(stage, nn.Sequential) else [stage])]
+        return [unit for stage in model.children() for unit in _members(stage)]
     return [one for one in (getattr(model, "embed", None), *blocks_of(model), getattr(model, "head", None)) if one]
+
+
+def _members(stage: Any) -> list[nn.Module]:
+    """An empty one is a unit itself."""
+    return [*stage] if isinstance(stage, nn.Sequential) and len(stage) else [stage]
 
 
 class LearnedLoss(nn.Module):
