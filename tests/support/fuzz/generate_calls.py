@@ -66,9 +66,8 @@ class Calls:
     def bads(self, *, first: bool) -> list[str]:
         model = self.model
         kinds = [kind for kind in BAD if kind not in ("type", "target", "fewer", "argument", "empty")]
-        if not first or (
-            model.style in CHAINS and model.style != "halves" and {"linear", "mlp"} & {*model.blocks}
-        ):  # a product of weights refuses it
+        multiplies = model.style in CHAINS and model.style != "halves" and {"linear", "mlp"} & {*model.blocks}
+        if "autocast" not in self.options and (multiplies or not first):  # a product of weights refuses it
             kinds.append("type")
         if (
             model.loss in ("mse", "module", "sum-count")
