@@ -19,17 +19,17 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 68_915,
-    "library code lines": 47_074,
-    "experiments lines": 20_916,
-    "library files": 446,
-    "library classes": 687,
-    "annotated fields": 1_726,
-    "functions above 60 lines": 11,
-    "functions above 8 parameters": 33,
-    "modules with one importer": 99,
-    "circles of folders": 3,
-    "class names twice": 38,
+    "library lines": 63_175,
+    "library code lines": 42_939,
+    "experiments lines": 19_137,
+    "library files": 347,
+    "library classes": 646,
+    "annotated fields": 1_581,
+    "functions above 60 lines": 5,
+    "functions above 8 parameters": 17,
+    "modules with one importer": 59,
+    "circles of folders": 1,
+    "class names twice": 25,
 }
 
 

@@ -203,11 +203,11 @@ def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -
     shared = 2.0 * model.vocabulary * model.hidden
     for pipeline, tensor in ((2, 1), (4, 2), (8, 1)):
         found, apart = planned("tied", pipeline, tensor), planned("untied", pipeline, tensor)
-        ((stages, seconds),) = found.tied
+        ((stages, seconds),) = found.costs.tied
         assert stages == (0, pipeline - 1)
         two, eight = shared / tensor / 10e9, shared * (1.5 / 300e9 + 0.25 / 10e9)  # the latter also has four replicas
         assert seconds == pytest.approx(2 * 1e-6 + (two if found.replicas[0] == 1 else eight))
-        assert apart.tied == ()
+        assert apart.costs.tied == ()
         assert found.simulated_step_time is not None
         assert apart.simulated_step_time is not None
         more = found.simulated_step_time - apart.simulated_step_time
@@ -218,7 +218,7 @@ def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -
         again = Plan.from_json(found.to_json())
         assert again == found
         assert simulated_plan(again).timeline.batch_seconds == pytest.approx(found.simulated_step_time)
-    assert planned("tied", 1, 2).tied == ()
+    assert planned("tied", 1, 2).costs.tied == ()
     profile = TransformerSource(transformer=model, device=device).profile(microbatch_size=1)
     assert Profile.from_json(profile.to_json()) == profile
     for wrong in ((("embedding", "tail"), 1.0), (("head", "head"), 1.0), ("head", 1.0)):
@@ -227,7 +227,7 @@ def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -
         ):
             replace(profile, tied=(wrong,))
     with pytest.raises(ValueError, match=r"tied=\(0, 99\): expected stages below 8"):
-        replace(found, tied=(((0, 99), 1.0),))
+        replace(found, costs=replace(found.costs, tied=(((0, 99), 1.0),)))
 
 
 def test_sums_of_partly_used_nodes_share_cards() -> None:

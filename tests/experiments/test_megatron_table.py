@@ -95,7 +95,7 @@ def test_every_run_is_planned_and_predicted() -> None:
         found = planned(run, ("layer",))
         tied = step_costs(run, DeviceModel.preset("A100-80GB")).tied
         assert len(tied) == (run.pipeline > 1)
-        shared = [stages for stages, _ in found.tied]  # over all replicas of both stages; Megatron sums theirs before
+        shared = [stages for stages, _ in found.costs.tied]  # of all replicas of both; Megatron sums theirs before
         assert shared == [stages for stages, _ in tied]
         assert found.simulated_step_time is not None
         assert {stage.recompute for stage in found.stages} == {"layer"}

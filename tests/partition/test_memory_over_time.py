@@ -11,6 +11,7 @@ from stagewright.schedules import (
     Costs,
     MemoryCurve,
     MemoryPart,
+    Op,
     Schedule,
     memory_curves,
     simulate,
@@ -54,8 +55,8 @@ def planned(schedule: str, *, stash: int = 1, **options: object) -> Plan:
 def curves_of(found: Plan) -> tuple[Schedule, tuple[MemoryCurve, ...]]:
     schedule = found.build_schedule()
     costs = Costs(
-        forward=[each.forward_seconds for each in found.stages],
-        backward=[each.backward_seconds for each in found.stages],
+        forward=found.seconds(Op.F),
+        backward=found.seconds(Op.B),
         update=1.0,
     )
     return schedule, memory_curves(simulate(schedule, costs), found.stage_bytes)

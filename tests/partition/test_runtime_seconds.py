@@ -21,7 +21,6 @@ from support.inside import (
     message_overheads,
     message_seconds,
     reorder,
-    solve_large,
 )
 from support.inside import PlannerEvaluateEvaluator as Evaluator
 from support.inside import simulated_simulated as simulated
@@ -159,10 +158,6 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
     found = partition(equal, links, schedule="1f1b", num_microbatches=32, straight=True)
     assert [len(stage.nodes) for stage in found.stages] == [4, 2, 4]
     assert found.predicted_step_time == found.bound == pytest.approx(18.0)
-    costs = RangeCosts(all_cuts(equal), links, schedule="1f1b", num_microbatches=32)
-    large = solve_large(costs, straight=True)
-    assert large is not None
-    assert [stage.last - stage.first for stage in large.stages] == [4, 2, 4]
     busy = RangeCosts(all_cuts(equal), cluster(3), schedule="1f1b", num_microbatches=32, action_seconds=0.25)
     assert [float(each) for each in busy.seconds(0, [5, 10], busy.ranges(np.array([1, 2]), 3))] == [15.5, 15.25]
 

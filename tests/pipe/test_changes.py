@@ -146,9 +146,10 @@ def test_what_no_stage_could_run_is_refused(change: Callable[[Any], object], mes
 @pytest.mark.parametrize("stages", [False, True])
 def test_a_module_that_is_added_to_a_chain_is_refused(stages: bool) -> None:
     chains = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    pipe = make(stages=chains) if stages else make(model=nn.Sequential(*chains[0], *chains[1]))
+    whole = nn.Sequential(*chains[0], *chains[1])
+    pipe = make(stages=chains) if stages else make(model=whole)
     pipe.train_step(X, Y)
-    chain: Any = chains[1] if stages else pipe._model
+    chain: Any = chains[1] if stages else whole
     name = "1.2" if stages else "4"
     chain.append(Block())
     for call in (pipe.eval_step, pipe.train_step):

@@ -79,7 +79,8 @@ def trained(
 
 def assert_equal(found: tuple[dict[str, Tensor], list[float]], expected: tuple[dict[str, Tensor], list[float]]) -> None:
     for name, value in expected[0].items():
-        assert torch.allclose(found[0][name], value, rtol=0, atol=1e-12), name
+        # Compiled code rounds otherwise on some processors, and three steps add that up.
+        assert torch.allclose(found[0][name], value, rtol=0, atol=1e-10), name
     assert found[1] == pytest.approx(expected[1], abs=1e-12)
 
 
@@ -206,7 +207,7 @@ def test_a_hook_that_a_compiled_unit_would_not_see_is_refused() -> None:
     seen: list[str] = []
     pipe = made(chain, compile={"backend": "eager"})
     pipe.train_step(x, y)
-    model = pipe._model
+    model = pipe._building._options.model
     assert isinstance(model, nn.Sequential)
     model[1].register_forward_hook(lambda *_: seen.append("unit"))
     pipe.train_step(x, y)

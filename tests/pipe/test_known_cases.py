@@ -60,7 +60,7 @@ def test_outputs_are_inputs_again_twenty_times(mode: str) -> None:
     fed = plain = X
     for _ in range(20):
         fed = pipe.predict(fed) if mode == "predict" else pipe.eval_step(fed).output
-        plain = model(plain).detach()
+        plain = torch.cat([model(part).detach() for part in plain.tensor_split(4)])  # fewer rows, another rounding
     assert torch.equal(fed, plain)
 
 

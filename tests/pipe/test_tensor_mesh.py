@@ -84,11 +84,14 @@ def test_groups_that_hold_the_same_count_once(gloo: Pool, schedule: str, order: 
     for answer in answers:
         assert answer["losses"] == [known[step].loss for step in range(3)]
         assert answer["norms"] == pytest.approx([known[step].grad_norm for step in range(3)], rel=1e-12)
-        assert all(torch.equal(answer["state"][name], value) for name, value in wanted.items())
+        # Clipped by norms that are summed in another order.
+        assert all(
+            torch.allclose(answer["state"][name], value, rtol=1e-12, atol=1e-14) for name, value in wanted.items()
+        )
         assert answer["stages"] == [{0}, {1}]
         assert (answer["output"] is None) == (answer["rank"] == 0)
         if answer["rank"] == 1:
-            assert torch.equal(answer["output"], alone.predict(make_batch(7)[0]))
+            assert torch.allclose(answer["output"], alone.predict(make_batch(7)[0]), rtol=1e-12, atol=1e-14)
     assert sorted(answer["rank"] for answer in answers) == [0, 0, 1, 1]
 
 

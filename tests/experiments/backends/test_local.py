@@ -74,7 +74,7 @@ import sys
 from pathlib import Path
 from stagewright.experiments.backends.local import LocalBackend
 from stagewright.experiments.backends.records import Nodes, Work
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parents[1])]
 from nodes import SLEEP, work
 LocalBackend().run(work(Path(sys.argv[1]), SLEEP), Nodes(num_nodes=2))
 """

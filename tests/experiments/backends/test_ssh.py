@@ -187,7 +187,7 @@ def test_ranks_behind_ssh_end_with_this_side_and_with_the_connection(server: Ser
     program.write_text(
         "import sys\n"
         "from pathlib import Path\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}\n"
         "from nodes import SLEEP, work\n"
         "from stagewright.experiments.backends import ssh, supervise\n"
         "from stagewright.experiments.backends.hosts import RemoteHost\n"
