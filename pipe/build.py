@@ -163,7 +163,7 @@ def _assembled(
     engine = ranks.engine(TrainingWorker, train, update.ranks)
     reader = ranks.reader(train, has_loss=run.has_loss, like=example)
     training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks)
-    evaluation = Evaluation(run, ranks, placed.evaluate, like=example, unchanged=unchanged, training=training)
+    evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
 
     # 10. What is measured, saved and verified
     def put_together(records: Sequence[RankRecord]) -> Timeline:

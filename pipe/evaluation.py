@@ -23,7 +23,6 @@ from .run.engine import Engine
 from .run.ranks import Mode, Ranks, links_of, wire
 from .run.worker import EvaluationWorker
 from .stages.shapes import InferredStages, Signature
-from .stages.unchanged import Unchanged
 from .training import Training
 from .update.flush import batch_programs
 from .update.interface import Programs
@@ -68,13 +67,10 @@ class Evaluation:
 
     Arguments:
         mode: for arguments of the form that the stages were built for, which `like` has.
-        unchanged: what the user may not change.
         training: drained before; it counts the steps. A batch of fewer samples than its M makes fewer microbatches.
     """
 
-    def __init__(
-        self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, unchanged: Unchanged, training: Training
-    ) -> None:
+    def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
         self._run = run
         self._ranks = ranks
         self._built, self._like = mode, like
@@ -83,7 +79,6 @@ class Evaluation:
         self._adds_up = share_of_sum(run.settings.loss_fn, 1) is not None
         self._num_microbatches = run.layout.schedule.num_microbatches
         self._training = training
-        self._unchanged = unchanged
         self._dimensions: dict[Form, Sequence[int | None]] = {}
 
     def step(self, given: Given) -> EvalResult:
@@ -173,7 +168,7 @@ class Evaluation:
         forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
         batch = self._training.read(forwards.reader, given, call)
         with run.guard.together():
-            self._unchanged.check(training=False)
+            self._training.unchanged.check(training=False)
             check_same_batch(batch, run.collectives, device=device)
         self._training.drain()
         engine = forwards.engine

@@ -45,6 +45,7 @@ class State:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.state_dict."""
         self.training.settle()
+        self.training.unchanged.check_objects()
         self.update.refuse_reading("state_dict")
         if not self.update.shards.apart:
             return self.ownership.state_dict()
@@ -54,12 +55,15 @@ class State:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         self.training.drain()
-        with self.run.guard.together(), self.update.shards.whole_weights():
-            return self.ownership.full_state_dict(self.run.collectives)
+        with self.run.guard.together():
+            self.training.unchanged.check_objects()
+            with self.update.shards.whole_weights():
+                return self.ownership.full_state_dict(self.run.collectives)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See PipelineModule.load_state_dict."""
         self.training.settle()
+        self.training.unchanged.check_objects()
         self.update.refuse_changes("load_state_dict")
         self.update.gate.enter()
         with self.update.shards.whole_weights(replaced=True):
@@ -74,6 +78,7 @@ class State:
         self.training.drain()
         contents = self._contents()
         with self.run.guard.together():
+            self.training.unchanged.check_objects()
             if not self._writers:
                 self._writers.append(Writers(contents, self.run.collectives))
             place = None if loader is None else loader.state_dict()
@@ -100,6 +105,8 @@ class State:
         self.update.gate.enter()
         if not self.update.is_lost:
             self.training.drain()
+        with self.run.guard.together():
+            self.training.unchanged.check_objects()
         loaded = load(
             Path(folder),
             self._contents(),

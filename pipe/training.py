@@ -62,7 +62,7 @@ class Training:
         self._reader = reader
         self._guard = run.guard
         self._collectives = run.collectives
-        self._unchanged = unchanged
+        self.unchanged = unchanged
         self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
         self._clocks = clocks
         replan = run.layout.replan
@@ -187,7 +187,7 @@ class Training:
     @contextmanager
     def _batch(self, given: Given, call: Call) -> Iterator[tuple[Batch, Programs]]:
         """A batch and its programs, to be run within; after that its gradients are ready."""
-        self._unchanged.refuse_untrained()
+        self.unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
         batch = self.read(self._reader, given, call)
@@ -195,7 +195,7 @@ class Training:
         if batch.wants_grad:
             self._refuse_batch_gradients(batch)
         with self._guard.together():
-            self._unchanged.check(training=True)
+            self.unchanged.check(training=True)
             check_same_batch(batch, self._collectives, device=self._seeder.device)
         if self._order is not None:
             self._replan(batch, self._order)

@@ -56,8 +56,6 @@ class Ownership:
                 *cut.root.named_buffers(remove_duplicate=False),
             ]
         )
-        parameters = {name for name, _ in cut.root.named_parameters(remove_duplicate=False)}
-        self._kept_parameters = tuple(name for name in cut.root.state_dict(keep_vars=True) if name in parameters)
         # What no stage uses stays with the first one.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
         self._shares = {name: group.shard(name, tensor) for name, tensor in everything}
@@ -236,13 +234,6 @@ class Ownership:
         odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if odd:
             raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
-        gone = [name for name in self._kept_parameters if name not in state]
-        if gone:
-            raise ValueError(
-                f"{gone[0]!r} is no longer in the model's state, and stage {self.stages[gone[0]][0]} trains it: "
-                f"expected the parameters that the stages were built with, or a new PipelineModule after the change "
-                f"(save(folder) before it, load(folder) after it)"
-            )
         late = [name for name in state if name not in self.stages]
         if late:
             raise ValueError(

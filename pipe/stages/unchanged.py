@@ -1,4 +1,4 @@
-"""Things fixed when the stages were built: compared before each batch, since nothing else would notice a change.
+"""Things fixed when the stages were built: compared before each batch, and before state is read or replaced.
 
     any model        parameters and submodules are the same objects; nothing wants a gradient that did not
     a chain          its nn.Sequential, whose children run in its place, has no hooks
@@ -10,6 +10,7 @@ What plain PyTorch would do with such a change, stages that were built before ca
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -86,12 +87,7 @@ class Unchanged:
                     f"parameter {name!r} wants a gradient and did not when the stages were built, so that nothing "
                     f"carries it there and no optimizer holds it: expected {_AGAIN}"
                 )
-        for table, key, value, name in self._parts:
-            if table.get(key) is not value:
-                raise ValueError(
-                    f"{name!r} is another object than when the stages were built: expected the same parameters and "
-                    f"submodules, with new values copied in (copy_, load_state_dict), or {_AGAIN}"
-                )
+        self.check_objects()
         self._check_opened()
         for name, hooks, known in self._compiled:
             if tuple(hooks) != known:
@@ -100,13 +96,23 @@ class Unchanged:
                     f"on without the change: expected hooks on the units themselves, compile=False, or {_AGAIN}"
                 )
 
+    def check_objects(self) -> None:
+        """ValueError that names a parameter or submodule that is gone, or another one: stages hold those of before."""
+        for attributes, table, key, value, name in self._parts:
+            if attributes[table].get(key) is not value:
+                raise ValueError(
+                    f"{name!r} is another object than when the stages were built: expected the same parameters and "
+                    f"submodules, with new values copied in (copy_, load_state_dict), or {_AGAIN}"
+                )
 
-def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, object], str, object, str]]:
-    """Where each parameter and submodule stands, and its name."""
+
+def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, Any], str, str, object, str]]:
+    """Where each parameter and submodule stands, and its name; an nn.ModuleList makes its table anew in `del`."""
     for path, module in root.named_modules():
-        for table in (module._modules, module._parameters):
-            for key, value in table.items():
-                yield table, key, value, f"{path}.{key}" if path else key
+        attributes = vars(module)
+        for table in ("_modules", "_parameters"):
+            for key, value in attributes[table].items():
+                yield attributes, table, key, value, f"{path}.{key}" if path else key
 
 
 def _inside_units(cut: CutModel) -> Iterator[tuple[str, nn.Module]]:

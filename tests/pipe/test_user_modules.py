@@ -193,8 +193,11 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_module_deleted_between_steps_is_refused_by_what_reads_the_state(schedule: str, tmp_path: Path) -> None:
-    """`save` wrote a checkpoint without it, and under 2BW `load_state_dict` ended in a KeyError."""
+def test_a_module_deleted_or_replaced_between_steps_is_refused_by_what_reads_the_state(
+    schedule: str, tmp_path: Path
+) -> None:
+    """`save` wrote a checkpoint without it, and under 2BW `load_state_dict` ended in a KeyError; of one that took its
+    place, `save` wrote weights that no stage had trained."""
     model, (x, y) = Listed().double(), batch(0)
     pipe = PipelineModule(
         model,
@@ -208,18 +211,24 @@ def test_a_module_deleted_between_steps_is_refused_by_what_reads_the_state(sched
     pipe.train_step(x, y)
     pipe.flush()
     state = pipe.full_state_dict()
-    del model.blocks[2]
+    pipe.save(tmp_path / "run")
+    last = model.blocks[2]
     calls: list[Callable[[], Any]] = [
         pipe.state_dict,
         pipe.full_state_dict,
         lambda: pipe.load_state_dict(state),
         lambda: pipe.save(tmp_path / "run"),
+        lambda: pipe.load(tmp_path / "run"),
     ]
-    for call in calls:
-        with pytest.raises(
-            ValueError, match=r"'blocks\.2\.weight' is no longer in .*, and stage 1 trains it: expected"
-        ):
-            call()
+    for change in (lambda: model.blocks.pop(2), lambda: model.blocks.append(linear())):
+        change()
+        for call in calls:
+            with pytest.raises(ValueError, match=r"'blocks\.2' is another object than when the stages were built: exp"):
+                call()
+    model.blocks[2] = last
+    for call in calls:  # and all goes on as before
+        call()
+    pipe.train_step(x, y)
 
 
 def test_a_buffer_that_is_assigned_anew_under_2bw() -> None:
