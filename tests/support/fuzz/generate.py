@@ -51,6 +51,9 @@ class _Drawn:
         calls = Calls(self.draw, schedule, model, dict(options), M=M, data=data, gloo=self.gloo).drawn()
         draws = bool(RANDOM & {*model.blocks})
         is_cast = ("autocast", True) in options  # types between stages are known inside of it
+        is_lazy = is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5))
+        if self.gloo and not is_lazy and model.loss == "model" and calls[0][0] == "bad":
+            calls = calls[1:]  # of built stages whose labels all processes weigh: it ends the run, docs/failures.md
         return Case(
             model=model,
             schedule=schedule,
@@ -63,7 +66,7 @@ class _Drawn:
             gloo=self.gloo,
             optimizer=optimizer,
             options=options,
-            is_lazy=is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5)),
+            is_lazy=is_lazy,
             refill=self.often(0.2),
             calls=calls,
             seed=number,
