@@ -15,8 +15,8 @@ import tyro
 from ...partition import quantities
 from ...schedules.wording import count, duration
 from ..backends.registry import BACKENDS, Access, backend
-from ..jobs import catalog
 from ..jobs.case import Case, Value
+from ..jobs.declaration import catalog_names, find_declaration
 from ..jobs.job import Changes, Job, jobs_of, select
 from ..jobs.report import write_report
 from ..jobs.results import Results, gather
@@ -153,25 +153,25 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] in words:
         return words[argv[0]](argv[1:])
-    if argv[0] in catalog.names():
+    if argv[0] in catalog_names():
         return _run(argv)
-    known = dict.fromkeys([*words, *catalog.names()])
+    known = dict.fromkeys([*words, *catalog_names()])
     check_known("unknown experiment", argv[0], known, listed="words and experiments")
     raise AssertionError(argv[0])
 
 
 def _help() -> str:
     lines = ["usage: stagewright experiment list|show|run|report [NAME] [options]", "", "experiments:"]
-    names = catalog.names()
+    names = catalog_names()
     width = max(map(len, names))
-    lines += [f"  {name:<{width}}  {catalog.find(name).question}" for name in names]
+    lines += [f"  {name:<{width}}  {find_declaration(name).question}" for name in names]
     lines += ["", "`stagewright experiment run --help` lists the options of run; likewise of the others."]
     return "\n".join([*lines, "`stagewright experiment NAME` is short for `stagewright experiment run NAME`."])
 
 
 def _list(argv: Sequence[str]) -> int:
     options = read(ListOptions, argv, "experiment list")
-    found = [catalog.find(name) for name in catalog.names()]
+    found = [find_declaration(name) for name in catalog_names()]
     if options.json:
         print(json.dumps([{"name": d.name, "question": d.question, "jobs": len(jobs_of(d))} for d in found]))
         return 0
@@ -184,7 +184,7 @@ def _list(argv: Sequence[str]) -> int:
 
 def _show(argv: Sequence[str]) -> int:
     options = read(ShowOptions, argv, "experiment show")
-    declaration = catalog.find(options.name)
+    declaration = find_declaration(options.name)
     folder = options.folder / declaration.name / "jobs"
     intents = [intend(job, folder / job.name) for job in jobs_of(declaration)]
     statuses = [Status.read(intent.folder) for intent in intents]
@@ -210,7 +210,7 @@ def _show(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     options = read(RunOptions, argv, "experiment run")
     changes = options.changes()
-    declaration = catalog.find(options.name)
+    declaration = find_declaration(options.name)
     jobs = select(jobs_of(declaration, changes), options.only)
     folder = options.folder / declaration.name
     with alone(folder):
@@ -258,7 +258,7 @@ def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
 
 def _report(argv: Sequence[str]) -> int:
     options = read(ReportOptions, argv, "experiment report")
-    declaration = catalog.find(options.name)
+    declaration = find_declaration(options.name)
     folder = options.folder / declaration.name
     if options.results is not None:
         into = (options.into or options.results) / declaration.name

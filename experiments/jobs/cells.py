@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from ...schedules.wording import duration, size
 from .case import Case
 from .case import shown as shown_value
-from .figure import Figure, How
+from .figure import Figure, How, Spread
 from .layout import Table, Where
 
 
@@ -19,35 +18,19 @@ class Cell:
 
     Arguments:
         place: the values of the keys that tell cells apart.
-        values: at least one.
     """
 
     place: Case
     name: str
     how: How
     unit: str
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Middle value."""
-        return median(self.values)
-
-    @property
-    def low(self) -> float:
-        """Smallest value."""
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        """Largest value."""
-        return max(self.values)
+    spread: Spread
+    is_repeated: bool
 
     def __str__(self) -> str:
         """The median, and the spread where there are repetitions."""
-        if len(self.values) == 1:
-            return shown(self.median, self.unit)
-        return f"{shown(self.median, self.unit)} [{shown(self.low, self.unit)} .. {shown(self.high, self.unit)}]"
+        median, low, high = (shown(each, self.unit) for each in (self.spread.median, self.spread.low, self.spread.high))
+        return f"{median} [{low} .. {high}]" if self.is_repeated else median
 
 
 def cells(
@@ -65,7 +48,7 @@ def cells(
     """
     found: dict[tuple[Case, str, How], list[Figure]] = {}
     for figure in figures:
-        if figure.name in names and where.holds(figure.case):
+        if figure.name in names and all(figure.case.get(key) in values for key, values in where.items()):
             found.setdefault((figure.case.only(keys), figure.name, figure.how), []).append(figure)
     made = []
     for (place, name, how), group in found.items():
@@ -74,8 +57,8 @@ def cells(
         units = sorted({figure.unit for figure in group})
         if len(units) > 1:
             raise ValueError(f"{what}: {name} for {place} comes in {' and '.join(units)}: expected one unit")
-        values = tuple(figure.value for figure in group)
-        made.append(Cell(place=place, name=name, how=how, unit=units[0], values=values))
+        spread = Spread.of([figure.value for figure in group])
+        made.append(Cell(place=place, name=name, how=how, unit=units[0], spread=spread, is_repeated=len(group) > 1))
     return made
 
 

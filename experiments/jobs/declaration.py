@@ -29,8 +29,11 @@ from pathlib import Path
 
 from ...partition.strict import Fields, fail, printable
 from ..backends.registry import BACKENDS
+from ..options import check_known
 from .case import Case, grid, wanted
 from .layout import Layout, function_name, read_layout
+
+_CATALOG = Path(__file__).resolve().parents[1] / "catalog"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,19 @@ class Declaration:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}: expected a TOML file") from None
         return replace(read_declaration(values, name=path.stem, source=str(path)), typed=path.name)
+
+
+def catalog_names() -> list[str]:
+    """Names of the experiments that come with the package: one TOML file each in `experiments/catalog/`."""
+    return sorted(path.stem for path in _CATALOG.glob("*.toml"))
+
+
+def find_declaration(name: str) -> Declaration:
+    """The experiment of this name, or of this file (`my.toml`); ValueError, with near matches, where there is none."""
+    if name.endswith(".toml"):
+        return Declaration.load(Path(name))
+    check_known("unknown experiment", name, catalog_names(), listed="experiments")
+    return replace(Declaration.load(_CATALOG / f"{name}.toml"), typed=name)
 
 
 def read_declaration(values: Mapping[str, object], *, name: str, source: str) -> Declaration:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ...partition.strict import parse_object, read_text
 from ..backends.records import Nodes
 from ..options import check_known
 from .case import NODE_KEYS, Case, Value, shown, wanted
@@ -143,22 +142,6 @@ def read_config(folder: Path) -> dict[str, object]:
 def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     """The keys in which two configurations differ, for people; empty: none."""
     return ", ".join(key for key in now if before.get(key) != now[key])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Input of a job's own process: work, cases, repetitions."""
-
-    work: str
-    cases: tuple[Case, ...]
-    repetitions: int
-
-    @classmethod
-    def read(cls, folder: Path) -> Assignment:
-        """From the job's folder; ValueError where something else stands there."""
-        record = parse_object(read_text(folder / "job.json"), source=str(folder / "job.json"))
-        cases = [Case.of(values) for values in record.items("cases") if isinstance(values, dict)]
-        return cls(work=record.text("work"), cases=tuple(cases), repetitions=record.count("repetitions"))
 
 
 def select(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:

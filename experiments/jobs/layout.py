@@ -20,32 +20,20 @@ lines = ["schedule"]                case keys: a colour for each of their values
 panels = "ranks"                    a case key: axes side by side
 where = { ranks = [2, 4, 8] }
 x_scale = "log2"                    "linear" (the default), "log2" or "log10"; likewise y_scale
-x_scale = "list"                    numbers of rows, with nothing between them: no lines from row to row
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...partition.strict import Fields, fail
-from .case import Case, Value
+from .case import Value
 
 SCALES = ("linear", "log2", "log10")
-LIST = "list"  # an x axis of numbered rows
 _WORKS = "stagewright.experiments.works"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """Cases that are shown: those whose value of each key is one of the listed."""
-
-    choices: tuple[tuple[str, tuple[Value, ...]], ...] = ()
-
-    def holds(self, case: Case) -> bool:
-        """Whether a case is shown."""
-        return all(case.get(key) in values for key, values in self.choices)
+Where = Mapping[str, Collection[Value]]  # cases that are shown have one of these values of each key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +44,7 @@ class Table:
     rows: tuple[str, ...]
     figures: tuple[str, ...]
     columns: str | None = None
-    where: Where = Where()
+    where: Where = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +57,7 @@ class Plot:
     y: str
     lines: tuple[str, ...] = ()
     panels: str | None = None
-    where: Where = Where()
+    where: Where = field(default_factory=dict)
     x_scale: str = "linear"
     y_scale: str = "linear"
 
@@ -129,7 +117,7 @@ def _plot(record: Fields, keys: Collection[str]) -> Plot:
         lines=_keys(record, "lines", keys, needed=False),
         panels=_optional_key(record, "panels", keys),
         where=_where(record, keys),
-        x_scale=record.text("x_scale", choices=(*SCALES, LIST), default="linear"),
+        x_scale=record.text("x_scale", choices=SCALES, default="linear"),
         y_scale=record.text("y_scale", choices=SCALES, default="linear"),
     )
     record.done()
@@ -142,11 +130,10 @@ def _where(record: Fields, keys: Collection[str]) -> Where:
     given = record.take("where", "a table of case keys and values", default={})
     if not isinstance(given, dict):
         fail(record.at("where"), given, "a table of case keys and values")
-    choices = []
-    for key, values in given.items():
-        _known(record.at("where"), key, keys)
-        choices.append((key, tuple(values) if isinstance(values, list) else (values,)))
-    return Where(choices=tuple(choices))
+    return {
+        _known(record.at("where"), key, keys): values if isinstance(values, list) else [values]
+        for key, values in given.items()
+    }
 
 
 def _objects(record: Fields, key: str) -> list[Fields]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from .case import Case
 from .case import shown as shown_value
 from .cells import Cell, cells
 from .figure import Figure, How
-from .layout import LIST, Plot
+from .layout import Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,6 @@ _STYLES: dict[How, dict[str, Any]] = {
     How.MEASURED: {"linestyle": "", "marker": "s", "markersize": 5, "capsize": 2},
     How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
 }
-_NOT_JOINED: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 6, "markerfacecolor": "none"}
 _PER_ROW = 4  # axes side by side
 _HANDLE_INCHES, _LETTER_INCHES = 0.55, 0.062  # of an entry of the legend, at 8 points
 
@@ -59,7 +58,7 @@ def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     for row in grid:
         row[0].set_ylabel(_label(plot.y, found[0].unit))
     picture.suptitle(plot.title, fontsize=11)
-    _legend(picture, lines, {cell.how: style_of(plot, cell.how) for cell in found})
+    _legend(picture, lines, {cell.how for cell in found})
     path = folder / f"{plot.file}.png"
     picture.savefig(path, metadata={"Software": None})  # equal figures give equal files
     return path
@@ -72,19 +71,14 @@ def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) 
             own.sort(key=lambda cell: _number(cell, plot))
             if not own:
                 continue
-            x, y = [_number(cell, plot) for cell in own], [_scaled(cell.median, cell) for cell in own]
-            below = [_scaled(cell.median - cell.low, cell) for cell in own]
-            above = [_scaled(cell.high - cell.median, cell) for cell in own]
-            style = {"color": SERIES_HUES[at % len(SERIES_HUES)], "linewidth": 1.4, **style_of(plot, how)}
+            x, y = [_number(cell, plot) for cell in own], [_scaled(cell.spread.median, cell) for cell in own]
+            below = [_scaled(cell.spread.median - cell.spread.low, cell) for cell in own]
+            above = [_scaled(cell.spread.high - cell.spread.median, cell) for cell in own]
+            style = {"color": SERIES_HUES[at % len(SERIES_HUES)], "linewidth": 1.4, **_STYLES[how]}
             if "capsize" in style:
                 axes.errorbar(x, y, yerr=[below, above], **{**style, "elinewidth": 1.0})
             else:
                 axes.plot(x, y, **style)
-
-
-def style_of(plot: Plot, how: How) -> dict[str, Any]:
-    """Line or mark of a way to get a figure; rows of a list have no line between them."""
-    return _NOT_JOINED if plot.x_scale == LIST and how is How.SIMULATED else _STYLES[how]
 
 
 def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
@@ -94,21 +88,19 @@ def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
         (plot.x_scale, axes.set_xscale, axes.xaxis),
         (plot.y_scale, axes.set_yscale, axes.yaxis),
     ):
-        if scale not in ("linear", LIST):
+        if scale != "linear":
             set_scale("log", base=2 if scale == "log2" else 10)
             axis.set_major_locator(LogLocator(2) if scale == "log2" else LogLocator(10, subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(lambda value, _: f"{value:g}")
-    if plot.x_scale in ("linear", LIST) and whole:
+    if plot.x_scale == "linear" and whole:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there are no two and a half nodes
-    if plot.x_scale == LIST:
-        axes.set_xlim(left=0.5)  # rows count from 1
     axes.set_xlabel(plot.x)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(picture: Any, lines: Sequence[Case], ways: Mapping[How, dict[str, Any]]) -> None:
+def _legend(picture: Any, lines: Sequence[Case], ways: Collection[How]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
@@ -118,7 +110,7 @@ def _legend(picture: Any, lines: Sequence[Case], ways: Mapping[How, dict[str, An
     ]
     for how in How:
         if how in ways:
-            style = {key: value for key, value in ways[how].items() if key != "capsize"}
+            style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
             handles.append(Line2D([], [], color="#555555", label=how.value, **style))
     widest = _HANDLE_INCHES + _LETTER_INCHES * max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), 6, int(picture.get_figwidth() / widest)))

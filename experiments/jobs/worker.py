@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from ...partition.strict import parse_object, read_text
 from ...schedules.user_code import check_call, load
 from ..launcher import report_to_launcher
 from .case import Case
 from .figure import Figure
-from .job import Assignment
 
 WorkFunction = Callable[[Case, int], Iterable[Figure]]
 _TIMEOUT = timedelta(seconds=300)
@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.watch:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-    assignment = Assignment.read(options.folder)
     if not options.ranks:
-        run_cases(assignment, options.folder / "figures.jsonl")
+        _run_cases(options.folder, options.folder / "figures.jsonl")
         return
     import torch
     import torch.distributed as dist
@@ -44,26 +43,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with report_to_launcher():
         dist.init_process_group("gloo", timeout=_TIMEOUT)
-        run_cases(assignment, options.folder / "figures.jsonl" if dist.get_rank() == 0 else None)
+        _run_cases(options.folder, options.folder / "figures.jsonl" if dist.get_rank() == 0 else None)
         dist.barrier()  # all figures are out
     sys.stdout.flush()
     # Not through the interpreter's end: there torch aborts one process in some thirty, and a job of many ranks with it.
     os._exit(0)
 
 
-def run_cases(assignment: Assignment, path: Path | None) -> None:
-    """Run all cases; their figures go to the file, a line each. None: another rank writes them, and talks."""
-    work: WorkFunction = load("work", assignment.work)
-    check_call("work", assignment.work, work, num_arguments=2)
+def _run_cases(folder: Path, path: Path | None) -> None:
+    """Run all cases of a job; their figures go to the file, a line each. None: another rank writes them, and talks."""
+    record = parse_object(read_text(folder / "job.json"), source=str(folder / "job.json"))
+    name, repetitions = record.text("work"), record.count("repetitions")
+    work: WorkFunction = load("work", name)
+    check_call("work", name, work, num_arguments=2)
     with Path(path or os.devnull).open("w", encoding="utf-8") as file:
-        for case in assignment.cases:
+        for case in (Case.of(values) for values in record.items("cases") if isinstance(values, dict)):
             began = time.perf_counter()
-            found = work(case, assignment.repetitions)
+            found = work(case, repetitions)
             if not isinstance(found, Iterable):
-                raise TypeError(f"{assignment.work} gave {found!r}: expected Figures, as by `yield Figure(...)`")
+                raise TypeError(f"{name} gave {found!r}: expected Figures, as by `yield Figure(...)`")
             for figure in found:
                 if not isinstance(figure, Figure):
-                    raise TypeError(f"{assignment.work} gave {figure!r}: expected a Figure")
+                    raise TypeError(f"{name} gave {figure!r}: expected a Figure")
                 file.write(f"{figure.to_json()}\n")
             file.flush()
             if path is not None:

@@ -7,8 +7,7 @@ to 60 sequences. The paper plots the rates and does not print them, so none is p
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -91,24 +90,3 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
             pipe.close()
     gains = ratios(times["1f1b"], times["interleaved"])
     yield from repeated(gains, case=case, name=_GAIN, unit="ratio", how=How.EMULATED)
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """Who wins at the smallest and at the largest batch."""
-    gains: dict[tuple[How, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for figure in figures:
-        if figure.name == _GAIN:
-            what = "sleeping stages"
-            if "sent" in figure.case:
-                messages = {"beside": "beside compute", "waited": "waited for"}[figure.case.text("messages")]
-                what = f"175 billion parameters, activations in {figure.case.text('sent')}, {messages}"
-            size = figure.case.number("batch" if "batch" in figure.case else "microbatches")
-            gains[figure.how, what][size].append(figure.value)
-    said = []
-    for (how, what), by_size in gains.items():
-        first, last = (median(by_size[size]) for size in (min(by_size), max(by_size)))
-        said.append(
-            f"{how.value.capitalize()}, {what}: interleaved is {first:.3f} times as fast as 1F1B at a batch of "
-            f"{min(by_size):g}, {last:.3f} times at {max(by_size):g}."
-        )
-    return said

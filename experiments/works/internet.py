@@ -284,16 +284,3 @@ def _sum_seconds(ranks: Sequence[int], where: Sequence[Region], held: float) -> 
         part = held * NODE / least / count / slowest
         across = 2 * (count - 1) * (max(a.latency(b) for a, b in pairwise((*ring, ring[0]))) + part)
     return inside + across
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """Speed that the best plan keeps, by devices."""
-    kept = [figure for figure in figures if figure.name == "speed kept"]
-    said = []
-    for devices in sorted({figure.case.count("devices") for figure in kept}):
-        best = max((f for f in kept if f.case.count("devices") == devices), key=lambda figure: figure.value)
-        said.append(
-            f"{devices:,} devices: the best plan loses {1 - best.value:.0%} to the same devices in one data centre "
-            f"(simulated); it uses {best.case.count('regions')} of {len(REGIONS)} regions ({best.note})."
-        )
-    return said

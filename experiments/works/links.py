@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from statistics import median
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..jobs.case import Case, wanted
@@ -65,23 +63,6 @@ def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
             yield Figure(
                 case=link, name=BANDWIDTH, value=8e-9 * bandwidth, unit="Gbit/s", how=how, repetition=repetition
             )
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """How near the links come to what was asked for."""
-    found: dict[str, dict[Case, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for figure in figures:
-        if figure.unit == "ratio":
-            found[figure.name][figure.case].append(figure.value)
-    said = []
-    for name, by_case in found.items():
-        medians = {case: median(values) for case, values in by_case.items()}
-        worst = max(sorted(medians, key=str), key=lambda case: abs(medians[case] - 1))
-        said.append(
-            f"{name.capitalize()}: {min(medians.values()):.3f} to {max(medians.values()):.3f} over {len(medians)} "
-            f"links (medians); farthest from 1: {worst}."
-        )
-    return said
 
 
 def _asked(figure: Figure) -> float | None:

@@ -106,23 +106,3 @@ def fixed_values(problems: Sequence[Problem]) -> dict[str, list[float]]:
                 if evaluator.fits(here):
                     values[f"{name}, {way}"].append(evaluator.value(here))
     return {name: each for name, each in values.items() if len(each) == len(problems)}
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """Gains of batches, by sigma, and over which fixed order."""
-    said = []
-    gains = [each for each in figures if each.name == "gain"]
-    for sigma in dict.fromkeys(each.case.number("sigma") for each in gains):
-        some = [each for each in gains if each.case.number("sigma") == sigma]
-        plain = [each for each in figures if each.name == "gain, as they come" and each.case.number("sigma") == sigma]
-        said.append(
-            f"sigma {sigma:g}: batches are faster by {_range(some)} (medians of {_BATCHES} batches; "
-            f"{', '.join(dict.fromkeys(each.note for each in some))}), by {_range(plain)} where fixed orders take "
-            f"microbatches as they come."
-        )
-    return said
-
-
-def _range(figures: Sequence[Figure]) -> str:
-    values = sorted({f"{each.value:.1%}": each.value for each in figures}.items(), key=lambda item: item[1])
-    return values[0][0] if len(values) == 1 else f"{values[0][0]} to {values[-1][0]}"

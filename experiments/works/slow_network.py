@@ -9,10 +9,8 @@ planner gets what was measured, and all ways then take turns.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...partition import Cluster, Node, Plan, Profile, plan
@@ -281,26 +279,3 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     import torch
 
     return torch.optim.SGD(parameters, lr=1e-6)
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """Whether the planner's choice is the fastest of those that keep the weights' semantics, case by case."""
-    took: dict[Case, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    notes: dict[tuple[Case, str], str] = {}
-    keys = ("nodes", "bandwidth")
-    for figure in figures:
-        if figure.name == _BATCH and figure.how is not How.SIMULATED:
-            way = figure.case.text("way")
-            took[figure.case.only(keys)][way].append(figure.value)
-            notes[figure.case.only(keys), way] = figure.note
-    said = []
-    for case, ways in took.items():
-        seconds = {way: median(values) for way, values in ways.items()}
-        others = {way: each for way, each in seconds.items() if not way.startswith(_PLANNER)}
-        best = min(others, key=others.__getitem__)
-        ratio = others[best] / seconds[_PLANNER]
-        said.append(
-            f"{case}: the planner's choice ({notes[case, _PLANNER]}) takes {seconds[_PLANNER]:.2f} s a batch, the best "
-            f"of the others ({best}) {others[best]:.2f} s: {ratio:.2f} times as long."
-        )
-    return said

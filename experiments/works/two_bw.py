@@ -7,10 +7,8 @@ not. Model and devices are this experiment's own: a GPT of 1.3 billion parameter
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from statistics import median
 
 from ...partition import Cluster, Plan, plan
 from ...partition.formulas.device_model import DeviceModel
@@ -129,21 +127,3 @@ def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
     dist.all_gather_object(peaks, meter.peak())
     side.pipe.close()
     yield Figure(case=case, name="memory of a rank", value=max(peaks), unit="bytes", how=How.MEASURED)
-
-
-def findings(figures: Sequence[Figure]) -> list[str]:
-    """Gain of 2bw where batches are small and large."""
-    gains: dict[tuple[How, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for figure in figures:
-        if figure.name == _GAIN and figure.case.get("schedule") == "2bw":
-            key = "batch" if "batch" in figure.case else "microbatches"
-            what = "a GPT on eight V100s" if key == "batch" else "sleeping stages on four ranks"
-            gains[figure.how, what][figure.case.number(key)].append(figure.value)
-    said = []
-    for (how, what), by_size in gains.items():
-        first, last = (median(by_size[size]) for size in (min(by_size), max(by_size)))
-        said.append(
-            f"{how.value.capitalize()}, {what}: 2bw has {first:.2f} times the throughput of 1F1B at the smallest batch "
-            f"({min(by_size):g}), {last:.2f} times at the largest ({max(by_size):g})."
-        )
-    return said

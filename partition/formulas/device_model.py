@@ -230,5 +230,5 @@ PRESETS = (
 """SXM modules, 16-bit matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021),
 H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to Megatron-LM's Table 1, thus to
 the A100 80 GB; for the others it is an assumption, and a fit takes measurements. DGX-A100 is all that vTrain's 55
-trainings show of A100 80 GB in nodes of eight with four network cards (`stagewright experiment run vtrain`): a device
-to begin a fit of others' measurements with."""
+trainings show of A100 80 GB in nodes of eight with four network cards (docs/planning.md): a device to begin a fit of
+others' measurements with."""

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.inside import Case, Declaration, catalog, grid, jobs_of, latency, load, main, select
+from support.inside import (
+    Case,
+    Declaration,
+    catalog_names,
+    find_declaration,
+    grid,
+    jobs_of,
+    latency,
+    load,
+    main,
+    select,
+)
 from support.inside import JobChanges as Changes
 from support.inside import quantities_bandwidth as bandwidth
 
@@ -131,7 +142,7 @@ def test_what_is_refused(tmp_path: Path, old: str, new: str, message: str) -> No
 
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.toml: No such file or directory: expected the declaration"):
-        catalog.find(str(tmp_path / "none.toml"))
+        find_declaration(str(tmp_path / "none.toml"))
 
 
 def test_a_grid_runs_fastest_over_its_last_key() -> None:
@@ -169,9 +180,9 @@ def test_latencies() -> None:
         latency("--latency", "1")
 
 
-@pytest.mark.parametrize("name", catalog.names())
+@pytest.mark.parametrize("name", catalog_names())
 def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
-    found = catalog.find(name)
+    found = find_declaration(name)
     assert jobs_of(found)
     for part in found.parts:
         assert callable(load("work", part.work))
@@ -211,4 +222,4 @@ def test_a_users_mistake(
 def test_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "list"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in catalog.names())
+    assert all(name in out for name in catalog_names())

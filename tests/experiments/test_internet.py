@@ -4,8 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from support.inside import GIGABIT, REGIONS, Case, How, internet
-from support.inside import JobsFigureFigure as Figure
+from support.inside import GIGABIT, REGIONS, Case, internet
 
 
 def test_the_world_is_as_wide_as_the_issue_says():
@@ -47,14 +46,3 @@ def test_regions_are_put_where_messages_travel_least():
 def test_a_case_that_cannot_be_is_named():
     with pytest.raises(ValueError, match="devices of 64, 256, 1024, 4096 and 2 to 8 regions"):
         list(internet.plan_and_simulate(Case.of({"devices": 63, "regions": 2, "schedules": "flush"}), 1))
-
-
-def test_findings_name_the_best_of_each_size():
-    def kept(devices: int, regions: int, value: float) -> Figure:
-        case = Case.of({"devices": devices, "schedules": "flush", "regions": regions})
-        return Figure(case=case, name="speed kept", value=value, unit="fraction", how=How.SIMULATED, note="1f1b")
-
-    said = internet.findings([kept(64, 8, 0.1), kept(64, 2, 0.3), kept(256, 4, 0.5)])
-    assert said[0].startswith("64 devices: the best plan loses 70%")
-    assert "2 of 8 regions" in said[0]
-    assert said[1].startswith("256 devices: the best plan loses 50%")

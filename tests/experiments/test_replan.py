@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from support.inside import Case, How, replan
-from support.inside import JobsFigureFigure as Figure
+from support.inside import Case, replan
 
 
 def test_a_batch_gains_over_the_best_order_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,16 +25,3 @@ def test_fixed_orders_that_fit_every_batch() -> None:
     assert {"1f1b, as they come", "zb-h1, shortest first", "synthesised, longest first"} <= set(found)
     assert not any(name.startswith("gpipe") for name in found)  # holds six where three of the longest fit
     assert all(len(values) == 2 for values in found.values())
-
-
-def test_findings_by_sigma() -> None:
-    def figure(name: str, ranks: int, value: float) -> Figure:
-        case = Case.of({"ranks": ranks, "sigma": 0.5})
-        return Figure(case=case, name=name, value=value, unit="fraction", how=How.SIMULATED, note="over 1f1b")
-
-    figures = [figure(name, ranks, ranks / 100) for name in ("gain", "gain, as they come") for ranks in (4, 8)]
-    assert replan.findings(figures) == [
-        "sigma 0.5: batches are faster by 4.0% to 8.0% (medians of 24 batches; over 1f1b), by 4.0% to 8.0% where fixed "
-        "orders take microbatches as they come."
-    ]
-    assert replan.findings([]) == []

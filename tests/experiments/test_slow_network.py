@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-from support.inside import Case, How, slow_network
-from support.inside import JobsFigureFigure as Figure
+from support.inside import slow_network
 
 from stagewright.partition import Cluster, Plan
 
@@ -39,14 +38,3 @@ def test_a_unit_sleeps_and_has_real_gradients():
     assert time.perf_counter() - began >= 0.06  # two samples: 20 ms forward, 40 ms backward
     assert unit.weight.grad.shape == (20,)
     assert x.grad.shape == x.shape
-
-
-def test_findings_compare_the_planner_with_the_best_of_the_others():
-    def took(way: str, seconds: float) -> Figure:
-        case = Case.of({"nodes": 2, "bandwidth": "1gbit", "way": way})
-        return Figure(case=case, name="batch", value=seconds, unit="s", how=How.EMULATED, note="1f1b")
-
-    (said,) = slow_network.findings(
-        [took("pipeline", 2.0), took("data parallel", 3.0), took("planner", 1.0), took("planner, 2bw", 0.5)]
-    )
-    assert "takes 1.00 s a batch, the best of the others (pipeline) 2.00 s: 2.00 times as long" in said

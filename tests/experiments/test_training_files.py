@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.inside import DeviceModel, estimated, read_trainings, vtrain
+from support.inside import DeviceModel, estimated, read_trainings
 
 HEADER = (
     "Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
     "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
 )
+ALONE = "3.6,64,512,8,3072,32,30,2048,1,64,1,3566.5"
+STAGES = "175,512,1536,6,12288,96,96,2048,8,2,32,62636.8"
 LINE = "3.6,64,512,8,3072,32,30,2048,2,32,1,3975.2"
 
 
@@ -40,14 +42,17 @@ def test_files_that_are_none_are_refused(text: str, message: str, tmp_path: Path
     assert str(error.value).count("rows.csv") == 1
 
 
-def test_a_file_of_trainings() -> None:
-    first, *_, last = vtrain.trainings()
+def test_a_file_of_trainings(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER}\n{ALONE}\n{STAGES}\n", encoding="utf-8")
+    first, last = read_trainings(path, network=12.5e9)
     assert (first.seconds, first.num_microbatches, first.cluster.num_devices) == (3.5665, 1, 64)
     assert (last.hidden, last.pipeline, last.num_microbatches, last.seconds) == (12288, 32, 128, 62.6368)
     assert first.cluster.levels[1].bandwidth == 12.5e9
-    for training_, waits in ((first, False), (last, True)):  # one stage sends nothing
-        apart = replace(training_, sends_wait=False)
-        assert (estimated(apart, vtrain.typical()) < estimated(training_, vtrain.typical())) is waits
+    device = DeviceModel.preset("DGX-A100")
+    for training, waits in ((first, False), (last, True)):  # one stage sends nothing
+        apart = replace(training, sends_wait=False)
+        assert (estimated(apart, device) < estimated(training, device)) is waits
 
 
 def test_a_file_with_a_byte_order_mark_and_the_number_of_gpus_in_front(tmp_path: Path) -> None:
@@ -66,7 +71,7 @@ def test_a_file_with_a_byte_order_mark_and_the_number_of_gpus_in_front(tmp_path:
 
 
 def test_a_device_as_a_file(tmp_path: Path) -> None:
-    device = vtrain.typical()
+    device = replace(DeviceModel.preset("DGX-A100"), memory_efficiency=0.75, kernel_seconds=1e-4)
     path = tmp_path / "a100.json"
     path.write_text(device.to_json(), encoding="utf-8")
     assert DeviceModel.load(path) == device
@@ -96,11 +101,3 @@ def test_a_device_as_a_file(tmp_path: Path) -> None:
         assert old in device.to_json()
         with pytest.raises(ValueError, match=f"a100.json.*{message}"):
             DeviceModel.load(path)
-
-
-def test_a_file_of_trainings_that_is_not_there() -> None:
-    expected = (
-        r"trainings=no.csv: No such file.*: expected a CSV file with vTrain's columns, as in --set trainings=FILE"
-    )
-    with pytest.raises(ValueError, match=expected):
-        vtrain.trainings("no.csv")
