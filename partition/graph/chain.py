@@ -181,11 +181,15 @@ def given_units(stage: nn.Module) -> dict[str, nn.Module]:
 def _chain_cut(
     pieces: Sequence[_ChainPiece], units_of: Callable[[nn.Module], Sequence[nn.Module]], together: Together
 ) -> Cut:
+    def same(arguments: Arguments) -> Cut:
+        return _chain_cut(pieces, units_of, together)
+
     return Cut(
         pieces=tuple(pieces),
         output_form=None,
-        evaluation=lambda arguments: _chain_cut(pieces, units_of, together),
+        evaluation=same,
         entering=lambda model, enter: _enter_in_order(units_of(model), enter),
+        again=same,
         together=together,
     )
 

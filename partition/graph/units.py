@@ -192,7 +192,7 @@ class Cut:
         output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
         evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
         entering: within, a copy of the whole model, called once, tells of its units as the stages do.
-        again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
+        again: makes the same cut for arguments of other shapes.
         together: units of which the second takes what the first hands on past its arguments.
         left: where the model has left tensors beside its output, which stages may not do.
         guards: of what the pieces have taken from the model as it stood: where it is another, they are made again.
@@ -203,7 +203,7 @@ class Cut:
     output_form: Form | None
     evaluation: Callable[[Arguments], Cut]
     entering: Entering
-    again: Callable[[Arguments], Cut] | None = None
+    again: Callable[[Arguments], Cut]
     together: Together = ()
     left: Places = field(default_factory=list)
     guards: Guards | None = None

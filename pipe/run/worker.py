@@ -4,7 +4,7 @@ The inbox holds what arrived (or was made by another stage of this rank), the ou
 
     F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
     B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
-    I(s, k): the same with stage.input_grad, which puts gradients of weights aside for W(s, k): stage.weight_grad
+    I(s, k): the same with is_half, which puts gradients of weights aside for W(s, k): stage.weight_grad
 
 Consumers on the same ranks have one message, or entry: it stays until the last of them has taken it, and their
 gradients are added up before they leave. A gradient that does not exist is None.
@@ -285,6 +285,7 @@ class TrainingWorker(Worker):
                 inputs, wants_grad = self._inputs(s, index, part), self._ports[s].wants_grad
                 if batch.wants_grad:
                     wants_grad = tuple(w or x.requires_grad for w, x in zip(wants_grad, inputs, strict=True))
+                is_split = s in self._split and Action(s, Op.I, index) not in self._fused
                 with batch.autocast.again(), slices:  # a drain runs behind the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
@@ -293,8 +294,7 @@ class TrainingWorker(Worker):
                         wants_grad,
                         part.target,
                         version=self._updates.version(s, index),
-                        is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
-                        has_backward=self._trains(s),
+                        backwards=(2 if is_split else 1) if self._trains(s) else 0,
                         moves=(s, index) in self._moves,
                     )
                 if loss is not None:
@@ -302,14 +302,19 @@ class TrainingWorker(Worker):
                 else:
                     self._hand_on(s, index, outputs, specs)
             else:
-                stage = self._stages[s]
-                run = stage.input_grad if op is Op.I and action not in self._fused else stage.backward
                 gradients = self._output_gradients(s, index, len(specs))
                 group = index // batch.group_size
                 graded = (True,) if s == self._last else self._ports[s].graded
                 slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
                 with batch.autocast.off(), slices:
-                    by_input = run(index, gradients, graded, group=group, autocast=batch.autocast)
+                    by_input = self._stages[s].backward(
+                        index,
+                        gradients,
+                        graded,
+                        autocast=batch.autocast,
+                        group=group,
+                        is_half=op is Op.I and action not in self._fused,
+                    )
                 self._hand_back(s, index, by_input, part.inferred.certain[s])
                 for (number, slot), gradient in zip(self._ports[s].inputs, by_input, strict=True):
                     if number == MODEL_INPUT and gradient is not None:

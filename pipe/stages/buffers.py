@@ -13,7 +13,7 @@ SMALL = 1 << 16  # [bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BufferBefore:
     """A buffer of a module, as it was before a forward."""
 
     module: nn.Module
@@ -30,7 +30,7 @@ class _Place:
         return self.copy is not now and not torch.equal(now, self.copy)
 
 
-Snapshot = Sequence[_Place]
+Snapshot = Sequence[_BufferBefore]
 
 
 class MovingBuffers:
@@ -59,7 +59,7 @@ class MovingBuffers:
                 if copy is None:
                     is_still = buffer.nbytes > SMALL and self._large.get((module, name)) is False
                     copy = copies[id(buffer)] = buffer if is_still else buffer.detach().clone()
-                places.append(_Place(module, name, buffer, buffer._version, copy))
+                places.append(_BufferBefore(module, name, buffer, buffer._version, copy))
         return places
 
     def after_forward(self, before: Snapshot) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Which gradients exist: what the loss does not depend on gets none in one process, and none here.
+"""Gradients by the graphs of shape inference: what the loss does not depend on gets none in one process, and none here.
 
     certain   a path of torch's own operations leads from the loss to the input: its gradient always comes
     flagged   all others (an output that a loss may ignore, code that reads values or draws numbers, autograd functions
@@ -9,12 +9,13 @@ A flag is read on the host, for which a CUDA device has to be waited for: theref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ...comm import TensorSpec
+from ...partition.graph.fakes import original_of
 from ...partition.graph.forms import Tensors
 from ...partition.graph.units import ValueRef
 
@@ -115,3 +116,34 @@ def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
         return message
     flags, *whole = message
     return tuple(gradient if flag else None for flag, gradient in zip(flags.tolist(), whole, strict=True))
+
+
+def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
+    """Description of what some outputs were computed with in float16; None: no gradient is in float16 on the way back.
+
+    Arguments:
+        outputs: with their graph, of fake tensors.
+        names: of the model's parameters, by id.
+    """
+    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if any(spec.dtype is torch.float16 for spec in getattr(node, "_input_metadata", ())):
+            return _near(node, names)
+        fresh = [ahead for ahead, _ in node.next_functions if ahead is not None and ahead not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return None
+
+
+def _near(node: Any, names: Mapping[int, str]) -> str:
+    """The parameter next to an operation, or else the operation."""
+    pending = [node]
+    for each in pending:  # grows
+        variable = getattr(each, "variable", None)
+        name = names.get(id(original_of(variable))) if variable is not None else None
+        if name is not None:
+            return f"with parameter {name!r}"
+        pending += [ahead for ahead, _ in each.next_functions if ahead is not None and ahead not in pending]
+    return f"in an operation without parameters ({node.name().removesuffix('0').removesuffix('Backward')})"

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from ...comm import TensorSpec
 from ...partition.graph.fakes import stand_ins, strict_fake_mode
-from ...partition.graph.first_run import first_run, fresh_leaves, run_and_watch, take
+from ...partition.graph.first_run import first_run, fresh_leaves, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.made_up import wanting_gradient
 from ...partition.graph.memory import memory_of
@@ -28,13 +28,9 @@ from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import Places, untouched
 from .autocast import Autocast
-from .float16 import float16_gradients
-from .presence import StageRun, certain_gradients
+from .presence import StageRun, certain_gradients, float16_gradients
 from .randomness import Seeder
 from .wiring import OutputSpecs
-
-_RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], StageRun]
-
 
 LossSlot = Callable[[Form], int | None]
 _MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
@@ -114,15 +110,6 @@ class Inferred:
     left: Places
 
 
-class _Walk(NamedTuple):
-    """Results of all stages on fake tensors; see Inferred."""
-
-    specs: OutputSpecs
-    certain: Sequence[Sequence[bool]]
-    float16: str | None
-    left: Places
-
-
 class _Known(NamedTuple):
     """Stages, and what must be as it was when they were made."""
 
@@ -169,7 +156,7 @@ class InferredStages:
         self._loss_slot = loss_slot
         self._loss_fn = loss_fn
         self._form = example.form
-        self.example = self._first_walk(cut, example)
+        self.example = self._walk(cut, example)
         # What a module that runs as it is does, and draws, may change when these do.
         modules = {m: None for stage in self.stages for m in stage.module.modules()}
         self._modes = tuple(modules) if training else ()
@@ -216,12 +203,8 @@ class InferredStages:
         return made.inferred
 
     def _inferred(self, inputs: Signature) -> _Known:
-        if self._cut.again is None:
-            walk = self._walk(inputs, len(self.stages), self._run_again, lambda: self.output_form)
-            inferred = replace(self.example, specs=walk.specs, certain=walk.certain, float16=walk.float16)
-            return _Known(None, inferred)
         cut = self._cut.again(inputs.shapes_alone())
-        found = self._first_walk(cut, inputs)
+        found = self._walk(cut, inputs)
         for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
             _refuse_other_flow(index, mine, other, inputs)
         if found.output_form != self.output_form:
@@ -230,37 +213,6 @@ class InferredStages:
                 f"was built with (_: a tensor): expected the same form for every batch"
             )
         return _Known(cut.guards, found)
-
-    def _first_walk(self, cut: Cut, inputs: Signature) -> Inferred:
-        """The stages of a cut, and what they return."""
-        stages: list[StageModule] = []
-        writes: list[frozenset[int]] = []
-
-        def run_first(index: int, flat: Sequence[torch.Tensor], results: Sequence[Tensors]) -> StageRun:
-            before = stages[-1] if stages else None
-            linked = cut.pieces[index].link(before, index=index, inputs=inputs.form)
-            arguments = fresh_leaves(take(linked.inputs, flat, results))
-            with _explained(index, arguments), stand_ins(linked.module, self._device) as written:
-                stage, outputs, changed = first_run(cut.pieces[index], linked, arguments)
-            stages.append(stage)
-            writes.append(frozenset(written))
-            _refuse_shared_memory(stage, index, arguments, changed)
-            run = self._whatever_was_drawn(stage, arguments, outputs)
-            if index < len(cut.pieces) - 1:
-                _refuse_sparse(stage, run.outputs)
-            return run
-
-        walk = self._walk(inputs, len(cut.pieces), run_first, lambda: cut.form_of_output(stages[-1]))
-        return Inferred(
-            stages=tuple(stages),
-            specs=walk.specs,
-            certain=walk.certain,
-            float16=walk.float16,
-            written_buffers=tuple(writes),
-            output_form=cut.form_of_output(stages[-1]),
-            digest=cut.digest,
-            left=walk.left,
-        )
 
     def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
         """By output of the last stage, the dimensions whose size follows that of the batch.
@@ -295,56 +247,52 @@ class InferredStages:
         inputs = inputs if self._training else inputs._replace(wants_grad=())
         return inputs, autocast, *(m.training for m in self._modes)
 
-    def _walk(self, inputs: Signature, num_stages: int, run: _RunStage, output_form: Callable[[], Form]) -> _Walk:
-        """Walk over the stages with fake tensors.
-
-        Arguments:
-            output_form: of the model, once all stages ran.
-        """
-        mode = strict_fake_mode()
+    def _walk(self, cut: Cut, inputs: Signature) -> Inferred:
+        """The stages of a cut, and what they return for fake tensors."""
         grad = torch.enable_grad() if self._training else torch.no_grad()
+        stages: list[StageModule] = []
         runs: list[StageRun] = []
-        modules = () if self._training else (self._root,)
+        written_buffers: list[frozenset[int]] = []
         left: Places = []
         with (
             untouched(self._root, self._loss_fn, device=self._device, buffers=False) as kept,
-            evaluating(*modules),
-            mode,
+            evaluating(*(() if self._training else (self._root,))),
+            strict_fake_mode(),
             grad,
             self._seeder.watch(),
         ):
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for x, wants in zip(flat, inputs.wants_grad, strict=False):
                 x.requires_grad_(wants and self._training)
-            for index in range(num_stages):
-                left = kept.new_tensors() if index == num_stages - 1 else []
-                runs.append(run(index, flat, [one.outputs for one in runs]))
+            for index, piece in enumerate(cut.pieces):
+                is_last = index == len(cut.pieces) - 1
+                left = kept.new_tensors() if is_last else []
+                linked = piece.link(stages[-1] if stages else None, index=index, inputs=inputs.form)
+                arguments = fresh_leaves(take(linked.inputs, flat, [run.outputs for run in runs]))
+                with _explained(index, arguments), stand_ins(linked.module, self._device) as written:
+                    stage, outputs, changed = first_run(piece, linked, arguments)
+                _refuse_shared_memory(stage, index, arguments, changed)
+                stages.append(stage)
+                runs.append(self._whatever_was_drawn(stage, arguments, outputs))
+                written_buffers.append(frozenset(written))
+                if not is_last:
+                    _refuse_sparse(stage, runs[-1].outputs)
             made = {(id(held), key) for held, key in kept.new_tensors()}
-            left += [(held, key) for held, key in self._cut.left if (id(held), key) not in made]
-        loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form())
-        specs = tuple(tuple(map(TensorSpec.of, one.outputs)) for one in runs)
+            left += [(held, key) for held, key in cut.left if (id(held), key) not in made]
+        output_form = cut.form_of_output(stages[-1])
+        loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form)
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
-        places = [float16_gradients(one.outputs, names) for one in runs]
-        return _Walk(
-            specs=specs,
+        places = [float16_gradients(run.outputs, names) for run in runs]
+        return Inferred(
+            stages=tuple(stages),
+            specs=tuple(tuple(map(TensorSpec.of, run.outputs)) for run in runs),
             certain=certain_gradients(runs, loss_slot=loss_slot),
             float16=next((f"stage {index} computes {at}" for index, at in enumerate(places) if at is not None), None),
+            written_buffers=tuple(written_buffers),
+            output_form=output_form,
+            digest=cut.digest,
             left=left,
         )
-
-    def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> StageRun:
-        stage = self.stages[index]
-        arguments = fresh_leaves(take(stage.inputs, inputs, results))
-        with _explained(index, arguments), stand_ins(stage.module, self._device):
-            value, changed = run_and_watch(stage.module, arguments)
-            outputs = stage.flatten(value)
-        _refuse_shared_memory(stage, index, arguments, changed)
-        if changed and not stage.clone_inputs:
-            raise ValueError(
-                f"stage {index} ({stage.name}) changes an input of {_shapes(arguments)} in place, and did not for the "
-                f"inputs that the model was built with: expected a forward that does so always or never (inplace=False)"
-            )
-        return self._whatever_was_drawn(stage, arguments, outputs)
 
     def _whatever_was_drawn(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> StageRun:
         """Where numbers decide what runs, as in LayerDrop, every output may want a gradient, though not in this run."""
@@ -361,7 +309,8 @@ def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, input
         raise ValueError(
             f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "
             f"{len(other.inputs)} values and returns {other.num_outputs}, and took {len(stage.inputs)} and returned "
-            f"{stage.num_outputs} when the stages were built: expected the same values to flow from stage to stage"
+            f"{stage.num_outputs} when the stages were built: expected the same values to flow from stage to stage; "
+            f"join what varies into one tensor, or let stages end elsewhere (split_points=)"
         )
 
 

@@ -2,7 +2,7 @@
 
     forward(k):  inputs -> leaves -> module -> outputs (detached copies travel on; the graph stays here)
     backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back), and of the weights
-                 or in two halves: input_grad(k) the former, weight_grad(k) the latter
+                 or in two halves: backward(k, is_half=True) the former, weight_grad(k) the latter
 
 The last stage computes the loss inside its forward. Under recompute="full" a forward keeps its inputs only, and the
 backward runs it again with the same random numbers and the same buffers; what runs again of a forward that keeps its
@@ -11,6 +11,8 @@ graph is up to `reruns`.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,10 +27,8 @@ from ...partition.graph.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
 from .compiled import Compiled
-from .halves import Halves
 from .moving import Activations, tensors_of
-from .rerun_inputs import KeptInputs
-from .reruns import Reruns, no_checkpoints_inside
+from .reruns import KeptInputs, Reruns, no_checkpoints_inside
 from .weights import WeightVersions
 
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
@@ -36,6 +36,7 @@ LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, co
 LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
 
 _NOTHING = nullcontext()
+_SHOWN = 3  # names in a warning
 
 _DECIDES_ALIKE = (
     "Expected a forward that decides by random numbers or values which parameters it uses, not by a counter or an "
@@ -63,7 +64,7 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
-class _Owed:
+class _OwedWeights:
     """Remains of a microbatch between I and W."""
 
     version: int
@@ -105,9 +106,10 @@ class Stage:
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
-        self._owed: dict[int, _Owed] = {}
+        self._owed: dict[int, _OwedWeights] = {}
         self._split = SplitBackward()
-        self._halves = Halves(module, stage=f"stage {index} ({name})")
+        self._looked_at_halves = False
+        self._described = f"stage {index} ({name})"
         self._buffers = MovingBuffers(module)
         self._module = module
 
@@ -120,8 +122,7 @@ class Stage:
         target: object,
         *,
         version: int = 0,
-        is_split: bool = False,
-        has_backward: bool = True,
+        backwards: int = 1,
         moves: bool = False,
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
@@ -132,16 +133,15 @@ class Stage:
             wants_grad: by slot: which inputs want a gradient.
             target: of this microbatch, for the loss on the last stage.
             version: of the weights, where there are several.
-            is_split: whether the backward comes in two halves.
-            has_backward: whether one comes; nothing is kept for it otherwise.
+            backwards: 1; 2: it comes in two halves; 0: none comes, and nothing is kept for it.
             moves: whether its activations leave the rank while they wait, see `moving`.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
         moving = self._kept_apart(key, leaves, target) if moves else None
-        weights = self._weights
-        runs_again = self._runs_again and has_backward
+        weights, is_split = self._weights, backwards == 2
+        runs_again = self._runs_again and backwards > 0
         if weights is not None:
             weights.bind(version)
         self._compiled.begin()
@@ -151,7 +151,7 @@ class Stage:
             targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
             copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
             with (
-                torch.set_grad_enabled(has_backward and not runs_again),
+                torch.set_grad_enabled(backwards > 0 and not runs_again),
                 no_checkpoints_inside() if runs_again else _NOTHING,
                 self._split.forward() if is_split else _NOTHING,
                 moving.saving() if moving is not None else _NOTHING,
@@ -167,7 +167,7 @@ class Stage:
                 weights.release()
         if targets is not None and targets.changed():  # by the loss, which will be computed again
             (target,), _ = targets.with_tensors(copies)
-        if not has_backward:
+        if not backwards:
             return module.detached(outputs), None
         if moving is not None:
             moving.made(() if runs_again else outputs)
@@ -181,7 +181,7 @@ class Stage:
 
     def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
         staying = [*self._module.parameters(), *self._module.buffers(), *tensors_of(target)]
-        name = f"microbatch {key} of stage {self.index} ({self.name})"
+        name = f"microbatch {key} of {self._described}"
         device = next((x.device for x in (*leaves, *staying)), torch.device("cpu"))
         return Activations(name, leaves=leaves, staying=staying, device=device)
 
@@ -208,6 +208,7 @@ class Stage:
         *,
         autocast: Autocast,
         group: int = 0,
+        is_half: bool = False,
     ) -> list[torch.Tensor | None]:
         """Backward of microbatch `key`; parameter gradients add up in `.grad`, or in `weights` by update group.
 
@@ -216,49 +217,14 @@ class Stage:
             wanted: by output slot, whether one may come.
             autocast: that of the forward, for what runs again.
             group: the update group, where there are several.
+            is_half: whether gradients of weights are put aside for `weight_grad`.
 
         Returns the gradient of each input, by slot; None where it wants none, or does not get one.
         """
-        return self._backward(self._live.pop(key), gradients, wanted, autocast=autocast, group=group)
-
-    def input_grad(
-        self,
-        key: int,
-        gradients: Sequence[torch.Tensor | None],
-        wanted: Sequence[bool],
-        *,
-        autocast: Autocast,
-        group: int = 0,
-    ) -> list[torch.Tensor | None]:
-        """The first half of `backward`, of a forward with `is_split`: gradients of weights are put aside."""
-        owed = _Owed(self._live[key].version, group, WeightGradients())
-        by_input = self._backward(
-            self._live.pop(key), gradients, wanted, autocast=autocast, group=group, aside=owed.weights
-        )
-        self._owed[key] = owed
-        return by_input
-
-    def weight_grad(self, key: int) -> None:
-        """The second half: the gradients that `input_grad` put aside add up where those of `backward` do."""
-        owed = self._owed.pop(key)
-        if self._weights is not None:
-            self._weights.begin_backward(owed.version, owed.group)
-        try:
-            owed.weights.add()
-        finally:
-            if self._weights is not None:
-                self._weights.end_backward(owed.version, owed.group)
-
-    def _backward(
-        self,
-        live: _Live,
-        gradients: Sequence[torch.Tensor | None],
-        wanted: Sequence[bool],
-        *,
-        autocast: Autocast,
-        group: int,
-        aside: WeightGradients | None = None,
-    ) -> list[torch.Tensor | None]:
+        live = self._live.pop(key)
+        aside = WeightGradients() if is_half else None
+        if aside is not None:
+            self._owed[key] = _OwedWeights(live.version, group, aside)
         if any(wanted) and all(gradient is None for gradient in gradients):
             return [None] * len(live.leaves)
         if self._weights is not None:
@@ -273,29 +239,41 @@ class Stage:
             if pairs:
                 with self._split.backward(aside) if live.is_split else _NOTHING:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-                if aside is not None:
-                    self._halves.look_at(aside)
+                if aside is not None and not self._looked_at_halves:
+                    self._looked_at_halves = True
+                    _tell_of_small_half(self._module, aside, stage=self._described)
         except RuntimeError as error:
-            self._reruns.refuse_changed_inputs(error, stage=f"stage {self.index} ({self.name})")
+            self._reruns.refuse_changed_inputs(error, stage=self._described)
             raise
         finally:
             if self._weights is not None:
                 self._weights.end_backward(live.version, group)
         return [x.grad for x in live.leaves]
 
+    def weight_grad(self, key: int) -> None:
+        """The gradients that a `backward` with `is_half` put aside add up where those of others do."""
+        owed = self._owed.pop(key)
+        if self._weights is not None:
+            self._weights.begin_backward(owed.version, owed.group)
+        try:
+            owed.weights.add()
+        finally:
+            if self._weights is not None:
+                self._weights.end_backward(owed.version, owed.group)
+
     def _refuse_new_gradients(self, outputs: Tensors, wanted: Sequence[bool]) -> None:
         slot = next((i for i, o in enumerate(outputs) if o.requires_grad and not wanted[i]), None)
         if slot is None:
             return
         raise ValueError(
-            f"output {slot} of stage {self.index} ({self.name}) wants a gradient and did not when the stages were "
+            f"output {slot} of {self._described} wants a gradient and did not when the stages were "
             f"built, so that none comes back for it: what is in front of it would not be trained. {_DECIDES_ALIKE}"
         )
 
     def refuse_lost_gradient(self, slot: int) -> NoReturn:
         """ValueError for a gradient of an input that certainly came when the stages were built, and does not now."""
         raise ValueError(
-            f"input {slot} of stage {self.index} ({self.name}) gets no gradient, and got one when the stages were "
+            f"input {slot} of {self._described} gets no gradient, and got one when the stages were "
             f"built. {_DECIDES_ALIKE}"
         )
 
@@ -328,3 +306,26 @@ class Stage:
                 "from it, without detach(), item() or torch.no_grad()"
             )
         return (loss[0],), loss
+
+
+def _tell_of_small_half(module: nn.Module, weights: WeightGradients, *, stage: str) -> None:
+    """Warn where I made more of the weights' gradients than W will; they are still bound.
+
+    Biases and norms do not count: they take no time.
+    """
+    later = {id(weight) for weight in weights.weights}
+    matrices = {name: p for name, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
+    left = sum(p.numel() for p in matrices.values() if id(p) in later)
+    made = {name: p for name, p in matrices.items() if id(p) not in later and p.grad is not None}
+    if sum(p.numel() for p in made.values()) <= left:
+        return
+    shown = [re.sub(r"^units\.\d+\.", "", name) for name in list(made)[:_SHOWN]]
+    names = ", ".join(map(repr, shown)) + (", ..." if len(made) > _SHOWN else "")
+    warnings.warn(
+        f"the schedule splits the backward of {stage}, but the gradients of {names} come with those of its "
+        f"inputs, in I, so that W has little to do and I takes longer than planned. W takes those of linears, "
+        f"embeddings, convolutions and matrix products whose weight is a parameter itself, without hooks on it, "
+        f"outside of compiled and scripted code. Expected a stage of those, or a schedule with whole backwards, "
+        f"such as schedule='1f1b'",
+        stacklevel=2,
+    )
