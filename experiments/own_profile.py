@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..partition import Profile
 from ..pipe.clipped import clipping
-from ..pipe.parallel.measured import profile_cut
+from ..pipe.parallel.cutting import profile_cut
 from ..pipe.runtime_seconds import measure_runtime_seconds
 from ..schedules.wording import count
 from . import own_task as own

@@ -164,7 +164,7 @@ def measure(options: ProfileOptions) -> Profile:
     import torch
 
     from ...pipe.clipped import clipping
-    from ...pipe.parallel.measured import profile_cut
+    from ...pipe.parallel.cutting import profile_cut
     from ...pipe.runtime_seconds import measure_runtime_seconds
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig

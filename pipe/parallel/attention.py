@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,6 @@ class Heads(Style):
     """
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a MultiheadAttention whose heads the members divide, without added keys and values."""
         if not isinstance(module, nn.MultiheadAttention):
             raise StyleError(f"module {name!r} is {type(module).__name__}: expected a torch.nn.MultiheadAttention")
         if type(module).forward is not nn.MultiheadAttention.forward:
@@ -33,7 +33,6 @@ class Heads(Style):
             raise StyleError(not_divided(name, "heads", module.num_heads, count, count))
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        """Projections by heads."""
         found = {}
         for key, parameter in module.named_parameters():
             blocks = 3 if key.startswith("in_proj") else 1
@@ -44,29 +43,32 @@ class Heads(Style):
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        """The number of heads."""
         assert isinstance(module, nn.MultiheadAttention)
         return {"num_heads": module.num_heads // count}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """MultiheadAttention's with the own heads; see `_attend`."""
         assert isinstance(module, nn.MultiheadAttention)
         return _attend(module, group, *args, **kwargs)
 
 
-def _attend(  # noqa: PLR0917 (torch's order)
+_Asked = namedtuple(  # of a MultiheadAttention, behind query, key and value
+    "_Asked",
+    "key_padding_mask need_weights attn_mask average_attn_weights is_causal",
+    defaults=(None, True, None, True, False),
+)
+
+
+def _attend(
     module: nn.MultiheadAttention,
     group: TensorGroup,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
+    *asked: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As torch.nn.MultiheadAttention.forward: [B, T, D] (or [T, B, D], or [T, D]) and the weights [B, T, S]."""
+    key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal = _Asked(*asked, **named)
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True without attn_mask: expected the mask beside it, as torch asks for")
     entered = {id(x): enter(x, group) for x in (query, key, value)}
@@ -154,7 +156,6 @@ class Experts(Style):
         self.parameters = dict(parameters)
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a module with these parameters, of sizes that the members divide."""
         for key, (dim, blocks) in self.parameters.items():
             parameter = module._parameters.get(key)
             if parameter is None or parameter.dim() < 2:
@@ -166,7 +167,6 @@ class Experts(Style):
             raise StyleError(f"module {name!r}: the plan cuts none of its parameters: expected some, as packed_colwise")
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        """The experts' weights, each divided in itself."""
         return {
             key: Shard.whole(tuple(module.get_parameter(key).shape)).divided(
                 dim, index=index, count=count, blocks=blocks
@@ -175,12 +175,10 @@ class Experts(Style):
         }
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        """The experts' inner size."""
         names = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim")
         return {name: module.__dict__[name] // count for name in names if isinstance(module.__dict__.get(name), int)}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward of the own parts, summed."""
 
         def own(x: Any) -> Any:
             return enter(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,32 +13,22 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from ...partition.graph.forms import Arguments
+from ...partition.profile import Profile
+from ...partition.profiler import profile_model
+from ...partition.profiler.traffic import Traffic
 from .shard import Shard
-from .style import Style, StyleError, cut_module, style_of, uncut
+from .style import Style, StyleError, cut_module, style_of
 from .tensor_group import TensorGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorCut:
-    """A model of which this process holds a part.
-
-    Arguments:
-        shards: of parameters that are divided, by name; all others are whole.
-    """
-
-    model: nn.Module
-    shards: Mapping[str, Shard]
-
-    def undo(self) -> None:
-        """Give the modules back their classes and attributes; the parameters stay as they are."""
-        for module in self.model.modules():
-            uncut(module)
+from .tensor_option import TensorParallelLike, read_tensor_parallel
 
 
 def cut_by_styles(
     model: nn.Module, styles: Mapping[str, ParallelStyle], group: TensorGroup, *, mesh: DeviceMesh | None = None
-) -> TensorCut:
+) -> dict[str, Shard]:
     """Divide the parameters of a model, which all members hold whole and equal, and the work of its forward.
+
+    Returns the shards of those that are divided, by name; `uncut` gives the modules back their classes and attributes.
 
     Parameters stay the same objects and become plain local tensors; under a style of torch's, or of the user's, the
     forward sees them as DTensors.
@@ -56,7 +46,7 @@ def cut_by_styles(
         module = model.get_submodule(name)
         own = style.cut(name, module, group) if isinstance(style, Style) else _foreign(name, module, style, group, mesh)
         shards.update({f"{name}.{key}" if name else key: shard for key, shard in own.items()})
-    return TensorCut(model=model, shards=shards)
+    return shards
 
 
 class AsDTensors(Style):
@@ -72,7 +62,6 @@ class AsDTensors(Style):
         }
 
     def describe(self) -> str:
-        """Torch's name."""
         return type(self._style).__name__
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
@@ -154,3 +143,33 @@ def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
             f"one of stagewright's"
         )
     return shard
+
+
+def profile_cut(
+    model: nn.Module,
+    example_inputs: Sequence[object] | Mapping[str, object] | Arguments,
+    *,
+    tensor: int,
+    tensor_parallel: TensorParallelLike = "auto",
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Profile:
+    """Measure a copy of the model as one of `tensor` ranks holds it; what travels between them is counted, not sent.
+
+    Arguments:
+        tensor: 1: the model itself.
+        tensor_parallel: as PipelineModule takes it.
+        progress: told which module is cut how, and what is being done.
+        options: of `profile_model`.
+
+    Raises ValueError as both do.
+    """
+    if tensor == 1:
+        return profile_model(model, example_inputs, progress=progress, **options)
+    styles = read_tensor_parallel(tensor_parallel, model, count=tensor)
+    if progress is not None:
+        progress(f"one of {tensor} tensor ranks\n{styles.table(model)}")
+    traffic, part = Traffic(), copy.deepcopy(model)
+    group = TensorGroup(None, index=0, count=tensor, on_bytes=traffic.tell)
+    cut_by_styles(part, styles.styles, group)
+    return profile_model(part, example_inputs, tensor=tensor, traffic=traffic, progress=progress, **options)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...comm import Collectives
 from .cutting import cut_by_styles
 from .shard import Shard
-from .style import style_of
+from .style import style_of, uncut
 from .tensor_group import TensorGroup
 
 _COMPARISONS = 2  # update groups whose gradients are compared
@@ -167,11 +167,10 @@ def divide_over_group(
     group = TensorGroup(
         collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=on_region
     )
-    cut = cut_by_styles(root, styles, group, mesh=mesh)
-    shards = cut.shards
+    shards = cut_by_styles(root, styles, group, mesh=mesh)
 
     def undo() -> None:
-        cut.undo()
+        uncut(root)
         for parameter in parameters.values():
             parameter.data = full[id(parameter)]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -37,11 +36,7 @@ _BLOCKS = (1, 3, 2)  # of a fused projection: none, [q | k | v], [gate | up]
 _BATCH, _LENGTH = 2, 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recognised:
-    """Styles of a module and of its children, by name below it ("" is the module itself), which belong together."""
-
-    styles: Mapping[str, ParallelStyle]
+Region = Mapping[str, ParallelStyle]  # of a module ("") and its children, by name below it: they belong together
 
 
 class Recogniser:
@@ -53,9 +48,9 @@ class Recogniser:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._known: dict[object, Recognised | None] = {}
+        self._known: dict[object, Region | None] = {}
 
-    def region(self, module: nn.Module) -> Recognised | None:
+    def region(self, module: nn.Module) -> Region | None:
         """How a module may be cut; None where that is not known."""
         known = _by_class(module)
         if known is not None:
@@ -68,7 +63,7 @@ class Recogniser:
             self._known[key] = self._tried(module, children)
         return self._known[key]
 
-    def _tried(self, module: nn.Module, children: Mapping[str, nn.Module]) -> Recognised | None:
+    def _tried(self, module: nn.Module, children: Mapping[str, nn.Module]) -> Region | None:
         parameter = next(module.parameters())
         if parameter.is_meta:
             return None
@@ -86,28 +81,28 @@ class Recogniser:
                 else:
                     styles.update(found)
                     columns = []
-        return Recognised(styles=styles) if styles else None
+        return styles or None
 
 
-def _by_class(module: nn.Module) -> Recognised | None:
+def _by_class(module: nn.Module) -> Region | None:
     """Regions of classes that are known."""
     forward, name = type(module).forward, type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
-        return Recognised(styles={"": Heads()})
+        return {"": Heads()}
     if forward is nn.TransformerEncoderLayer.forward or forward is nn.TransformerDecoderLayer.forward:
         if not _is_elementwise(module.activation):  # type: ignore[arg-type]
             return None
         styles: dict[str, ParallelStyle] = {"linear1": Column(), "linear2": Row()}
         if forward is nn.TransformerEncoderLayer.forward:  # its short cut reads all weights as whole ones
             styles[""] = Local(fixed={"activation_relu_or_gelu": 0})
-        return Recognised(styles=styles)
+        return styles
     if forward is nn.TransformerEncoder.forward:
-        return Recognised(styles={"": Local(fixed={"use_nested_tensor": False})})
+        return {"": Local(fixed={"use_nested_tensor": False})}
     if name == "GPT2Attention" and type(module).__module__.startswith("transformers."):
         local = Local("num_heads", "split_size", "embed_dim")
         if getattr(module, "is_cross_attention", False):
-            return Recognised(styles={"": local, "q_attn": Column(), "c_attn": Column(blocks=2), "c_proj": Row()})
-        return Recognised(styles={"": local, "c_attn": Column(blocks=3), "c_proj": Row()})
+            return {"": local, "q_attn": Column(), "c_attn": Column(blocks=2), "c_proj": Row()}
+        return {"": local, "c_attn": Column(blocks=3), "c_proj": Row()}
     return None
 
 
@@ -178,7 +173,9 @@ class _Trial:
         outputs = {name: self._random(self._out(name)) for name in columns}
         whole = self._body(outputs, row)
         width = sizes_of(self._children[row])[0]  # type: ignore[index]
-        if whole is None or whole.shape[-1] != width or width % count or self._needs_gradients(whole):
+        if whole is None or whole.shape[-1] != width or width % count:
+            return False
+        if whole.requires_grad:  # the columns' outputs are constants here: x or weights are in the body
             return False
         kept = {key: self._module.__dict__[key] for key in divided}
         try:
@@ -190,10 +187,6 @@ class _Trial:
         finally:
             self._module.__dict__.update(kept)
         return self._goes_nowhere_else(outputs, row)
-
-    def _needs_gradients(self, body: torch.Tensor) -> bool:
-        """Whether x or weights are in the body: the columns' outputs are constants here."""
-        return body.requires_grad
 
     def _goes_nowhere_else(self, outputs: Mapping[str, torch.Tensor], row: str) -> bool:
         fixed = self._random(self._out(row))

@@ -16,14 +16,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .shard import Shard
 from .tensor_group import TensorGroup
 
-_RECORD = "_tensor_parallel"  # attribute of a module that is cut: _Cut
+_RECORD = "_tensor_parallel"  # attribute of a module that is cut: _CutModule
 
 
 class StyleError(ValueError):
     """A module that cannot be cut as a style says."""
 
 
-class _Cut(NamedTuple):
+class _CutModule(NamedTuple):
     """How a module is cut, and what it was before; a tuple, so that equal ones are known for equal."""
 
     group: TensorGroup
@@ -31,7 +31,7 @@ class _Cut(NamedTuple):
     before: type[nn.Module]
     attributes: Mapping[str, Any]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Cut:
+    def __deepcopy__(self, memo: dict[int, object]) -> _CutModule:
         return self  # copies of a module belong to the same group
 
 
@@ -93,7 +93,7 @@ def _cut_class(plain: type[nn.Module]) -> type[nn.Module]:
     """A class derived from a module's whose forward is that of its style."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cut: _Cut = self.__dict__[_RECORD]
+        cut: _CutModule = self.__dict__[_RECORD]
         return cut.style.forward(self, cut.before, cut.group, *args, **kwargs)
 
     return type(
@@ -106,21 +106,22 @@ def cut_module(module: nn.Module, style: Style, group: TensorGroup) -> None:
     changed = style.attributes(module, group.count)
     before = {key: module.__dict__[key] for key in changed}
     module.__dict__.update(changed)
-    module.__dict__[_RECORD] = _Cut(group, style, type(module), before)
+    module.__dict__[_RECORD] = _CutModule(group, style, type(module), before)
     module.__class__ = _cut_class(type(module))  # type: ignore[arg-type]
 
 
-def uncut(module: nn.Module) -> None:
-    """Give a module back its class and attributes; its parameters stay as they are."""
-    cut: _Cut | None = module.__dict__.pop(_RECORD, None)
-    if cut is not None:
-        module.__class__ = cut.before
-        module.__dict__.update(cut.attributes)
+def uncut(root: nn.Module) -> None:
+    """Give modules back their classes and attributes; their parameters stay as they are."""
+    for module in root.modules():
+        cut: _CutModule | None = module.__dict__.pop(_RECORD, None)
+        if cut is not None:
+            module.__class__ = cut.before
+            module.__dict__.update(cut.attributes)
 
 
 def style_of(module: nn.Module) -> Style | None:
     """The style that a module is cut by; None where it is whole."""
-    cut: _Cut | None = module.__dict__.get(_RECORD)
+    cut: _CutModule | None = module.__dict__.get(_RECORD)
     return None if cut is None else cut.style
 
 

@@ -14,7 +14,8 @@ messages).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -59,11 +60,9 @@ class Column(Style):
         self.gather_output = gather_output
 
     def describe(self) -> str:
-        """Column, its blocks, and whether the outputs are gathered."""
         return "column" + (f" x{self.blocks}" if self.blocks > 1 else "") + (", gathered" if self.gather_output else "")
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a Linear, Conv1D or Embedding whose outputs the members divide, block by block."""
         sizes = _sizes(name, module, "column")
         if sizes[1] % (self.blocks * count):
             what = f" in {self.blocks} blocks" if self.blocks > 1 else ""
@@ -74,7 +73,6 @@ class Column(Style):
             raise StyleError(f"module {name!r} has max_norm={module.max_norm}: expected none, for a row is divided")
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        """Weight and bias by outputs."""
         dim = 0 if isinstance(module, nn.Linear) else 1
         found = {"weight": _shard(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
         if module._parameters.get("bias") is not None:
@@ -82,14 +80,12 @@ class Column(Style):
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        """The number of outputs."""
         for name in ("out_features", "nf", "embedding_dim"):
             if name in module.__dict__:
                 return {name: module.__dict__[name] // count}
         return {}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward between `enter` and, if wanted, `gather`."""
         if not isinstance(module, nn.Embedding):
             args, kwargs = _first(args, kwargs, lambda x: enter(x, group))
         whole = self.gather_output or isinstance(module, nn.Embedding)
@@ -111,11 +107,9 @@ class Row(Style):
         self.split_input = split_input
 
     def describe(self) -> str:
-        """Row, and whether the inputs are split."""
         return "row" + (", split" if self.split_input else "")
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a Linear or Conv1D whose inputs the members divide, or any Embedding."""
         sizes = _sizes(name, module, "row")
         if isinstance(module, nn.Embedding):
             if module.max_norm is not None or module.scale_grad_by_freq:
@@ -132,19 +126,16 @@ class Row(Style):
             )
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        """The weight by inputs."""
         dim = 1 if isinstance(module, nn.Linear) else 0
         return {"weight": _shard(module, "weight", dim, index=index, count=count)}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        """The number of inputs."""
         for name in ("in_features", "nx"):
             if name in module.__dict__:
                 return {name: module.__dict__[name] // count}
         return {}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """Products summed over the members, and the bias."""
         if isinstance(module, nn.Embedding):
             return _vocabulary_parallel(module, group, *args, **kwargs)
         if self.split_input:
@@ -170,7 +161,6 @@ class Sequence(Style):
         self.dim = dim
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a module without children that treats each position by itself."""
         batch_norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
         own = list(module.children())
         if own or isinstance(module, batch_norms) or not _is_by_position(module):
@@ -180,9 +170,8 @@ class Sequence(Style):
             )
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward of the own positions."""
         args, kwargs = _first(args, kwargs, lambda x: split(x, group, dim=self.dim))
-        with _SummedGradients(module, group):
+        with _gradients_summed(module, group):
             out = plain.forward(module, *args, **kwargs)
         return gather(out, group, dim=self.dim)
 
@@ -191,12 +180,10 @@ class SummedGradients(Style):
     """A whole module between a column and a row, such as a norm of each head: gradients of its weights are summed."""
 
     def describe(self) -> str:
-        """The style in words."""
         return "whole, gradients summed"
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward, with weights whose gradients are summed."""
-        with _SummedGradients(module, group):
+        with _gradients_summed(module, group):
             return plain.forward(module, *args, **kwargs)
 
 
@@ -214,12 +201,10 @@ class Local(Style):
         self.fixed = fixed
 
     def describe(self) -> str:
-        """Names of the attributes."""
         names = [f"{name}/t" for name in self.divided] + [f"{name}={value}" for name, value in self.fixed.items()]
         return f"local {', '.join(names)}"
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a module with such numbers, which the members divide."""
         for attribute in self.divided:
             value = getattr(module, attribute, None)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -228,8 +213,35 @@ class Local(Style):
                 raise StyleError(not_divided(name, attribute, value, count, count))
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        """The local sizes."""
         return {**{name: module.__dict__[name] // count for name in self.divided}, **self.fixed}
+
+
+class Summed(Style):
+    """A module whose outputs are one summand each: their sum goes on."""
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        return leave(plain.forward(module, *args, **kwargs), group)
+
+
+class SharedKey(Style):
+    """The projection to [latent | rotary key] of latent attention: the key goes to each member's heads as it is.
+
+    Arguments:
+        width: of the rotary key, the last of the outputs.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def describe(self) -> str:
+        return "whole, shared key"
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        """The plain forward; the gradient of the key is the sum of all members'."""
+        out: torch.Tensor = plain.forward(module, *args, **kwargs)
+        latent, key = out[..., : -self.width], out[..., -self.width :]
+        return torch.cat([latent, enter(key, group)], dim=-1)
 
 
 def _sizes(name: str, module: nn.Module, word: str) -> tuple[int, int]:
@@ -256,25 +268,21 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[
     return args, {**kwargs, key: change(kwargs[key])}
 
 
-class _SummedGradients:
+@contextmanager
+def _gradients_summed(module: nn.Module, group: TensorGroup) -> Iterator[None]:
     """Within: the module's own parameters stand for tensors whose gradient is the sum over all members.
 
     An attribute of the instance comes before its parameter of that name; the parameter stays where it is, so that
     weight versions and hooks find it.
     """
-
-    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
-        self._module = module
-        self._group = group
-
-    def __enter__(self) -> None:
-        for name, parameter in self._module._parameters.items():
-            if parameter is not None:
-                self._module.__dict__[name] = enter(parameter, self._group)
-
-    def __exit__(self, *exc: object) -> None:
-        for name in self._module._parameters:
-            self._module.__dict__.pop(name, None)
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    for name in names:
+        module.__dict__[name] = enter(module.get_parameter(name), group)
+    try:
+        yield
+    finally:
+        for name in names:
+            module.__dict__.pop(name, None)
 
 
 def _is_by_position(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ Whatever is cut stands between one of the first or last kind and one of the two 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -99,47 +100,25 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
     return done
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Exchange(torch.autograd.Function):
+    """A change of a tensor, and another one of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.sum(gradients[0]), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return group.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.all(x, dim)
+    def forward(ctx: Any, x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
+        ctx.change_back = change_back
+        return change(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.group.own(gradients[0], ctx.dim), None, None
+        return ctx.change_back(gradients[0]), None, None
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.own(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.group.all(gradients[0], ctx.dim), None, None
+def _exchanged(x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
+    found: torch.Tensor = _Exchange.apply(x, change, change_back)  # type: ignore[no-untyped-call]
+    return found
 
 
 def settled(x: T) -> T:
@@ -150,26 +129,22 @@ def settled(x: T) -> T:
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """`x`, which each member holds; in the backward the sum of what it contributed to on each."""
     group.region(True)
-    found: torch.Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
+    return _exchanged(x, lambda x: x.view_as(x), group.sum)
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """The sum of the members' `x`."""
     group.region(False)
-    found: torch.Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
+    return _exchanged(x, group.sum, lambda gradient: gradient)
 
 
 def gather(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
     """The members' parts put together, for computations that all members do alike."""
     group.region(False)
-    found: torch.Tensor = _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
-    return found
+    return _exchanged(x, partial(group.all, dim=dim), partial(group.own, dim=dim))
 
 
 def split(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
     """The own part of what each member holds."""
     group.region(True)
-    found: torch.Tensor = _Split.apply(x, group, dim)  # type: ignore[no-untyped-call]
-    return found
+    return _exchanged(x, partial(group.own, dim=dim), partial(group.all, dim=dim))

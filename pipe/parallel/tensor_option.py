@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,18 +20,37 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives, MeshPlace
-from ..patterns import match
-from .attention import Heads
-from .published import published_plans, styles_of_plan
-from .recognise import HEADS, Recognised, Recogniser
+from ..patterns import match, matches
+from .attention import Experts, Heads
+from .recognise import HEADS, Recogniser, Region
 from .style import Style, StyleError, not_divided
-from .styles import Column, Local, Row, Sequence, sizes_of
+from .styles import Column, Local, Row, Sequence, SharedKey, Summed, SummedGradients, sizes_of
 
 AUTO = "auto"
 TensorParallelLike = str | Mapping[str, str | ParallelStyle]
 
 _WORDS = ("column", "row", "sequence")
 SENDS = ("auto", "parts", "whole")
+
+# Words of the plans that models of transformers bring along, `config.base_model_tp_plan`.
+_GROUPS = ("moe_tp_experts", "local_params")  # of modules whose own parameters the plan names one by one
+_MODULES = {
+    "colwise": Column,
+    "colwise_rep": lambda: Column(gather_output=True),
+    "colwise_gather_output": lambda: Column(gather_output=True),
+    "rowwise": Row,
+    "rowwise_rep": lambda: Row(split_input=True),
+    "rowwise_split_input": lambda: Row(split_input=True),
+    "packed_colwise": lambda: Column(blocks=2),
+    "embedding_rowwise": Row,
+    "embedding_colwise": Column,
+    "sequence_parallel": Sequence,
+    "replicated_with_grad_allreduce": SummedGradients,
+}
+_WHOLE = ("replicate",)
+_NOT_RUN = ("packed_rowwise", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts", "ep_router", "gather")
+_PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1)}  # dimension, blocks
+
 _LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a smaller one takes longer than it saves
 
 
@@ -159,9 +178,9 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
     styles: dict[str, ParallelStyle] = {}
     whole: dict[str, str] = {}
     planned: list[str] = []
-    for where, base, plan in published_plans(model):
+    for where, base, plan in _published_plans(model):
         planned.append(where)
-        own = {_join(where, name): style for name, style in styles_of_plan(where, base, plan).items()}
+        own = {_join(where, name): style for name, style in _styles_of_plan(where, base, plan).items()}
         _check_all(own, model, count)
         styles.update(own)
     shared = _shared_parameters(model)
@@ -171,7 +190,7 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
         region = recogniser.region(module)
         if region is None:
             continue
-        own = {_join(name, below): style for below, style in region.styles.items()}
+        own = {_join(name, below): style for below, style in region.items()}
         tied = next((each for each in own if _holds(model.get_submodule(each), own[each], shared)), None)
         if tied is not None:
             whole[tied] = "whole: its weight is another module's too"
@@ -194,6 +213,70 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
     return TensorStyles(count=count, styles=_in_order(model, styles), whole=whole)
 
 
+def _published_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
+    """(name, module, its plan by pattern below it) of each model in this one that brings a plan along."""
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        prefix, config = getattr(module, "base_model_prefix", None), getattr(module, "config", None)
+        plan = getattr(config, "base_model_tp_plan", None)
+        if not isinstance(prefix, str) or not plan:
+            continue
+        base = getattr(module, prefix, module) if prefix else module
+        if isinstance(base, nn.Module) and base not in seen:
+            seen.add(base)
+            yield (f"{name}.{prefix}" if base is not module else name).strip("."), base, dict(plan)
+
+
+def _styles_of_plan(where: str, base: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
+    """Styles by module name below `base`. An entry that matches nothing is for other sizes of the model.
+
+    Raises StyleError for a word that is not known, and for one that is not run, if it would be needed.
+    """
+    named = {name: module for name, module in base.named_modules() if name}
+    parameters = {name for name, _ in base.named_parameters()}
+    found: dict[str, ParallelStyle] = {}
+    cut: dict[str, dict[str, tuple[int, int]]] = {}  # of modules that hold parameters of experts
+    for pattern, word in plan.items():
+        known = (*_MODULES, *_WHOLE, *_NOT_RUN, *_GROUPS, "all_reduce", "mla_kv_a_proj")
+        at = f"{where or 'the model'}: base_model_tp_plan[{pattern!r}] = {word!r}"
+        if word not in known:
+            raise StyleError(f"{at}: expected one of {', '.join(known)}, or tensor_parallel={{...}} of your own")
+        modules = [name for name in named if matches(pattern, name)]
+        single = [name for name in parameters if matches(pattern, name)]
+        if not modules and not single:
+            continue
+        if word in _NOT_RUN or (single and word not in (*_PARAMETERS, *_WHOLE)):
+            raise StyleError(f"{at} is not run: expected tensor_parallel={{...}} of your own for this model")
+        for name in single if word in _PARAMETERS else ():
+            owner, _, key = name.rpartition(".")
+            cut.setdefault(owner, {})[key] = _PARAMETERS[word]
+        style: ParallelStyle | None = None
+        if word in _MODULES:
+            style = _MODULES[word]()  # type: ignore[operator]
+        elif word == "all_reduce":
+            style = Summed()
+        elif word == "mla_kv_a_proj":
+            style = SharedKey(_rotary_width(at, base))
+        found.update({name: style for name in modules if style is not None})
+    for owner, tensors in cut.items():
+        words = {word for pattern, word in plan.items() if matches(pattern, owner)}
+        if "moe_tp_experts" not in words:
+            raise StyleError(
+                f"{where}: base_model_tp_plan cuts {', '.join(tensors)} of {owner!r}, which is no 'moe_tp_experts': "
+                f"expected tensor_parallel={{...}} of your own for this model"
+            )
+        equal = (style for style in found.values() if isinstance(style, Experts) and style.parameters == tensors)
+        found[owner] = next(equal, Experts(tensors))
+    return found
+
+
+def _rotary_width(at: str, base: nn.Module) -> int:
+    width = getattr(getattr(base, "config", None), "qk_rope_head_dim", None)
+    if not isinstance(width, int):
+        raise StyleError(f"{at}: expected a config with qk_rope_head_dim")
+    return width
+
+
 def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, count: int) -> dict[str, ParallelStyle]:
     recogniser, words = Recogniser(count), _words(option, model)
     plain = {"column": Column(), "row": Row(), "sequence": Sequence()}
@@ -209,7 +292,7 @@ def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, co
         else:
             above = model.get_submodule(parent)
             region = recogniser.region(above)
-            known = None if region is None else region.styles.get(child)
+            known = None if region is None else region.get(child)
             if region is None or known is None:
                 _refuse_unknown_heads(name, above, parent)
                 styles[name] = plain[word]
@@ -247,23 +330,23 @@ def _words(option: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[
 
 
 def _of_region(
-    name: str, word: str, parent: str, region: Recognised, words: Mapping[str, object]
+    name: str, word: str, parent: str, region: Region, words: Mapping[str, object]
 ) -> dict[str, ParallelStyle]:
     """A child's style as its region has it, and the module's own."""
     child = name.rpartition(".")[2]
-    known = region.styles[child]
+    known = region[child]
     wanted = "column" if isinstance(known, Column) else "row"
     if word != wanted:
         raise StyleError(
             f"module {name!r} cannot be cut by {word!r}: expected {wanted!r}, as {parent!r} computes with it"
         )
-    missing = [_join(parent, each) for each in region.styles if each and _join(parent, each) not in words]
-    if missing and "" in region.styles:
+    missing = [_join(parent, each) for each in region if each and _join(parent, each) not in words]
+    if missing and "" in region:
         raise StyleError(
             f"module {name!r} is cut and {missing[0]!r} is not: expected {parent!r} with all of "
-            f"{', '.join(each for each in region.styles if each)}"
+            f"{', '.join(filter(None, region))}"
         )
-    return ({parent: region.styles[""]} if "" in region.styles else {}) | {name: known}
+    return ({parent: region[""]} if "" in region else {}) | {name: known}
 
 
 def _refuse_unknown_heads(name: str, parent: nn.Module, where: str) -> None:

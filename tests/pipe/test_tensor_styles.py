@@ -20,6 +20,7 @@ from support.inside import (
     TensorParallelLike,
     cut_by_styles,
     read_tensor_parallel,
+    uncut,
 )
 from support.pool import Pool
 from torch import Tensor, nn
@@ -220,7 +221,7 @@ def departures(name: str) -> tuple[int, dict[str, float]]:
     expected, gradients = outcome(plain, inputs)
     own = {key: id(p) for key, p in model.named_parameters()}
     styles = read_tensor_parallel(case.option, model, count=2)
-    cut = cut_by_styles(model, styles.styles, TensorGroup.of_mesh(mesh), mesh=mesh)
+    shards = cut_by_styles(model, styles.styles, TensorGroup.of_mesh(mesh), mesh=mesh)
     assert {key: id(p) for key, p in model.named_parameters()} == own
     model = copy.deepcopy(model)
     found, ours = outcome(model, inputs)
@@ -229,14 +230,14 @@ def departures(name: str) -> tuple[int, dict[str, float]]:
         if grad is None:
             assert ours[key] is None, key
             continue
-        shard = cut.shards.get(key)
+        shard = shards.get(key)
         apart[key] = far(ours[key], grad if shard is None else shard.take(grad))
     with torch.no_grad():  # torch's short cut in evaluation reads all weights at once, as whole ones
         evaluated = output(model.eval(), inputs)
         torch.backends.mha.set_fastpath_enabled(False)
         apart["evaluation"] = far(evaluated, output(plain.eval(), inputs))
         torch.backends.mha.set_fastpath_enabled(True)
-    return len(cut.shards), apart
+    return len(shards), apart
 
 
 def far(found: Tensor | None, expected: Tensor) -> float:
@@ -379,11 +380,11 @@ def test_undone() -> None:
     model = encoder()
     kinds = [type(module) for module in model.modules()]
     parameters = list(model.parameters())
-    cut = cut_by_styles(model, read_tensor_parallel("auto", model, count=2).styles, TensorGroup(None, index=1, count=2))
+    cut_by_styles(model, read_tensor_parallel("auto", model, count=2).styles, TensorGroup(None, index=1, count=2))
     assert [type(module) for module in model.modules()] != kinds
     assert model.layers[0].self_attn.num_heads == 2
     assert model.layers[0].linear1.out_features == 20
-    cut.undo()
+    uncut(model)
     assert [type(module) for module in model.modules()] == kinds
     assert model.layers[0].self_attn.num_heads == 4
     assert model.layers[0].linear1.out_features == 40

@@ -134,7 +134,7 @@ def verdict(name: str) -> str | None:
     styles = read_tensor_parallel(OPTIONS[name][0], model, count=2).styles
     regions, whole = Regions(model, styles), copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2,))
-    cut = cut_by_styles(model, styles, TensorGroup.of_mesh(mesh), mesh=mesh)
+    shards = cut_by_styles(model, styles, TensorGroup.of_mesh(mesh), mesh=mesh)
     with regions.seen():
         model(torch.arange(16).view(2, 8))
 
@@ -145,7 +145,7 @@ def verdict(name: str) -> str | None:
 
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     found = regions.first_difference(
-        shard=lambda key, held: cut.shards.get(key, Shard.whole(tuple(held.shape))),
+        shard=lambda key, held: shards.get(key, Shard.whole(tuple(held.shape))),
         full=lambda key, held: whole.get_parameter(key),
         together=together,
     )
