@@ -12,7 +12,6 @@ from torch import nn
 from ..comm import Collectives, Guard, HostClocks, machine
 from ..partition.graph.forms import Arguments
 from ..partition.graph.recorded.words import modules
-from ..partition.graph.untouched import untouched
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule, Timeline
 from ..schedules.messages import Sharing
@@ -28,7 +27,7 @@ from .options import Settings
 from .parallel.member_shards import divide_over_group, refuse_divided
 from .parallel.tensor_option import read_tensor_parallel
 from .run.engine import Engine
-from .run.ranks import Links, Mode, Ranks, links_of, wire
+from .run.ranks import Mode, RankLinks, Ranks, links_of, wire
 from .run.worker import TrainingWorker
 from .slicing import check_stages
 from .stages.build import CutModel, cut_model
@@ -56,14 +55,12 @@ class Pipeline:
 
     Arguments:
         schedule: as it runs.
-        stage_num_parameters: [S] elements of each stage's parameters, those of all members of a tensor group.
         engine: that trains.
         traced: what a tracer looks at.
     """
 
     schedule: Schedule
     parts: CutModel
-    stage_num_parameters: tuple[int, ...]
     engine: Engine
     training: Training
     evaluation: Evaluation
@@ -113,7 +110,7 @@ def build(
     # 7. Programs, and the links that they need
     execution = _execution(run, placed)
     evaluation_programs = batch_programs(placed.evaluate.schedule, Sharing(loss=run.has_loss))
-    links = Links(run, links_of([*execution.programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
+    links = RankLinks(run, links_of([*execution.programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
     # 8. The update behind them
     update = execution.make_update(_update_parts(run, placed, links))
@@ -182,7 +179,6 @@ def _assembled(
     return Pipeline(
         schedule=update.schedule,
         parts=placed.parts,
-        stage_num_parameters=placed.num_parameters,
         engine=engine,
         training=training,
         evaluation=evaluation,
@@ -221,7 +217,6 @@ class _Placed:
     parts: CutModel
     train: Mode
     evaluate: Mode
-    num_parameters: tuple[int, ...]
     ownership: Ownership
     unchanged: Unchanged
     peers_in_parts: frozenset[int]
@@ -237,7 +232,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     by_name = same is not None and same(
         lambda: modules(root), lambda: sorted(modules(root))
     )  # a ModuleDict of a set has another order in each process
-    cut = partial(_cut, run, example, same)
+    cut = partial(cut_model, run, example, same)
 
     # 3. Outputs of the model that is whole, where members of a tensor group send parts of them
     peers = layout.tensor.peers_in_parts(layout.place, run.collectives)
@@ -258,19 +253,11 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             partial(_cut_and_wired, run, cut, undivided, microbatch), *together, what="cutting the model"
         )
         _agree(run, parts, microbatch, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
-        full = {id(p): group.full_numel(name, p) for name, p in parts.root.named_parameters()}
-        num_parameters = tuple(
-            sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in parts.train.stages
-        )
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
-        local, owners = run.local_stages, layout.schedule.owners
-        ownership = Ownership(parts, owners=owners, local_stages=local, group=group, by_name=by_name)
-        unchanged = Unchanged(
-            parts,
-            is_compiled=settings.compile is not None,
-            learns_beside=run.has_loss and settings.optimizer is None,
-        )
+        local = run.local_stages
+        ownership = Ownership(run, parts, group=group, by_name=by_name)
+        unchanged = Unchanged(run, parts)
         for stage in local:
             parts.train.stages[stage].module.to(settings.device)
             parts.evaluate.stages[stage].module.to(settings.device)
@@ -283,32 +270,11 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         parts=parts,
         train=train,
         evaluate=evaluate,
-        num_parameters=num_parameters,
         ownership=ownership,
         unchanged=unchanged,
         peers_in_parts=peers,
         regions=regions,
     )
-
-
-def _cut(run: Run, example: Arguments, same: SamePrograms | None) -> CutModel:
-    """The model as it is now, cut."""
-    layout, settings = run.layout, run.settings
-    with untouched(settings.loss_fn, device=settings.device):  # a loss may know lists that forwards fill
-        return cut_model(
-            run.model,
-            run.stages,
-            example=example,
-            num_stages=layout.schedule.num_stages,
-            split_points=layout.split_points,
-            plan=layout.plan,
-            loss_fn=settings.loss_fn,
-            loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
-            recompute=layout.recompute,
-            seeder=run.seeder,
-            agree=same,
-            device=settings.device,
-        )
 
 
 def _cut_and_wired(
@@ -392,7 +358,7 @@ def _execution(run: Run, placed: _Placed) -> FlushExecution | StreamExecution:
     return speculative(execution, sharding) if settings.post_validation else execution
 
 
-def _update_parts(run: Run, placed: _Placed, links: Links) -> UpdateParts:
+def _update_parts(run: Run, placed: _Placed, links: RankLinks) -> UpdateParts:
     settings = run.settings
     return UpdateParts(
         model=placed.parts,

@@ -20,8 +20,7 @@ from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
 from .measure.tracer import TraceEvery, Tracer, check_every
 from .options import Settings
-from .run.action_memory import ActionMemory
-from .stage_memory import stage_bytes, watch
+from .run.memory import ActionMemory, stage_bytes, watch
 
 
 class RunFigures:
@@ -71,7 +70,7 @@ class RunFigures:
     @property
     def stage_num_parameters(self) -> tuple[int, ...]:
         """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
-        return self._building.built("stage_num_parameters").stage_num_parameters
+        return self._building.built("stage_num_parameters").state.ownership.num_parameters()
 
     @property
     def stages_of(self) -> Mapping[str, tuple[int, ...]]:

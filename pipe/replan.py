@@ -84,7 +84,7 @@ class _Told(NamedTuple):
     story: str = ""
 
 
-class BatchOrder:
+class BatchSchedules:
     """The schedule of each batch, the same in every process.
 
     Arguments:

@@ -26,7 +26,7 @@ from .context import Layout
 from .options import Settings
 from .stages.build import CutModel
 from .stages.shapes import InferredStages, Signature
-from .stages.slices import Span, attending, new_microbatch
+from .stages.slices import KeptCalls, TokenSpan, attending
 from .stages.stage import LossValue
 
 # Most that numbers of two ways may differ, in units of their root mean square.
@@ -104,7 +104,7 @@ def _check_stage(s: int, flows: _Flows) -> None:
     stages = [each.stages[s] for each in flows.inferred]
     inputs = flows.inputs(s)
     total = flows.spans[0].total
-    (whole,) = _run(stages[:1], inputs[:1], [Span(0, total, total)])
+    (whole,) = _run(stages[:1], inputs[:1], [TokenSpan(0, total, total)])
     parts = _run(stages[1:], inputs[1:], flows.spans)
     for slot, expected in enumerate(whole):
         specs = [each.specs[s][slot] for each in flows.inferred]
@@ -115,19 +115,19 @@ def _check_stage(s: int, flows: _Flows) -> None:
 
 
 def _run(
-    stages: Sequence[StageModule], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[Span]
+    stages: Sequence[StageModule], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
 ) -> list[Tensors]:
     """Outputs by slice, one after the other, without dropout."""
-    microbatch = new_microbatch()
+    kept: KeptCalls = {}
     outputs = []
     for stage, own, span in zip(stages, inputs, spans, strict=True):
         torch.manual_seed(0)
-        with attending(microbatch, span, drops=False):
+        with attending(kept, span, drops=False):
             outputs.append(stage.detached(stage.run(tuple(own))))
     return outputs
 
 
-def _compare(expected: torch.Tensor, found: torch.Tensor, span: Span, what: str) -> None:
+def _compare(expected: torch.Tensor, found: torch.Tensor, span: TokenSpan, what: str) -> None:
     if not expected.is_floating_point():
         if torch.equal(expected, found):
             return
@@ -145,7 +145,7 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, span: Span, what: str)
     )
 
 
-def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[Span], what: str) -> int | None:
+def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[TokenSpan], what: str) -> int | None:
     """The dimension in which a tensor of the whole and those of its slices differ; None: they are of one shape.
 
     Arguments:
@@ -172,7 +172,7 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
 
-def _narrow(x: torch.Tensor, dim: int | None, span: Span) -> torch.Tensor:
+def _narrow(x: torch.Tensor, dim: int | None, span: TokenSpan) -> torch.Tensor:
     return x if dim is None else x.narrow(dim, span.start, span.end - span.start).contiguous()
 
 

@@ -27,7 +27,7 @@ from .batch.results import StepResult
 from .context import Run
 from .measure.measurement import gather_records
 from .measure.steps import StepReports
-from .replan import BatchOrder
+from .replan import BatchSchedules
 from .run.engine import Engine
 from .stages.unchanged import Unchanged
 from .update.gradients import check_norm_type
@@ -69,7 +69,7 @@ class Training:
         self._order = (
             None
             if replan is None
-            else BatchOrder(update.schedule, replan, collectives=run.collectives, guard=run.guard)
+            else BatchSchedules(update.schedule, replan, collectives=run.collectives, guard=run.guard)
         )
         self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
@@ -215,7 +215,7 @@ class Training:
                 f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )
 
-    def _replan(self, batch: Batch, order: BatchOrder) -> None:
+    def _replan(self, batch: Batch, order: BatchSchedules) -> None:
         """Find the order of a batch, and follow it. Collective over the processes."""
         begun = time.perf_counter()
         schedule = order.of(batch)

@@ -13,7 +13,7 @@ import torch
 from ...partition.graph.forms import Tensors
 from ..stages.autocast import Autocast
 from ..stages.shapes import Inferred, Signature
-from ..stages.slices import Span
+from ..stages.slices import TokenSpan
 from ..stages.stage import LossValue
 from .checksum import Identity
 
@@ -33,7 +33,7 @@ class BatchPart(NamedTuple):
     inferred: Inferred
     size: int
     weight: float
-    span: Span | None
+    span: TokenSpan | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from ...schedules import Schedule
 from ..context import Run
 from ..stages.autocast import Autocast
 from ..stages.shapes import Inferred, InferredStages, Signature
-from ..stages.slices import Span
+from ..stages.slices import TokenSpan
 from .batches import Batch, BatchPart, weigh
 from .checksum import Identity, checksum, is_shape_alone
 from .given import Given, check_batch, check_like_example
@@ -91,7 +91,7 @@ class BatchReader:
                 check_like_example(part.arguments, self._example, has_target=has_target)
                 self._refuse_shapes_alone(part)
             parts = given.on(device, keeps=self._keeps).cut(len(own))
-            spans: list[Span] = []
+            spans: list[TokenSpan] = []
             lengths = [1] * len(parts)
             if self._num_slices > 1:
                 parts, spans = self._slice(parts)
@@ -134,7 +134,7 @@ class BatchReader:
                 wants_grad=any(any(each.wants_grad) for each in signatures),
             )
 
-    def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[Span]]:
+    def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[TokenSpan]]:
         """The slices of all microbatches."""
         slices = [self._settings.sequence.cut(each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.graph.batch_dims import TARGET, BatchDims, keys_of
 from ...partition.graph.forms import Arguments
-from ..stages.slices import Span
+from ..stages.slices import TokenSpan
 from .given import Given
 
 
@@ -24,7 +24,7 @@ class Slice(NamedTuple):
     """A slice of a microbatch, and where it stands in its sequence."""
 
     given: Given
-    span: Span
+    span: TokenSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class SequenceOptions:
                 f"slice_lengths={list(self.lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens"
             )
 
-    def spans(self, total: int, num_slices: int) -> list[Span]:
+    def spans(self, total: int, num_slices: int) -> list[TokenSpan]:
         """The slices of a sequence of so many tokens."""
         if total < num_slices:
             raise ValueError(
@@ -84,7 +84,7 @@ class SequenceOptions:
                 f"slice_lengths={list(lengths)} make {sum(lengths)} tokens, and the sequences of this batch have "
                 f"{total}: expected lengths that add up to {total}, or none, for slices as equal as can be"
             )
-        return [Span(start, end, total) for start, end in pairwise([0, *accumulate(lengths)])]
+        return [TokenSpan(start, end, total) for start, end in pairwise([0, *accumulate(lengths)])]
 
     def cut(self, given: Given, num_slices: int) -> list[Slice]:
         """The slices of a microbatch; ValueError where it is not clear where the sequence stands in a tensor."""
@@ -148,7 +148,7 @@ class SequenceOptions:
         return 1
 
 
-def _part(x: torch.Tensor, dim: int | None, span: Span) -> torch.Tensor:
+def _part(x: torch.Tensor, dim: int | None, span: TokenSpan) -> torch.Tensor:
     """Contiguous, as a microbatch is for shape inference."""
     return x if dim is None else x.narrow(dim, span.start, span.end - span.start).contiguous()
 

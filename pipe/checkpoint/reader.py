@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..parallel.shard import Box, Shard
+from ..parallel.shard import Shard, TensorBox
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, Piece, TensorRecord
 from .tensor_file import MappedFile, header_hash
@@ -156,7 +156,7 @@ class Checkpoint:
             raise self.error(f"{self.place / MANIFEST} has a bad value of {key!r}: {error}") from None
 
 
-def _in_piece(box: Box, piece: Piece) -> Box | None:
+def _in_piece(box: TensorBox, piece: Piece) -> TensorBox | None:
     """What of a box a piece holds: where it begins in the local tensor, and in the piece."""
-    there = Box(start=piece.start, local=(0,) * len(piece.start), sizes=piece.sizes)
-    return Box(start=box.local, local=box.start, sizes=box.sizes).part(there)
+    there = TensorBox(start=piece.start, local=(0,) * len(piece.start), sizes=piece.sizes)
+    return TensorBox(start=box.local, local=box.start, sizes=box.sizes).part(there)

@@ -21,7 +21,7 @@ import torch
 
 from ...comm import Collectives
 from ...schedules import Schedule
-from ..parallel.shard import Box, Shard
+from ..parallel.shard import Shard, TensorBox
 from ..parallel.split import ShardedParameter
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
@@ -145,7 +145,7 @@ class Writers:
         everyone = collectives.gather(mine, what="agreeing on who writes what of a checkpoint")
         self._mine = _shared_out(everyone)[collectives.rank]
 
-    def boxes(self, what: str, shard: Shard) -> list[Box]:
+    def boxes(self, what: str, shard: Shard) -> list[TensorBox]:
         """Boxes of a shard of this tensor that this process writes."""
         return [box for box in _boxes(shard) if (what, box.start, box.sizes) in self._mine]
 
@@ -310,7 +310,7 @@ def other_key(name: str) -> str:
     return f"other/{name}"
 
 
-def _pieces(key: str, tensor: torch.Tensor, shard: Shard, boxes: Sequence[Box]) -> list[HeldPiece]:
+def _pieces(key: str, tensor: torch.Tensor, shard: Shard, boxes: Sequence[TensorBox]) -> list[HeldPiece]:
     assert tuple(tensor.shape) == shard.local, f"{key} of shape {tuple(tensor.shape)}, and the shard is {shard.local}"
     own = tensor.detach()
     return [
@@ -324,12 +324,12 @@ def _pieces(key: str, tensor: torch.Tensor, shard: Shard, boxes: Sequence[Box]) 
     ]
 
 
-def _boxes(shard: Shard) -> Sequence[Box]:
+def _boxes(shard: Shard) -> Sequence[TensorBox]:
     """Boxes of a shard; of a tensor without elements one without elements, so that it is not forgotten."""
     if prod(shard.full):
         return shard.boxes
     start = (0,) * len(shard.full)
-    return (Box(start=start, local=start, sizes=shard.full),)
+    return (TensorBox(start=start, local=start, sizes=shard.full),)
 
 
 def _state(name: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class TensorBox:
     """A rectangular part: where it begins in the full tensor and in the local one, and its sizes; [dimensions] each."""
 
     start: tuple[int, ...]
@@ -31,7 +31,7 @@ class Box:
         """Index of the local tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))
 
-    def part(self, part: Box) -> Box | None:
+    def part(self, part: TensorBox) -> TensorBox | None:
         """What of it a box of the local tensor holds, which lies in a local tensor of its own; None: nothing."""
         low = tuple(map(max, self.local, part.start))
         high = tuple(
@@ -39,7 +39,7 @@ class Box:
         )
         if any(begin >= end for begin, end in zip(low, high, strict=True)):
             return None
-        return Box(
+        return TensorBox(
             start=tuple(at + begin - here for at, begin, here in zip(self.start, low, self.local, strict=True)),
             local=tuple(at + begin - here for at, begin, here in zip(part.local, low, part.start, strict=True)),
             sizes=tuple(end - begin for begin, end in zip(low, high, strict=True)),
@@ -53,20 +53,20 @@ class Shard:
     A shard may be empty: then it has no boxes, and `local` has a 0 in it.
 
     >>> Shard.whole((6, 4)).divided(0, index=1, count=2, blocks=3).boxes[1]
-    Box(start=(3, 0), local=(1, 0), sizes=(1, 4))
+    TensorBox(start=(3, 0), local=(1, 0), sizes=(1, 4))
     >>> Shard.whole((6, 4)).divided(1, index=0, count=2).divided(0, index=2, count=4).local
     (2, 2)
     """
 
     full: tuple[int, ...]
     local: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorBox, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
         """All of it."""
         start = (0,) * len(shape)
-        boxes = (Box(start=start, local=start, sizes=tuple(shape)),) if prod(shape) else ()
+        boxes = (TensorBox(start=start, local=start, sizes=tuple(shape)),) if prod(shape) else ()
         return cls(full=tuple(shape), local=tuple(shape), boxes=boxes)
 
     @classmethod
@@ -111,7 +111,7 @@ class Shard:
             return tuple(at if each == dim else 0 for each in range(len(local)))
 
         boxes = [
-            Box(start=place(number * block + first), local=place(number * (last - first)), sizes=sizes)
+            TensorBox(start=place(number * block + first), local=place(number * (last - first)), sizes=sizes)
             for number in range(blocks)
         ]
         return self.part(Shard(full=self.local, local=local, boxes=tuple(boxes) if prod(local) else ()))

@@ -17,7 +17,7 @@ from .shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class ParameterSplit:
     """A parameter's parts, each one piece of memory.
 
     Arguments:
@@ -31,7 +31,7 @@ class Split:
 
 def split_parameters(
     parameters: Mapping[str, torch.Tensor], *, ranks: Sequence[int], count: int, whole: Collection[str]
-) -> dict[str, Split]:
+) -> dict[str, ParameterSplit]:
     """Splits of a stage's parameters by name; the same on all of its ranks.
 
     A parameter is cut along its first dimension above 1, into parts as torch.chunk makes them.
@@ -58,7 +58,7 @@ def split_parameters(
         shards[name] = [Shard.whole(shape) if place == owner else Shard.nothing(shape) for place in range(count)]
     rest = len(ranks) - count
     return {
-        name: Split(
+        name: ParameterSplit(
             ranks=tuple(ranks),
             shards=dict(zip(ranks, shards[name] + [Shard.nothing(tuple(tensor.shape))] * rest, strict=True)),
         )
@@ -81,7 +81,7 @@ class ShardedParameter:
         parameter: what the optimizer holds in its place: a view of it, unless `apart`.
     """
 
-    def __init__(self, name: str, whole: nn.Parameter, split: Split, rank: int, *, apart: bool) -> None:
+    def __init__(self, name: str, whole: nn.Parameter, split: ParameterSplit, rank: int, *, apart: bool) -> None:
         self.name = name
         self.whole = whole
         self.split = split

@@ -36,7 +36,7 @@ from ..stages.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stages.reruns import Reruns
 from ..stages.shapes import InferredStages, Signature
 from ..stages.stage import LossOf, LossValue, Stage
-from ..stages.wiring import Wiring, stage_edges
+from ..stages.wiring import StageWiring, stage_edges
 from ..update.interface import Update
 from ..update.rank_update import RankUpdate
 from .engine import Engine, LocalRank
@@ -55,7 +55,7 @@ class Mode:
     """
 
     inference: InferredStages
-    wiring: Wiring
+    wiring: StageWiring
     schedule: Schedule
 
 
@@ -65,7 +65,7 @@ def wire(
     """A schedule with the edges of the stages, checked.
 
     Arguments:
-        alike: see Wiring.
+        alike: see StageWiring.
 
     Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """
@@ -80,7 +80,7 @@ def wire(
             )
     wired = schedule.with_edges(stage_edges(inference.stages, specs))
     check(wired)
-    wiring = Wiring(inference.stages, specs, Needs(wired).wires, alike=alike)
+    wiring = StageWiring(inference.stages, specs, Needs(wired).wires, alike=alike)
     return Mode(inference=inference, wiring=wiring, schedule=wired)
 
 
@@ -94,7 +94,7 @@ def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
     )
 
 
-class Links:
+class RankLinks:
     """Links of this process's ranks to others, and what records their use. Collective over the processes.
 
     Arguments:
@@ -159,7 +159,7 @@ class Ranks:
         stages: by local rank and number; in one process each replica of a stage is one of its own.
     """
 
-    def __init__(self, run: Run, parts: CutModel, links: Links, update: Update, *, is_sliced: bool) -> None:
+    def __init__(self, run: Run, parts: CutModel, links: RankLinks, update: Update, *, is_sliced: bool) -> None:
         self._run = run
         self.parts = parts
         self.links = links
@@ -262,7 +262,7 @@ class Ranks:
         wants_gradient = any(spec.requires_grad for spec in parts.train.example.specs[-1])
 
         share = share_of_sum(loss_fn, self._run.layout.schedule.group_size)
-        left = LeftBehind(parts.train.example.left, parts.model)
+        left = LeftBehind(parts.train.example.left, self._run.root)
 
         def loss_of(flat: Tensors, target: object, training: bool, inputs: Tensors) -> LossValue:
             if sliced is not None and training:

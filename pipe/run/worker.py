@@ -38,7 +38,7 @@ from ..stages.presence import Gradients, pack, unpack
 from ..stages.randomness import Seeder
 from ..stages.slices import KeptSlices
 from ..stages.stage import Stage
-from ..stages.wiring import Wiring
+from ..stages.wiring import StageWiring
 from ..update.rank_update import RankUpdate
 
 
@@ -64,7 +64,7 @@ class _Ports:
     input_gradients: tuple[tuple[Wire, tuple[tuple[int, int], ...]], ...]
 
 
-def _ports(s: int, module: StageModule, wiring: Wiring) -> _Ports:
+def _ports(s: int, module: StageModule, wiring: StageWiring) -> _Ports:
     acts = [wire for wire in wiring.wires if wire.kind is MessageKind.ACT]
     grads = [wire for wire in wiring.wires if wire.kind is MessageKind.GRAD]
     takes = tuple(wire for wire in acts if s in wire.consumers)
@@ -111,7 +111,7 @@ class Worker(ABC):
         *,
         stages: Mapping[int, Stage],
         modules: Sequence[StageModule],
-        wiring: Wiring,
+        wiring: StageWiring,
         schedule: Schedule,
         seeder: Seeder,
         updates: RankUpdate,

@@ -7,7 +7,7 @@ names of the model its own ones begin with `loss_fn.`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -62,11 +62,10 @@ def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
     return ModelWithLoss(model, loss_fn) if loss_fn.state_dict() or any(True for _ in loss_fn.buffers()) else model
 
 
-def give_loss(loss_fn: object, stages: Iterable[StageModule]) -> None:
-    """A loss that is a module goes to these: the last stage in each mode."""
-    for stage in stages:
-        if isinstance(loss_fn, nn.Module):
-            stage.module._modules[_CHILD] = loss_fn
+def give_loss(loss_fn: object, stage: StageModule) -> None:
+    """A loss that is a module goes to the last stage, in each mode."""
+    if isinstance(loss_fn, nn.Module):
+        stage.module._modules[_CHILD] = loss_fn
 
 
 def untrained() -> ValueError:

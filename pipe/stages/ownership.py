@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import nn
 
 from ...comm import Collectives
+from ..context import Run
 from ..parallel.member_shards import MemberShards
 from ..parallel.shard import Shard
 from .build import CutModel
-from .elsewhere import DIVIDED, META, Elsewhere
 
 T = TypeVar("T")
+
+# Why a module cannot tell its own state: it would save too little without a word.
+META = "whose weights another process holds: they would be meta tensors, which have no values"
+DIVIDED = "whose weights a tensor group divides: they would be this process's parts, under the names of whole ones"
+BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be NaN"
 
 
 class Ownership:
     """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
 
     Arguments:
-        cut: the cut model.
-        owners: [S] the ranks of each stage; of replicas, the first one speaks for all.
-        local_stages: of this process.
         group: parts that the members of this process's tensor group hold.
         by_name: whether tensors stand in the order of their names, since processes have them in other orders.
     """
 
-    def __init__(
-        self,
-        cut: CutModel,
-        *,
-        owners: Sequence[Sequence[int]],
-        local_stages: Collection[int],
-        group: MemberShards,
-        by_name: bool = False,
-    ) -> None:
+    def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
         self.group = group
         self._root = cut.root
+        self._stages = cut.train.stages
         self._by_name = by_name
-        self._elsewhere = Elsewhere()
-        self._owners = owners
-        self._owner_of = [ranks[0] for ranks in owners]
-        self._local = frozenset(local_stages)
+        self.reads_state = False  # of modules, which only the pipeline may
+        self._owners = run.layout.schedule.owners  # of replicas, the first one speaks for all
+        self._local = frozenset(run.local_stages)
         held: dict[int, set[int]] = {}
         for mode in (cut.train, cut.evaluate):
             for stage, each in enumerate(mode.stages):
@@ -74,8 +68,15 @@ class Ownership:
         self._free({id(tensor) for tensor in gone})
 
     def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
-        """Refuse `state_dict` and pickling of modules that hold any of these tensors: see `Elsewhere`."""
-        self._elsewhere.stand_on(self._modules, tensors, why)
+        """Refuse `state_dict` and pickling of modules that hold any of these tensors themselves.
+
+        Arguments:
+            why: "whose weights ...: they would be ...".
+        """
+        wanted = {id(tensor) for tensor in tensors}
+        for module in self._modules:
+            if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
+                module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
 
     def is_local(self, name: str) -> bool:
         """Whether a stage of this process holds it."""
@@ -99,6 +100,11 @@ class Ownership:
     def dtypes(self) -> dict[str, torch.dtype]:
         """Types of all parameters and persistent buffers of the model, by name."""
         return {name: tensor.dtype for name, tensor in self._tensors().items()}
+
+    def num_parameters(self) -> tuple[int, ...]:
+        """[S] elements of each stage's parameters, those of all members of a tensor group."""
+        full = {id(p): self.group.full_numel(name, p) for name, p in self._root.named_parameters()}
+        return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in self._stages)
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages
@@ -164,7 +170,7 @@ class Ownership:
             if first != name and first in full:
                 full[name] = full[first]
                 continue
-            source = self._owner_of[self.stages[name][0]]
+            source = self._owners[self.stages[name][0]][0]
             value = collectives.broadcast(tensor.detach(), source, what=f"gathering {name!r} from rank {source}")
             full[name] = self.group.gather(name, value).cpu().clone()
         return full
@@ -229,8 +235,11 @@ class Ownership:
                 raise ValueError(f"state dict: {name!r} has shape {shape}, expected {shard.full}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        with self._elsewhere.passing():
+        before, self.reads_state = self.reads_state, True
+        try:
             state = self._root.state_dict(keep_vars=True)
+        finally:
+            self.reads_state = before
         odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if odd:
             raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
@@ -259,3 +268,28 @@ class Ownership:
                             else meta
                         )
                     setattr(module, name, metas[id(value)])
+
+
+class _Refusal:
+    """A hook in front of `state_dict`; it raises ValueError when its module is pickled whole, too."""
+
+    def __init__(self, owner: Ownership, why: str) -> None:
+        self._owner = owner
+        self._why = why
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Before the module's state is read."""
+        if not self._owner.reads_state:
+            raise self._error(f"state_dict() of {type(module).__name__} {prefix.rstrip('.')!r}")
+
+    def __deepcopy__(self, memo: object) -> _Refusal:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str:
+        raise self._error("pickling a module")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what}, {self._why}. Expected pipe.full_state_dict() for all weights, pipe.state_dict() for this "
+            f"process's, or pipe.save(folder)"
+        )

@@ -13,11 +13,11 @@ nn.MultiheadAttention. It is noticed by its call, whoever makes it; the rest of 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -34,19 +34,12 @@ _DROPOUT = frozenset(
 )
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens of one slice: `start` to `end` of a sequence of `total`."""
 
     start: int
     end: int
     total: int
-
-
-class _Running(threading.local):
-    mode: _Attending | None = None
-
-
-_running = _Running()
 
 
 def first_position() -> int:
@@ -59,7 +52,11 @@ def first_position() -> int:
 
     The code between modules is recorded once, and must take positions from an input of the model instead.
     """
-    return 0 if _running.mode is None else _running.mode.span.start
+    mode = _running.get()
+    return 0 if mode is None else mode.span.start
+
+
+_running: ContextVar[_Attending | None] = ContextVar("running", default=None)  # of this thread
 
 
 class _Kept:
@@ -70,14 +67,14 @@ class _Kept:
         self.filled = 0
         self._waiting: Tensor | None = None  # gradients of the first `.shape[-2]` tokens, from later slices
 
-    def with_slice(self, new: Tensor, span: Span) -> Tensor:
+    def with_slice(self, new: Tensor, span: TokenSpan) -> Tensor:
         """Those of all tokens up to the end of the slice, whose own are written behind the others'."""
         # .data: graphs of earlier slices hold the front of this memory, which stays as it is.
         self._all.data[..., span.start : span.end, :] = new
         self.filled = max(self.filled, span.end)
         return self._all.data[..., : span.end, :]
 
-    def own_gradient(self, gradient: Tensor, span: Span) -> Tensor:
+    def own_gradient(self, gradient: Tensor, span: TokenSpan) -> Tensor:
         """The gradient of the slice's own from that of all up to its end; the rest waits."""
         if self._waiting is not None:
             if self._waiting.shape[-2] != span.end:
@@ -96,7 +93,7 @@ class _Join(torch.autograd.Function):
     """Keys or values of a slice behind those of the slices before it."""
 
     @staticmethod
-    def forward(ctx: Any, new: Tensor, kept: _Kept, span: Span) -> Tensor:
+    def forward(ctx: Any, new: Tensor, kept: _Kept, span: TokenSpan) -> Tensor:
         ctx.kept, ctx.span = kept, span
         return kept.with_slice(new, span)
 
@@ -107,22 +104,15 @@ class _Join(torch.autograd.Function):
 
 
 _Call = tuple[object, int]  # the module that calls, and how often it has in this forward
-
-
-class _Microbatch:
-    """Keys and values that one stage keeps of one microbatch, by call of attention."""
-
-    def __init__(self) -> None:
-        self.keys: dict[_Call, _Kept] = {}
-        self.values: dict[_Call, _Kept] = {}
+KeptCalls = dict[_Call, tuple[_Kept, _Kept]]  # keys and values that one stage keeps of one microbatch
 
 
 class _Attending(TorchFunctionMode):
     """Within: causal attention of one slice sees the slices before it."""
 
-    def __init__(self, microbatch: _Microbatch, span: Span, *, drops: bool = True) -> None:
+    def __init__(self, kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> None:
         super().__init__()
-        self._microbatch = microbatch
+        self._kept = kept
         self.span = span
         self._drops = drops
         self._calls: dict[object, int] = {}
@@ -130,7 +120,7 @@ class _Attending(TorchFunctionMode):
 
     def from_here(self) -> _Attending:
         """The same for what runs again of what follows."""
-        again = _Attending(self._microbatch, self.span, drops=self._drops)
+        again = _Attending(self._kept, self.span, drops=self._drops)
         again._calls, again._mask = dict(self._calls), self._mask
         return again
 
@@ -138,9 +128,7 @@ class _Attending(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {} if kwargs is None else kwargs
-        if (
-            self is not _running.mode
-        ):  # what runs again in a backward has a mode of its own, inside that of the backward
+        if self is not _running.get():  # what runs again in a backward has a mode of its own, inside the backward's
             return func(*args, **given)
         if func in _ATTENTION:
             return self._attend(*args, **given)
@@ -176,29 +164,22 @@ class _Attending(TorchFunctionMode):
         number = self._calls.get(id(module), 0)
         self._calls[id(module)] = number + 1
         call = (id(module), number)
-        kept_keys = _at(self._microbatch.keys, call, key, span, frame)
-        kept_values = _at(self._microbatch.values, call, value, span, frame)
-        keys, values = _Join.apply(key, kept_keys, span), _Join.apply(value, kept_values, span)  # type: ignore[no-untyped-call]
+        kept = self._kept.get(call)
+        if kept is None and span.start == 0:
+            kept = self._kept[call] = _Kept(key, span.total), _Kept(value, span.total)
+        if kept is None or kept[0].filled < span.start:
+            raise ValueError(
+                f"attention in {frame} runs for the slice from token {span.start} on, and did not for the tokens "
+                f"before it (layers that are left out at random, or a graph a slice?): expected the same calls for all "
+                f"slices of a microbatch"
+            )
+        keys, values = (_Join.apply(new, its, span) for new, its in zip((key, value), kept, strict=True))  # type: ignore[no-untyped-call]
         if span.start == 0:
             return _attention(query, keys, values, is_causal=True, **options)
         if self._mask is None or self._mask.device != query.device:
             ones = torch.ones(length, span.end, dtype=torch.bool, device=query.device)
             self._mask = ones.tril(span.start)
         return _attention(query, keys, values, attn_mask=self._mask, **options)
-
-
-def _at(table: dict[_Call, _Kept], call: _Call, like: Tensor, span: Span, frame: str) -> _Kept:
-    """The place of this call; ValueError where an earlier slice did not make it."""
-    kept = table.get(call)
-    if kept is None and span.start == 0:
-        kept = table[call] = _Kept(like, span.total)
-    if kept is None or kept.filled < span.start:
-        raise ValueError(
-            f"attention in {frame} runs for the slice from token {span.start} on, and did not for the tokens before it "
-            f"(layers that are left out at random, or a graph a slice?): expected the same calls for all slices of a "
-            f"microbatch"
-        )
-    return kept
 
 
 _Caller = tuple[nn.Module | None, str]
@@ -216,7 +197,7 @@ def _caller(frame: FrameType | None) -> _Caller:
     return None, "a function"
 
 
-def _lost_gradient(waiting: int, span: Span) -> str:
+def _lost_gradient(waiting: int, span: TokenSpan) -> str:
     return (
         f"gradients of keys or values of {waiting} tokens wait, and the backward of the slice {span.start} to "
         f"{span.end} is next: expected a loss that needs every slice of a microbatch"
@@ -228,26 +209,25 @@ class KeptSlices:
 
     def __init__(self, num_slices: int) -> None:
         self._num_slices = num_slices
-        self._kept: dict[tuple[int, int], _Microbatch] = {}
+        self._kept: dict[tuple[int, int], KeptCalls] = {}
 
     @contextmanager
-    def forward(self, stage: int, index: int, span: Span) -> Iterator[None]:
+    def forward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
         """Around the forward of a slice."""
-        microbatch = self._kept.setdefault((stage, index // self._num_slices), _Microbatch())
-        with attending(microbatch, span):
+        with attending(self._kept.setdefault((stage, index // self._num_slices), {}), span):
             yield
 
     @contextmanager
-    def backward(self, stage: int, index: int, span: Span) -> Iterator[None]:
+    def backward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
         """Around its backward, which may run it again; behind that of the first slice nothing is kept.
 
         Raises ValueError where gradients that later slices have left belong to none.
         """
         key = stage, index // self._num_slices
-        microbatch = self._kept[key]
-        with attending(microbatch, span):
+        calls = self._kept[key]
+        with attending(calls, span):
             yield
-        for kept in (*microbatch.keys.values(), *microbatch.values.values()):
+        for kept in (each for call in calls.values() for each in call):
             if kept.num_waiting > span.start:
                 raise ValueError(_lost_gradient(kept.num_waiting, span))
         if index % self._num_slices == 0:
@@ -258,31 +238,27 @@ class KeptSlices:
         self._kept.clear()
 
 
-def new_microbatch() -> object:
-    """Room for the keys and values of one, for `attending`."""
-    return _Microbatch()
-
-
 @contextmanager
-def attending(microbatch: object, span: Span, *, drops: bool = True) -> Iterator[None]:
+def attending(kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> Iterator[None]:
     """Within: modules are given the tokens of `span`, and attend to those before them.
 
     Arguments:
+        kept: of this microbatch; empty for a new one.
         drops: whether dropout does anything.
     """
-    mode = _Attending(cast(_Microbatch, microbatch), span, drops=drops)
+    mode = _Attending(kept, span, drops=drops)
     with _entered(mode), _checkpoints(mode):
         yield
 
 
 @contextmanager
 def _entered(mode: _Attending) -> Iterator[None]:
-    before, _running.mode = _running.mode, mode
+    token = _running.set(mode)
     try:
         with mode:
             yield
     finally:
-        _running.mode = before
+        _running.reset(token)
 
 
 class _Resumed:

@@ -17,6 +17,7 @@ from torch import nn
 from ...partition.graph.chain import given_units, is_sequential
 from ...partition.graph.modes import changing_hook, hook_tables
 from ...partition.graph.source_line import module_at
+from ..context import Run
 from .build import CutModel
 from .compiled import is_users_compiled
 from .loss import PREFIX, untrained
@@ -29,25 +30,23 @@ class Unchanged:
 
     Arguments:
         cut: with the weights of other processes already let go.
-        is_compiled: whether stages run their units compiled.
-        learns_beside: whether a loss may want gradients for what is not the model's.
 
     Raises ValueError for a hook that would never run.
     """
 
-    def __init__(self, cut: CutModel, *, is_compiled: bool = False, learns_beside: bool = False) -> None:
-        self._learns_beside = learns_beside
+    def __init__(self, run: Run, cut: CutModel) -> None:
+        self._learns_beside = run.has_loss and run.settings.optimizer is None  # a loss may: for what is not the model's
         wants_gradient = any(spec.requires_grad for spec in cut.train.example.specs[-1])
         self._learning = [
             p for name, p in cut.root.named_parameters() if wants_gradient or name.startswith(f"{PREFIX}.")
         ]
         self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
         self._parts = list(_parts(cut.root))
-        inside = dict(_inside_units(cut)) if is_compiled else {}
+        inside = dict(_inside_units(run.root, cut)) if run.settings.compile is not None else {}
         self._compiled = [
             (name, table, tuple(table)) for name, module in inside.items() for table in hook_tables(module)
         ]
-        self._opened = [(name, module, tuple(module._modules)) for name, module in _opened(cut.model)]
+        self._opened = [(name, module, tuple(module._modules)) for name, module in _opened(run.root)]
         self._check_opened()
 
     def _check_opened(self) -> None:
@@ -115,9 +114,9 @@ def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, Any], str, str, objec
                 yield attributes, table, key, value, f"{path}.{key}" if path else key
 
 
-def _inside_units(cut: CutModel) -> Iterator[tuple[str, nn.Module]]:
+def _inside_units(root: nn.Module, cut: CutModel) -> Iterator[tuple[str, nn.Module]]:
     """The modules in units, by name; what the user has compiled is the user's."""
-    names = {module: name for name, module in cut.model.named_modules()}
+    names = {module: name for name, module in root.named_modules()}
     for unit in (unit for stage in cut.train.stages for unit in stage.units):
         if is_users_compiled(unit):
             continue

@@ -34,7 +34,7 @@ def same_outputs(before: OutputSpecs | None, own: OutputSpecs) -> frozenset[tupl
     )
 
 
-class Wiring:
+class StageWiring:
     """The tensors of each wire.
 
     Attributes:

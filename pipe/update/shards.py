@@ -27,9 +27,8 @@ from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..measure.recorder import Recorder
 from ..parallel.sharding import Sharding
-from ..parallel.split import ShardedParameter, Split, split_parameters
-from ..stages.elsewhere import BETWEEN_BATCHES
-from ..stages.ownership import Ownership
+from ..parallel.split import ParameterSplit, ShardedParameter, split_parameters
+from ..stages.ownership import BETWEEN_BATCHES, Ownership
 from .gradients import buckets_of, flatten, unflatten
 from .optimizers import StageOptimizers
 
@@ -328,7 +327,7 @@ def shard_stages(
     """
     if not sharding.is_any:
         return Shards()
-    proposed: dict[str, Split] = {}
+    proposed: dict[str, ParameterSplit] = {}
     stage_of: dict[str, int] = {}
     parameters: dict[str, nn.Parameter] = {}
     for one in optimizers:
@@ -356,7 +355,9 @@ def shard_stages(
     return Shards(stages, parts, recorder, apart=sharding.weights)
 
 
-def _agreed(rank: int, mine: Mapping[str, Split], ownership: Ownership, collectives: Collectives) -> dict[str, Split]:
+def _agreed(
+    rank: int, mine: Mapping[str, ParameterSplit], ownership: Ownership, collectives: Collectives
+) -> dict[str, ParameterSplit]:
     """What this rank divides: a parameter that some holder has to keep whole (tied weights), all keep whole.
 
     Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways.
@@ -367,11 +368,11 @@ def _agreed(rank: int, mine: Mapping[str, Split], ownership: Ownership, collecti
         by_rank = {holder: proposed[holder].get(name) for holder in ownership.holders(name)}
         if _is_agreed(name, by_rank) and name in mine:
             shards = {holder: split.shards[holder] for holder, split in by_rank.items() if split is not None}
-            found[name] = Split(ranks=mine[name].ranks, shards=shards)
+            found[name] = ParameterSplit(ranks=mine[name].ranks, shards=shards)
     return {name: found[name] for name in mine if name in found}
 
 
-def _is_agreed(name: str, found: Mapping[int, Split | None]) -> bool:
+def _is_agreed(name: str, found: Mapping[int, ParameterSplit | None]) -> bool:
     """Whether every holder of a parameter divides it, with those that hold the same stage."""
     for rank, split in found.items():
         others = () if split is None else split.ranks

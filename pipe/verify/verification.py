@@ -95,7 +95,7 @@ class Verifier:
         """See PipelineModule.verify. Collective over the processes."""
         self._settings.require_loss()
         if not self._place.world.distributed:
-            self._plain = PlainModule(self._parts.model, self._settings.loss_fn, given=self._run.model is None)
+            self._plain = PlainModule(self._run.root, self._settings.loss_fn, given=self._run.model is None)
         elif not self._run.verifies:
             raise ValueError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "

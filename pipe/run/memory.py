@@ -1,4 +1,6 @@
-"""Memory of single actions: what each leaves behind and takes for itself, seen while one step runs.
+"""Memory of a run: what stages hold, and what single actions leave behind and take, seen while one step runs.
+
+with watch(pipeline, device) as watched: a step        stage_bytes(pipeline, watched) -> [S] StageBytes
 
 level |        ______            kept:  the level behind a forward, less that in front of it: what its backward needs
       |     __|      |__                (and its outputs, until they are sent)
@@ -8,56 +10,50 @@ level |        ______            kept:  the level behind a forward, less that in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
-from typing import Protocol, cast
+from typing import cast
 
 import torch
+from torch import nn
 
 from ...partition.graph.forms import Tensors
 from ...partition.profiler.memory import LiveBytes, bytes_of
-from ...schedules import Action, Message, MessageKind, Op
+from ...schedules import Action, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
-from .engine import Engine
+from ..build import Pipeline
+from ..update.gradients import buckets_of
 from .worker import Worker
 
 
-class _Level(Protocol):
-    """Bytes of tensors there are now, and the most since `mark`, above what was there at the start."""
+class _Level:
+    """Bytes of tensors there are now, and the most since `mark`, above what was there at the start.
 
-    def now(self) -> int: ...
-    def mark(self) -> None: ...
-    def most(self) -> int: ...
+    Arguments:
+        live: None: the device's allocator knows.
+    """
 
-
-class _CpuLevel:
-    def __init__(self, live: LiveBytes) -> None:
-        self._live = live
+    def __init__(self, device: torch.device, live: LiveBytes | None) -> None:
+        self._device, self._live = device, live
+        self._start = torch.cuda.memory_allocated(device) if live is None else 0
 
     def now(self) -> int:
+        if self._live is None:
+            return torch.cuda.memory_allocated(self._device) - self._start
         self._live.settle()
         return self._live.level
 
     def mark(self) -> None:
-        self._live.most = self.now()
+        if self._live is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._live.most = self.now()
 
     def most(self) -> int:
+        if self._live is None:
+            return torch.cuda.max_memory_allocated(self._device) - self._start
         return self._live.most
-
-
-class _CudaLevel:
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._start = device, torch.cuda.memory_allocated(device)
-
-    def now(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._start
-
-    def mark(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def most(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._start
 
 
 @dataclass(slots=True)
@@ -154,25 +150,67 @@ class _WatchedWorker:
 
 
 @contextmanager
-def watching(
-    engine: Engine, *, held: int, gradients: Sequence[torch.Tensor], device: torch.device
-) -> Iterator[ActionMemory]:
-    """Within: the actions of an engine are watched. On the CPU that makes each operation slower.
-
-    Arguments:
-        held: by the process, as of now [bytes].
-        gradients: that are there, and may go within.
-    """
-    ranks = engine.ranks
-    live = None if device.type == "cuda" else LiveBytes(gradients)
-    memory = ActionMemory(_CudaLevel(device) if live is None else _CpuLevel(live), held=held)
+def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
+    """Within: the actions of a pipeline are watched. On the CPU that makes each operation slower."""
+    engine, is_cuda = pipeline.engine, device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if is_cuda else pipeline.state.held_bytes()
+    gradients = [p.grad for p in pipeline.parts.root.parameters() if p.grad is not None]  # they may go within
+    live = None if is_cuda else LiveBytes(gradients)
+    memory, ranks = ActionMemory(_Level(device, live), held=held), engine.ranks
     engine.ranks = [replace(each, worker=cast(Worker, _WatchedWorker(each.worker, memory))) for each in ranks]
     try:
-        if live is None:
+        with nullcontext() if live is None else live:
             yield memory
-        else:
-            with live:
-                yield memory
         memory.note_peak()
     finally:
         engine.ranks = ranks
+
+
+def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, ...]:
+    """See PipelineModule.stage_bytes."""
+    state, schedule = pipeline.state, pipeline.schedule
+    local = {stage: {**_held(pipeline, stage), **watched.figures(stage)} for stage in _local_stages(pipeline)}
+    with state.run.guard.together():
+        everyone = state.run.collectives.gather(local, what="gathering the bytes of stages")
+    merged: dict[int, dict[str, float]] = {stage: {} for stage in range(schedule.num_stages)}
+    for one in everyone:
+        for stage, figures in one.items():
+            for name, size in figures.items():
+                merged[stage][name] = max(size, merged[stage].get(name, 0.0))
+    return tuple(StageBytes(**merged[stage]) for stage in range(schedule.num_stages))
+
+
+def _local_stages(pipeline: Pipeline) -> list[int]:
+    ranks = [each.worker.rank for each in pipeline.engine.ranks]
+    return sorted({stage for rank in ranks for stage in pipeline.schedule.placement[rank]})
+
+
+def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
+    """Bytes that a stage of this process holds, whatever runs; of the optimizer those that are there by now."""
+    module = pipeline.parts.train.stages[stage].module
+    parameters = list(module.parameters())
+    optimizers = [one.optimizers for one in pipeline.state.update.stages if one.stage == stage]
+    return {
+        "weights": bytes_of(parameters),
+        "gradients": bytes_of(p for p in parameters if p.requires_grad),
+        "optimizer": max((bytes_of(each.tensors()) for each in optimizers), default=0),
+        "buffers": bytes_of(module.buffers()),
+        "summing": _summing(pipeline, stage, [p for p in parameters if p.requires_grad]),
+    }
+
+
+def _summing(pipeline: Pipeline, stage: int, parameters: Sequence[nn.Parameter]) -> float:
+    """Bytes beside these gradients while the replicas of a stage add them up."""
+    replicas = len(pipeline.schedule.owners[stage])
+    if replicas == 1:
+        return 0.0
+    parts = [
+        part for one in pipeline.state.update.stages if one.stage == stage for part in one.optimizers.parts.values()
+    ]
+    divided = [p for p in parameters if any(part.whole is p for part in parts)]
+    whole = [p for p in parameters if not any(part.whole is p for part in parts)]
+    if pipeline.schedule.is_asynchronous:  # copies for each of the others, and from each; updated parts
+        return (replicas - 1) * (2 * bytes_of(whole) + 3 * bytes_of(divided) / replicas)
+    copied = sum(bytes_of(whole[i] for i in bucket) for bucket in buckets_of(whole) if len(bucket) > 1)
+    largest = max((bytes_of(divided[i] for i in bucket) for bucket in buckets_of(divided)), default=0)
+    return copied + largest + bytes_of(divided) * (1 - 1 / replicas)
