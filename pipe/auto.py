@@ -135,7 +135,6 @@ class AutoLayout:
             return self._measured_plan(given, num_samples, wanted, restrictions)
 
     def _measured_plan(self, given: Given, num_samples: int, wanted: int | None, restrictions: dict[str, Any]) -> Plan:
-        """The plan for a batch of so many samples, cut into so many microbatches where that is wanted."""
         self._agree(given, wanted)
         if wanted is not None and (given.microbatches or self._replans):
             profiles = self._by_size(given.on(self._settings.device).cut(wanted))
@@ -183,7 +182,6 @@ class AutoLayout:
         check_agreement(mine, self._collectives, self._guard, rank=self._world.rank)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
-        """The best of some plans, the one with the least predicted step first."""
         self.predicted = plans[0]
         if not self._trials:
             return plans[0]
@@ -204,7 +202,6 @@ class AutoLayout:
         return sizes_to_profile(num_samples, self._num_ranks)
 
     def _by_samples(self, given: Given, num_samples: int) -> dict[int, Profile]:
-        """Profiles by microbatch size, of a whole batch."""
         sizes = self._microbatch_sizes(num_samples)
         whole = given.on(self._settings.device)
         parts = {size: whole.cut(-(-num_samples // size))[0] for size in sizes}  # the first is the largest
@@ -275,7 +272,6 @@ class AutoLayout:
         return median_profile([each for host, each in found if speeds[host] == 1.0]).typical()
 
     def _cluster(self) -> Cluster:
-        """The ranks, their links and memory."""
         device, world = self._settings.device, self._world
         if not world.distributed:
             level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
@@ -333,7 +329,6 @@ def least_memory(device: torch.device, together: Collectives) -> float:
 
 
 def _memory_bytes(device: torch.device, *, sharing: int) -> float:
-    """Memory of a rank: its device's, or its share of the host's [bytes]."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)

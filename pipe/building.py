@@ -50,7 +50,6 @@ class Building:
             self._start(make_layout(world), options.example)
 
     def _start(self, layout: Layout, example: Given | None) -> None:
-        """Take a layout; with example inputs build the stages."""
         settings = self._options.settings
         check_slicing(layout, settings)
         check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
@@ -63,7 +62,6 @@ class Building:
             self._assemble(layout, example)
 
     def _plan_first(self, options: LayoutOptions) -> None:
-        """Let the first batch decide on the layout."""
         from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
 
         self._options.settings.refuse_flush(AUTO)
@@ -81,12 +79,10 @@ class Building:
 
     @property
     def model_name(self) -> str:
-        """For people."""
         return "stages" if self._options.model is None else type(self._options.model).__name__
 
     @property
     def replica(self) -> tuple[int, int]:
-        """This process's data replica, and of how many."""
         return (0, 1) if self.layout is None else self.layout.place.replica
 
     @property

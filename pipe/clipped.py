@@ -31,7 +31,6 @@ def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> Optimize
 
 
 def _clip_before(optimizers: Sequence[torch.optim.Optimizer], limit: float) -> None:
-    """Clip gradients in front of the first one's step, as a part of the update's cost."""
     step = optimizers[0].step
 
     def clip_and_step(*arguments: Any, **options: Any) -> Any:

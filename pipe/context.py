@@ -85,12 +85,10 @@ class Run:
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is a loss_fn."""
         return self.settings.loss_fn is not None
 
     @property
     def num_replicas(self) -> int:
-        """D."""
         return self.layout.place.replica[1]
 
     @property

@@ -82,12 +82,10 @@ class Evaluation:
         self._dimensions: dict[Form, Sequence[int | None]] = {}
 
     def step(self, given: Given) -> EvalResult:
-        """See PipelineModule.eval_step."""
         loss, output, _ = self._evaluated(given, "eval_step", has_loss=self._run.has_loss)
         return EvalResult(loss=loss, output=output)
 
     def predict(self, given: Given) -> object:
-        """See PipelineModule.predict."""
         return self._evaluated(given, "predict", has_loss=False)[1]
 
     def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
@@ -138,7 +136,6 @@ class Evaluation:
         )
 
     def _make_mode(self, like: Arguments, *, has_loss: bool) -> Mode:
-        """The mode for arguments of another form."""
         evaluate_like = self._ranks.parts.evaluate_like
         if evaluate_like is None:
             check_like_example(like, self._like, has_target=has_loss)
@@ -159,7 +156,6 @@ class Evaluation:
     def _evaluated(
         self, given: Given, call: Call, *, has_loss: bool
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
-        """The loss, the output and its tensors."""
         run, device, model_loss = self._run, self._run.settings.device, self._run.settings.model_loss
         num_replicas = run.num_replicas
         num_microbatches = self._microbatches_for(given)

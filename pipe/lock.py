@@ -41,7 +41,6 @@ class FolderLock:
             self._key = key
 
     def release(self) -> None:
-        """Give it back."""
         if self._key is not None:
             os.close(_held.pop(self._key))  # which unlocks
             self._key = None

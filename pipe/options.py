@@ -112,7 +112,6 @@ class Settings:
         return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
 
     def require_optimizer(self) -> OptimizerFactory:
-        """The optimizer; ValueError without one."""
         if self.optimizer is None:
             raise ValueError(
                 "train_step needs an optimizer: expected PipelineModule(..., optimizer=lambda params: "
@@ -121,7 +120,6 @@ class Settings:
         return self.optimizer
 
     def require_loss(self) -> None:
-        """ValueError without a loss."""
         if self.loss_fn is None:
             raise ValueError(
                 "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
@@ -173,7 +171,6 @@ class LayoutOptions:
             )
 
     def refuse_beside(self, what: str, *names: str) -> None:
-        """ValueError for an option that a plan decides on."""
         for name in names:
             value = self.mesh_sizes if name == "mesh" else getattr(self, name)
             if value is not None and value != _DEFAULTS.get(name):

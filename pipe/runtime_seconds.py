@@ -94,7 +94,7 @@ class _Still(torch.optim.SGD):
     """An optimizer whose steps take no time."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        ...
 
 
 def measure_runtime_seconds(device: torch.device) -> RuntimeSeconds:
@@ -140,12 +140,10 @@ def _medians(runs: Sequence[Callable[[], object]], caches: _Caches) -> list[floa
 
 
 def _batch(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
-    """Runs one batch of so many microbatches on two stages, without an update."""
     return partial(_pipeline(2, num_microbatches, caches).training.accumulate, _given(num_microbatches))
 
 
 def _step(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
-    """Runs one step of so many microbatches on one stage."""
     pipeline = _pipeline(1, num_microbatches, caches, optimizer=lambda parameters: _Still(parameters, lr=1.0))
     return partial(pipeline.training.step, _given(num_microbatches))
 

@@ -43,7 +43,6 @@ class State:
         return [optimizer for one in self.update.stages for optimizer in one.optimizers.optimizers]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """See PipelineModule.state_dict."""
         self.training.settle()
         self.training.unchanged.check_objects()
         self.update.refuse_reading("state_dict")
@@ -53,7 +52,6 @@ class State:
             return {name: value.detach() for name, value in self.ownership.state_dict().items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """See PipelineModule.full_state_dict."""
         self.training.drain()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
@@ -61,7 +59,6 @@ class State:
                 return self.ownership.full_state_dict(self.run.collectives)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See PipelineModule.load_state_dict."""
         self.training.settle()
         self.training.unchanged.check_objects()
         self.update.refuse_changes("load_state_dict")
@@ -91,7 +88,6 @@ class State:
         return persist(folder, snapshot, processes=processes or self.run.collectives, own=self.own_checkpoints)
 
     def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
-        """See PipelineModule.save."""
         snapshot = self.snapshot(loader)
         with self.run.guard.together():
             result = self.persist(folder, snapshot)
@@ -101,7 +97,6 @@ class State:
         return result
 
     def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
-        """See PipelineModule.load."""
         self.update.gate.enter()
         if not self.update.is_lost:
             self.training.drain()
@@ -146,7 +141,6 @@ class State:
             refuse_differing(answers)
 
     def held_bytes(self) -> int:
-        """See PipelineModule.held_bytes."""
         tensors = list(self.ownership.state_dict().values())
         tensors += [p.grad for _, p in self.ownership.named_parameters() if p.grad is not None]
         for _, optimizers, versions in self.update.stages:

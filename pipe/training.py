@@ -90,7 +90,6 @@ class Training:
         return batch
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
-        """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
         with self._batch(given, "train_step") as (batch, programs):
             for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
@@ -114,7 +113,6 @@ class Training:
         return result
 
     def accumulate(self, given: Given) -> StepResult:
-        """See PipelineModule.forward_backward."""
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         with self._batch(given, "forward_backward") as (batch, programs):
             for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
@@ -122,7 +120,6 @@ class Training:
         return self._result(self._update.accumulated())
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
-        """See PipelineModule.clip_grad_norm_."""
         if not isinstance(max_norm, Real) or not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
         norm_type = check_norm_type(norm_type)
@@ -142,7 +139,6 @@ class Training:
         return norm
 
     def flush(self) -> list[StepResult]:
-        """See PipelineModule.flush."""
         self.drain()
         return [self._result(known) for known in self._update.rest()]
 
@@ -169,7 +165,6 @@ class Training:
             self._reports.tell(self._update.waiting())
 
     def close(self, timeout: float) -> None:
-        """See PipelineModule.close."""
         if self._guard.closed:
             return
         if not self._guard.ended:

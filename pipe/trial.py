@@ -320,7 +320,6 @@ class Trials:
 
 
 def _seconds(tried: tuple[Plan, Plan]) -> float:
-    """A batch, median of the steps that counted."""
     return tried[1].tried_seconds or 0.0
 
 

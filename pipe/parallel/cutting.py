@@ -82,7 +82,6 @@ class AsDTensors(Style):
 
 
 def _divided(layouts: object) -> bool:
-    """Whether one of some placements is a part."""
     return any(isinstance(one, DTensorShard) for one in (layouts if isinstance(layouts, tuple | list) else (layouts,)))
 
 

@@ -101,7 +101,6 @@ class MemberShards:
         self._originals.clear()
 
     def is_divided(self, name: str) -> bool:
-        """Whether members hold different parts."""
         return name in self._by_member
 
     def counts(self, name: str) -> bool:
@@ -114,7 +113,6 @@ class MemberShards:
         return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
 
     def full_numel(self, name: str, local: torch.Tensor) -> int:
-        """Elements of the full tensor."""
         return prod(self.shard(name, local).full)
 
     def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,6 @@ class Recogniser:
 
 
 def _by_class(module: nn.Module) -> Region | None:
-    """Regions of classes that are known."""
     forward, name = type(module).forward, type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         return {"": Heads()}
@@ -121,7 +120,6 @@ def _is_elementwise(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 
 
 def _key(module: nn.Module, children: Mapping[str, nn.Module]) -> object:
-    """Equal for modules that compute alike."""
     numbers = tuple((k, v) for k, v in module.__dict__.items() if isinstance(v, int | float | str))
     kinds = tuple((name, type(child)) for name, child in module.named_modules())
     return type(module), numbers, kinds, tuple((name, sizes_of(child)) for name, child in children.items())

@@ -24,11 +24,9 @@ class TensorBox:
     sizes: tuple[int, ...]
 
     def of_full(self) -> tuple[slice, ...]:
-        """Index of the full tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.sizes, strict=True))
 
     def of_local(self) -> tuple[slice, ...]:
-        """Index of the local tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))
 
     def part(self, part: TensorBox) -> TensorBox | None:
@@ -64,24 +62,20 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
-        """All of it."""
         start = (0,) * len(shape)
         boxes = (TensorBox(start=start, local=start, sizes=tuple(shape)),) if prod(shape) else ()
         return cls(full=tuple(shape), local=tuple(shape), boxes=boxes)
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...]) -> Shard:
-        """Nothing of it."""
         return cls(full=tuple(shape), local=(0,), boxes=())
 
     @property
     def is_whole(self) -> bool:
-        """Whether the process holds the full tensor."""
         return self == Shard.whole(self.full)
 
     @property
     def numel(self) -> int:
-        """Elements held."""
         return prod(self.local)
 
     def divided(self, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:

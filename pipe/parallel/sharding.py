@@ -31,7 +31,6 @@ class Sharding:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is divided."""
         return any(count > 1 for count in self.shards)
 
     def check_optimizer(self, *, has_optimizer: bool) -> None:
@@ -66,7 +65,6 @@ def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Shardin
 
 
 def sharding_of_plan(shards: Sequence[int], world: World) -> Sharding:
-    """As a plan says, by stage."""
     return _for(shards, world, weights=False)
 
 

@@ -150,7 +150,6 @@ class ShardedParameter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether other ranks have all of it."""
         return self.parameter.numel() == 0
 
     def of(self, tensor: torch.Tensor, *, rank: int | None = None) -> torch.Tensor:

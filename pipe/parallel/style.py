@@ -62,7 +62,6 @@ class Style(ParallelStyle):
         return plain.forward(module, *args, **kwargs)
 
     def describe(self) -> str:
-        """The style in a word or two, for tables."""
         return type(self).__name__.lower()
 
     def __repr__(self) -> str:
@@ -126,7 +125,6 @@ def style_of(module: nn.Module) -> Style | None:
 
 
 def not_divided(name: str, what: str, size: int, count: int, least: int) -> str:
-    """The sentence for a size that the members do not divide."""
     return (
         f"module {name!r} has {size} {what}, over {count} tensor ranks: expected a multiple of {least}, such as "
         f"{max(1, round(size / least)) * least}, or another size of the tensor axis"

@@ -261,7 +261,6 @@ def _shard(module: nn.Module, key: str, dim: int, *, index: int, count: int, blo
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the first of them changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     key = next(iter(kwargs))

@@ -78,7 +78,6 @@ class TensorAxis:
         return _LEAST_BYTES if self.sends == "auto" else 0
 
     def check(self, place: MeshPlace) -> None:
-        """ValueError for a tensor group that divides nothing."""
         if place.tensor[1] > 1 and self.parallel is None:
             raise ValueError(
                 f"a tensor group of {place.tensor[1]} processes without tensor_parallel=: each of them would do the "
@@ -118,7 +117,6 @@ class TensorStyles:
     whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
-        """A line that tells styles apart."""
         each = [f"{name}: {describe(style)}" for name, style in self.styles.items()]
         return f"{len(each)} divided modules ({zlib.crc32(chr(10).join(each).encode()):08x})"
 
@@ -149,7 +147,6 @@ class TensorStyles:
 
 
 def describe(style: ParallelStyle) -> str:
-    """A style in a word or two."""
     return style.describe() if isinstance(style, Style) else type(style).__name__
 
 
@@ -411,7 +408,6 @@ def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _holds(module: nn.Module, style: ParallelStyle, shared: Mapping[int, list[str]]) -> list[str] | None:
-    """Names of a parameter that the style divides and that stands in several places."""
     own = style.shards(module, index=0, count=1) if isinstance(style, Style) else dict(module.named_parameters())
     return next((shared[id(p)] for key in own if id(p := module.get_parameter(key)) in shared), None)
 

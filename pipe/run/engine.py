@@ -70,7 +70,6 @@ class RankMachine:
         return step
 
     def arrived(self, messages: Iterable[Message]) -> None:
-        """These messages are here."""
         self._arrived.update(messages)
 
     def _wait_for(self, messages: tuple[Message, ...], before: Work | None) -> Wait | None:
@@ -179,7 +178,6 @@ class Engine:
             raise type(known)(story, peers=known.peers) from error
 
     def drop(self) -> None:
-        """Forget what is under way on every rank (after an error)."""
         for local in self.ranks:
             local.worker.drop()
 
@@ -220,7 +218,6 @@ class _Run:
             self.local.transport.end_of_program()
 
     def why_it_waits(self) -> str:
-        """A line for people."""
         wait = self.machine.next()
         assert isinstance(wait, Wait)
         return f"rank {self.local.worker.rank} waits for the {wait.messages[0]}, {_story(self.local, wait)}"

@@ -80,7 +80,6 @@ class ActionMemory:
         self._stages: dict[int, _Seen] = {}
 
     def run(self, worker: Worker, action: Action) -> None:
-        """Carry out an action, watched."""
         self.note_peak()
         self._level.mark()
         before = self._level.now()
@@ -94,18 +93,15 @@ class ActionMemory:
             seen.backward.append(most - before)
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        """A message arrived."""
         if message.kind is MessageKind.ACT:
             self._stages.setdefault(message.dst, _Seen()).received[message] = bytes_of(tensors)
 
     def taken(self, message: Message, tensors: Tensors) -> None:
-        """A message is sent."""
         if message.kind is MessageKind.ACT:
             seen = self._stages.setdefault(message.src, _Seen())
             seen.sent = max(seen.sent, bytes_of(tensors))
 
     def note_peak(self) -> None:
-        """Take the highest level so far into account."""
         self.peak_bytes = max(self.peak_bytes, self._held + self._level.most())
 
     def figures(self, stage: int) -> Mapping[str, float]:

@@ -31,7 +31,7 @@ from ..context import Run
 from ..measure.recorder import Recorder
 from ..slicing import SlicedLoss
 from ..stages.build import CutModel
-from ..stages.compiled import Compiled, refuse_changes_in_flight, refuse_split
+from ..stages.compiled import Compiled, refuse_backward
 from ..stages.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stages.reruns import Reruns
 from ..stages.shapes import InferredStages, Signature
@@ -185,10 +185,7 @@ class Ranks:
         def make(rank: int, s: int) -> Stage:
             stage = parts.train.stages[s]
             name = f"stage {s} ({parts.names[s]})"
-            if s in split:
-                refuse_split(compile, stage.module, stage=name, schedule=schedule.name)
-            if schedule.rule.changes_in_flight:
-                refuse_changes_in_flight(compile, stage.module, stage=name, schedule=schedule.name)
+            refuse_backward(compile, stage.module, schedule, stage=name, is_split=s in split)
             rules = parts.recomputed.of_stage(s, stage)
             return Stage(
                 index=s,

@@ -31,7 +31,7 @@ from ...schedules.messages import STAGE_KINDS
 from ...schedules.moves import find_moves
 from ...schedules.needs import Wire
 from ...schedules.program import GroupStep, RankProgram
-from ..batch.batches import BatchPart
+from ..batch.batches import Batch, BatchPart
 from ..parallel.tensor_group import settled
 from ..stages.moving import Host
 from ..stages.presence import Gradients, pack, unpack
@@ -142,7 +142,6 @@ class Worker(ABC):
         self.moved_bytes: dict[int, int] = {}  # by stage, the most that a microbatch's activations had when they left
 
     def begin(self, program: RankProgram) -> None:
-        """A program begins."""
         self._fused = program.fused
 
     def follow(self, schedule: Schedule) -> None:
@@ -162,11 +161,9 @@ class Worker(ABC):
             self._updates.finish(step)
 
     def settle(self) -> None:
-        """The program is through: block until what was begun is."""
         self._updates.settle()
 
     def specs(self, message: Message) -> list[TensorSpec]:
-        """Layouts of the tensors of a message."""
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._batch_indices)
             batch = self._updates.batches[number]
@@ -175,7 +172,6 @@ class Worker(ABC):
         return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        """A message arrived."""
         if message.kind is MessageKind.ACT:
             self._inbox[message] = tensors
         elif message.kind is MessageKind.GRAD:
@@ -184,7 +180,6 @@ class Worker(ABC):
             self._updates.put(message, tensors)
 
     def take(self, message: Message) -> Tensors:
-        """A message to send."""
         if message.kind not in STAGE_KINDS:
             return self._updates.take(message)
         tensors = self._outbox.pop(message)
@@ -250,7 +245,6 @@ class TrainingWorker(Worker):
     """Forwards, backwards and updates."""
 
     def _move(self, action: Action) -> None:
-        """Activations begin their way to the host, or back."""
         assert self._host is not None
         activations = self._stages[action.stage].moving(action.index)
         if action.op is Op.RELOAD:
@@ -260,7 +254,6 @@ class TrainingWorker(Worker):
         self._host.take(activations)
 
     def run(self, action: Action) -> None:
-        """F, B, I, W, U, or a move of activations."""
         s, op, index = action
         if op in MOVE_OPS:
             self._move(action)
@@ -277,7 +270,7 @@ class TrainingWorker(Worker):
             return
         self._unshard(s)
         part = batch.parts[k]
-        specs, span = part.inferred.specs[s], part.span
+        span = part.span
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             if op is Op.F:
@@ -300,28 +293,27 @@ class TrainingWorker(Worker):
                 if loss is not None:
                     self._updates.note_loss(index, loss)
                 else:
-                    self._hand_on(s, index, outputs, specs)
+                    self._hand_on(s, index, outputs, part.inferred.specs[s])
             else:
-                gradients = self._output_gradients(s, index, len(specs))
-                group = index // batch.group_size
-                graded = (True,) if s == self._last else self._ports[s].graded
-                slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
-                with batch.autocast.off(), slices:
-                    by_input = self._stages[s].backward(
-                        index,
-                        gradients,
-                        graded,
-                        autocast=batch.autocast,
-                        group=group,
-                        is_half=op is Op.I and action not in self._fused,
-                    )
-                self._hand_back(s, index, by_input, part.inferred.certain[s])
-                for (number, slot), gradient in zip(self._ports[s].inputs, by_input, strict=True):
-                    if number == MODEL_INPUT and gradient is not None:
-                        known = self.batch_gradients.get((slot, k))
-                        self.batch_gradients[slot, k] = gradient if known is None else known + gradient
+                self._backward(action, batch, part)
         finally:
             self._seeder.end()
+
+    def _backward(self, action: Action, batch: Batch, part: BatchPart) -> None:
+        s, op, index = action
+        stage, ports, span = self._stages[s], self._ports[s], part.span
+        gradients = self._output_gradients(s, index, len(part.inferred.specs[s]))
+        graded = (True,) if s == self._last else ports.graded
+        group, is_half = index // batch.group_size, op is Op.I and action not in self._fused
+        slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
+        with batch.autocast.off(), slices:
+            by_input = stage.backward(index, gradients, graded, autocast=batch.autocast, group=group, is_half=is_half)
+        self._hand_back(s, index, by_input, part.inferred.certain[s])
+        for (number, slot), gradient in zip(ports.inputs, by_input, strict=True):
+            if number == MODEL_INPUT and gradient is not None:
+                place = slot, index % self._batch_indices
+                known = self.batch_gradients.get(place)
+                self.batch_gradients[place] = gradient if known is None else known + gradient
 
     def _output_gradients(self, s: int, index: int, num_outputs: int) -> list[torch.Tensor | None]:
         """By output slot, summed over the consumers that have one; on the last stage that of the loss."""
@@ -355,7 +347,6 @@ class EvaluationWorker(Worker):
     """Forwards alone; the outputs of the last stage are kept."""
 
     def run(self, action: Action) -> None:
-        """F."""
         s, _, k = action
         self._unshard(s)
         batch = self._updates.batches[0]
@@ -376,7 +367,6 @@ class EvaluationWorker(Worker):
 
 
 def _added(known: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of those that exist."""
     if known is None or more is None:
         return more if known is None else known
     return known + more

@@ -18,7 +18,6 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls, kind: str) -> Autocast:
-        """The one that is in force."""
         return cls(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
 
     def off(self) -> AbstractContextManager[None]:
@@ -27,7 +26,6 @@ class Autocast(NamedTuple):
         return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NOTHING
 
     def again(self) -> AbstractContextManager[None]:
-        """Within: it is in force."""
         if self.dtype is None:
             return self.off()
         if Autocast.now(self.kind) == self:

@@ -48,7 +48,6 @@ class MovingBuffers:
         self._large: dict[tuple[nn.Module, str], bool] = {}  # whether they move
 
     def before_forward(self) -> Snapshot:
-        """The values that a forward will see."""
         copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one
         places = []
         for module in self._modules:

@@ -49,7 +49,6 @@ class CutModel:
         return tuple(stage.name for stage in self.train.stages)
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
-        """The model's output from the flat outputs of the last stage."""
         return (self.train if training else self.evaluate).output_form.assemble(flat)
 
 

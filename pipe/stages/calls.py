@@ -27,7 +27,6 @@ class Calls:
         self._before: list[tuple[dict[str, Any], str, object]] = []
 
     def begin(self) -> None:
-        """From here on the calls take the other way."""
         for module, call in self._through:
             own = vars(module)
             key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
@@ -35,7 +34,6 @@ class Calls:
             own[key] = partial(call, getattr(module, key))
 
     def end(self) -> None:
-        """As it was."""
         for own, key, before in self._before:
             if before is _MISSING:
                 del own[key]

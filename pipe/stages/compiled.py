@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...schedules import Schedule
 from .calls import Calls
 from .recompute import NamedRule
 
@@ -65,54 +67,42 @@ class Compiled(Calls):
                 _refuse_rerun(named, is_unit=module in own)
             for unit in own:
                 if not is_users_compiled(unit):
-                    through[unit] = _instead(torch.compile(unit.forward, **options))
+                    through[unit] = partial(_instead, torch.compile(unit.forward, **options))
         super().__init__(through)
 
 
 def is_users_compiled(unit: nn.Module) -> bool:
-    """Whether the user has compiled this module, or its forward."""
     compiled = getattr(unit, "_compiled_call_impl", None) is not None or hasattr(unit, "_orig_mod")
     return compiled or hasattr(getattr(unit, "forward", None), "get_compiler_config")
 
 
-def refuse_split(options: Mapping[str, Any] | None, module: nn.Module, *, stage: str, schedule: str) -> None:
-    """ValueError for a stage with compiled parts, whose backward comes in two halves: theirs is one piece."""
-    _refuse_backward(
-        options,
-        module,
-        f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of",
-        "is one piece",
-        "a schedule with whole backwards, such as schedule='1f1b'",
-    )
-
-
-def refuse_changes_in_flight(
-    options: Mapping[str, Any] | None, module: nn.Module, *, stage: str, schedule: str
+def refuse_backward(
+    options: Mapping[str, Any] | None, module: nn.Module, schedule: Schedule, *, stage: str, is_split: bool
 ) -> None:
-    """ValueError for a stage with compiled parts, whose weights change between a forward and its backward."""
-    _refuse_backward(
-        options,
-        module,
-        f"schedule {schedule!r} updates the weights of {stage} between a forward and its backward, and whether it sees "
-        f"the new ones the compiler decides in the backward of",
-        "",
-        "schedule='pipedream' or '2bw'",
-    )
+    """ValueError for a stage with compiled parts whose backward, one piece, comes in two halves, or sees new weights.
 
-
-def _refuse_backward(
-    options: Mapping[str, Any] | None, module: nn.Module, front: str, back: str, expected: str
-) -> None:
-    """ValueError that says `front` what is compiled `back`, if anything is."""
-    what, instead = None, "compile=False"
+    Arguments:
+        is_split: whether the schedule splits it.
+    """
+    parts = [each for each in module.modules() if is_users_compiled(each)]
+    trained = next((each for each in parts if any(p.requires_grad for p in each.parameters())), None)
     if options is not None:
-        what = "what compile= compiles"
-    for part in module.modules() if what is None else ():
-        if is_users_compiled(part) and any(parameter.requires_grad for parameter in part.parameters()):
-            what, instead = f"the compiled {type(part).__name__} in it", "it without torch.compile"
-            break
-    if what is not None:
-        raise ValueError(f"{front} {what}{back and ' ' + back}: expected {instead}, or {expected}")
+        what, instead = "what compile= compiles", "compile=False"
+    elif trained is not None:
+        what, instead = f"the compiled {type(trained).__name__} in it", "it without torch.compile"
+    else:
+        return
+    if is_split:
+        raise ValueError(
+            f"schedule {schedule.name!r} splits the backward of {stage} into I and W, and the backward of {what} is "
+            f"one piece: expected {instead}, or a schedule with whole backwards, such as schedule='1f1b'"
+        )
+    if schedule.rule.changes_in_flight:
+        raise ValueError(
+            f"schedule {schedule.name!r} updates the weights of {stage} between a forward and its backward, and "
+            f"whether it sees the new ones the compiler decides in the backward of {what}: expected {instead}, or "
+            f"schedule='pipedream' or '2bw'"
+        )
 
 
 def _refuse_rerun(named: NamedRule, *, is_unit: bool) -> None:
@@ -128,8 +118,5 @@ def _refuse_rerun(named: NamedRule, *, is_unit: bool) -> None:
         )
 
 
-def _instead(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def call(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs)
-
-    return call
+def _instead(compiled: Callable[..., Any], _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compiled(*args, **kwargs)

@@ -41,12 +41,10 @@ class ModelWithLoss(nn.Module):
         self._modules[PREFIX] = loss
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # no destination, no prefix
-        """Parameters and buffers of both."""
         model, loss = self.children()
         return {**model.state_dict(**options), **loss.state_dict(prefix=f"{PREFIX}.", **options)}
 
     def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> None:  # type: ignore[override]
-        """Into both."""
         start = f"{PREFIX}."
         model, loss = self.children()
         model.load_state_dict({name: value for name, value in state.items() if not name.startswith(start)}, **options)
@@ -101,7 +99,6 @@ class LeftBehind:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Within: the loss runs."""
         kept = []
         for held, key, left in self._places:
             if isinstance(held, dict):

@@ -81,7 +81,6 @@ class Activations:
         self._leaves = [(x, self._handle(x)) for x in leaves if _has_storage(x)]
 
     def saving(self) -> AbstractContextManager[object]:
-        """Within, what autograd saves is taken here."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def made(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -95,7 +94,6 @@ class Activations:
 
     @property
     def num_bytes(self) -> int:
-        """All of these."""
         return sum(self.sizes)
 
     def leave(self) -> list[torch.Tensor]:
@@ -200,7 +198,6 @@ class Activations:
 
 
 def tensors_of(target: object) -> list[torch.Tensor]:
-    """Those of a target."""
     return [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor)]
 
 
@@ -230,11 +227,9 @@ class Host:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait here."""
         return sum(each.numel() for own, _ in self._rows.values() for each in own)
 
     def take(self, activations: Activations) -> None:
-        """Activations leave the device for here."""
         parts, own = activations.leave()[::-1], []
         if self._to_host is None:
             while parts:  # each is free as soon as it is copied
@@ -252,7 +247,6 @@ class Host:
         self._rows[activations] = own, self._to_host.record_event()
 
     def give_back(self, activations: Activations) -> None:
-        """They come back."""
         own, has_left = self._rows.pop(activations)
         parts = [torch.empty(each.numel(), dtype=torch.uint8, device=self._device) for each in own]
         if self._from_host is None or has_left is None:
@@ -268,7 +262,6 @@ class Host:
         activations.come(parts, back.record_event())
 
     def drop(self) -> None:
-        """Forget all of them (after an error)."""
         self._rows.clear()
 
 

@@ -79,7 +79,6 @@ class Ownership:
                 module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
 
     def is_local(self, name: str) -> bool:
-        """Whether a stage of this process holds it."""
         return not self._local.isdisjoint(self.stages[name])
 
     def shard(self, name: str) -> Shard:
@@ -87,7 +86,6 @@ class Ownership:
         return self._shares[name]
 
     def names(self) -> list[str]:
-        """Names of all parameters and persistent buffers of the model, in order."""
         return list(self._tensors())
 
     def tied_names(self) -> dict[str, str]:
@@ -98,7 +96,6 @@ class Ownership:
         return {name: first for name in self._tensors() if (first := firsts[self._first_name[name]]) != name}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Types of all parameters and persistent buffers of the model, by name."""
         return {name: tensor.dtype for name, tensor in self._tensors().items()}
 
     def num_parameters(self) -> tuple[int, ...]:
@@ -122,7 +119,6 @@ class Ownership:
         ]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a tensor, ascending."""
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
 
     def counted_parameters(self, ranks: Collection[int]) -> list[nn.Parameter]:
@@ -154,7 +150,6 @@ class Ownership:
         return found
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This process's parameters under their original names."""
         return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -187,7 +182,6 @@ class Ownership:
                 tensor.data.copy_(self.group.own_part(name, tensor, value))
 
     def _ordered(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-        """In an order that is the same in all processes."""
         return sorted(named, key=lambda each: each[0]) if self._by_name else list(named)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -199,7 +193,6 @@ class Ownership:
         return list(firsts.values())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a full or a local state dict; see `check_state_dict`."""
         self.check_state_dict(state)
         tensors = self._tensors()
         parts = self.own_parts(state)
@@ -278,7 +271,6 @@ class _Refusal:
         self._why = why
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Before the module's state is read."""
         if not self._owner.reads_state:
             raise self._error(f"state_dict() of {type(module).__name__} {prefix.rstrip('.')!r}")
 

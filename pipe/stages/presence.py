@@ -111,7 +111,6 @@ def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device
 
 
 def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
-    """The gradients of a message of these layouts."""
     if not has_flags(specs):
         return message
     flags, *whole = message

@@ -107,7 +107,6 @@ class Seeder:
                 each.is_for_unit = False
 
     def end(self) -> None:
-        """The action is over."""
         self._active = False
         if self._runs_again:
             for each in self._others:
@@ -254,16 +253,13 @@ class _Global(ABC):
         """Whether a number was drawn since it was seeded."""
 
     @abstractmethod
-    def state(self) -> Any:
-        """All of it."""
+    def state(self) -> Any: ...
 
     @abstractmethod
-    def set(self, state: Any) -> None:
-        """Let it stand there."""
+    def set(self, state: Any) -> None: ...
 
     @abstractmethod
-    def _start(self, seed: int) -> None:
-        """Begin anew."""
+    def _start(self, seed: int) -> None: ...
 
     def seed(self, seed: int, *, keep: bool) -> None:
         """Begin anew; `keep`: until it is put back."""
@@ -294,11 +290,9 @@ class _Python(_Global):
     name = "Python's random numbers"
 
     def position(self) -> object:
-        """See _Global."""
         return random.getstate()
 
     def has_moved(self) -> bool:
-        """See _Global: a fresh state has used up none of its words."""
         return bool(random.getstate()[1][-1] != _WORDS)
 
     def state(self) -> Any:
@@ -322,7 +316,6 @@ class _Numpy(_Global):
         return str(generator.state)
 
     def has_moved(self) -> bool:
-        """See _Global."""
         generator = get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return True

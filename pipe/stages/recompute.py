@@ -62,7 +62,6 @@ class Recompute:
 
     @property
     def runs_again(self) -> bool:
-        """Whether anything is computed again."""
         return bool(self.modules) or any(kind != "none" for kind in self.stages)
 
 
@@ -159,7 +158,6 @@ class RecomputedModules:
                     )
 
     def of_stage(self, index: int, stage: StageModule) -> dict[nn.Module, NamedRule]:
-        """Modules of a stage that run again by themselves."""
         kind = self._stages[index]
         if kind in ("none", "full"):
             inside = set(stage.module.modules())
@@ -169,7 +167,6 @@ class RecomputedModules:
 
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name."""
     found = match(pattern, root, option=f"recompute={{{pattern!r}: ...}}")
     for name, module in found.items():
         if type(module).forward is nn.Module.forward:

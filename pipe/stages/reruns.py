@@ -266,7 +266,6 @@ def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _end(x: torch.Tensor) -> int:
-    """Behind its last element, in its memory."""
     return (
         int(x.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     )
@@ -281,7 +280,6 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _equal(x: torch.Tensor, copy: torch.Tensor) -> bool:
-    """As far as it can be told."""
     return x is copy or not _is_plain(x) or torch.equal(x.detach(), copy.detach())
 
 
@@ -310,11 +308,9 @@ class KeptResults:
         self._in_memory: dict[object, list[int]] = {}
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """For the first run and the second one, as `context_fn` of torch's checkpoint."""
         return Operations(self._first), Operations(self._second)
 
     def returned(self, value: object) -> None:
-        """The first run returned it: others may change it."""
         for x in _tensors(value):
             for number in self._kept_in(x):
                 self._results[number].versions.append((_detached(x), x._version))

@@ -53,17 +53,14 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Arguments) -> Signature:
-        """The signature of these arguments."""
         tensors, wants = arguments.tensors, tuple(x.requires_grad for x in arguments.tensors)
         return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in tensors), arguments.dims, wants)
 
     @property
     def num_samples(self) -> int:
-        """Samples of the microbatch."""
         return next(shape[dim] for (shape, _), dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
 
     def resized(self, num_samples: int) -> Signature:
-        """The same for another number of samples."""
         return self._replace(
             tensors=tuple(
                 (shape if dim is None else (*shape[:dim], num_samples, *shape[dim + 1 :]), dtype)
@@ -72,12 +69,10 @@ class Signature(NamedTuple):
         )
 
     def shapes_alone(self) -> Arguments:
-        """Such arguments, on the meta device."""
         tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)
         return Arguments(self.form, tensors, self.dims)
 
     def __str__(self) -> str:
-        """For errors."""
         return shown_call(self.form, self.tensors) + " that want gradients" * any(self.wants_grad)
 
 
@@ -167,16 +162,13 @@ class InferredStages:
 
     @property
     def stages(self) -> tuple[StageModule, ...]:
-        """[S] for the example."""
         return self.example.stages
 
     @property
     def output_form(self) -> Form:
-        """How the flat outputs of the last stage make the model's output."""
         return self.example.output_form
 
     def outputs(self, inputs: Signature) -> OutputSpecs:
-        """The specs of each stage's outputs; see `of`."""
         return self.of(inputs).specs
 
     def of(self, inputs: Signature) -> Inferred:
@@ -248,7 +240,6 @@ class InferredStages:
         return inputs, autocast, *(m.training for m in self._modes)
 
     def _walk(self, cut: Cut, inputs: Signature) -> Inferred:
-        """The stages of a cut, and what they return for fake tensors."""
         grad = torch.enable_grad() if self._training else torch.no_grad()
         stages: list[StageModule] = []
         runs: list[StageRun] = []

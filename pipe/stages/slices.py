@@ -119,7 +119,6 @@ class _Attending(TorchFunctionMode):
         self._mask: Tensor | None = None  # of all calls: [tokens of the slice, tokens up to its end]
 
     def from_here(self) -> _Attending:
-        """The same for what runs again of what follows."""
         again = _Attending(self._kept, self.span, drops=self._drops)
         again._calls, again._mask = dict(self._calls), self._mask
         return again
@@ -213,7 +212,6 @@ class KeptSlices:
 
     @contextmanager
     def forward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
-        """Around the forward of a slice."""
         with attending(self._kept.setdefault((stage, index // self._num_slices), {}), span):
             yield
 
@@ -234,7 +232,6 @@ class KeptSlices:
             del self._kept[key]
 
     def drop(self) -> None:
-        """Forget all that is under way (after an error)."""
         self._kept.clear()
 
 

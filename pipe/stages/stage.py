@@ -186,7 +186,6 @@ class Stage:
         return Activations(name, leaves=leaves, staying=staying, device=device)
 
     def moving(self, key: int) -> Activations:
-        """The activations of a microbatch whose forward had `moves`."""
         moving = self._live[key].moving
         assert moving is not None
         return moving
@@ -278,7 +277,6 @@ class Stage:
         )
 
     def drop(self) -> None:
-        """Forget all microbatches in flight (after an error)."""
         self._live.clear()
         self._owed.clear()
 

@@ -85,23 +85,19 @@ class WeightVersions:
 
     def bind(self, version: int) -> None:
         """The module computes with this version until `release`."""
-        leaves = self._leaves(version)
-        for table, key, i in self._places:
-            table[key] = leaves[i]
-        for module, positions in self._flat_places:
-            flat = list(module.__dict__["_flat_weights"])
-            for position, i in positions:
-                flat[position] = leaves[i]
-            module.__dict__["_flat_weights"] = flat
+        self._put(self._leaves(version))
 
     def release(self) -> None:
         """The module has its own Parameters again."""
+        self._put(self._originals)
+
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         for table, key, i in self._places:
-            table[key] = self._originals[i]
+            table[key] = parameters[i]
         for module, positions in self._flat_places:
             flat = list(module.__dict__["_flat_weights"])
             for position, i in positions:
-                flat[position] = self._originals[i]
+                flat[position] = parameters[i]
             module.__dict__["_flat_weights"] = flat
 
     def begin_backward(self, version: int, group: int) -> None:
@@ -141,7 +137,6 @@ class WeightVersions:
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
-        """From now on updates are of parts of these parameters, whose gradients are then those of the parts."""
         self._parts = [parts.get(name) for name in self.names]
 
     def kept(self, version: int, name: str) -> torch.Tensor | None:
@@ -151,7 +146,6 @@ class WeightVersions:
         return self._leaves(version)[self.names.index(name)].data
 
     def tensors(self) -> list[torch.Tensor]:
-        """All versions, and the gradients of the update groups under way."""
         leaves: list[torch.Tensor] = [leaf for version in self._sets for leaf in version or ()]
         return leaves + [g for gradients in self._gradients.values() for g in gradients if g is not None]
 
@@ -285,7 +279,6 @@ class WeightVersions:
         self.note()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of groups that were not updated (after an error)."""
         self._gradients.clear()
 
     def note(self) -> None:
