@@ -15,7 +15,7 @@ import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,11 +39,9 @@ from .clipped import clipping
 from .context import Layout, layout_of_plan
 from .options import Settings
 from .replan import Replan, Sizer
-from .runtime_seconds import RuntimeSeconds, measure_runtime_seconds
+from .runtime_seconds import measure_runtime_seconds
 from .stages.shapes import Signature
 from .trial import Trials, to_try
-
-T = TypeVar("T")
 
 PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
 SEARCH_SECONDS = 3.0  # for a better order of the plan's work
@@ -89,7 +87,7 @@ class AutoLayout:
         self._trials = trials
         self._sizer = Sizer(model)
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
-        self._runtime: RuntimeSeconds | None = None
+        self._runtime: tuple[float, float] | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
         self._collectives = Collectives(
             MeshPlace.line(world),

@@ -22,7 +22,6 @@ from .batch.sequence import Slice
 from .context import Layout, Run
 from .evaluation import Evaluation, warn_of_two_axes
 from .measure.measurement import Measurement
-from .measure.tracer import Traced
 from .options import Settings
 from .parallel.member_shards import divide_over_group, refuse_divided
 from .parallel.tensor_option import read_tensor_parallel
@@ -56,7 +55,6 @@ class Pipeline:
     Arguments:
         schedule: as it runs.
         engine: that trains.
-        traced: what a tracer looks at.
     """
 
     schedule: Schedule
@@ -67,7 +65,13 @@ class Pipeline:
     state: State
     measurement: Measurement
     verifier: Verifier
-    traced: Traced
+
+    def cut_in_words(self) -> str:
+        """A text that is the same, from start to start of a run, where its stages are."""
+        layout = self.state.run.layout
+        rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
+        recompute = [(where, rule if isinstance(rule, str) else "a policy") for where, rule in rules]
+        return repr((self.parts.names, recompute, layout.sharding, layout.place.mesh.tensor))
 
 
 def build(
@@ -193,13 +197,6 @@ def _assembled(
             update=update,
             ownership=placed.ownership,
             parts=placed.parts,
-        ),
-        traced=Traced(
-            run=run,
-            schedule=update.schedule,
-            training=training,
-            measurement=measurement,
-            cut=_cut_in_words(run, placed),
         ),
     )
 
@@ -383,11 +380,3 @@ def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:
     if might and run.has_loss and schedule.num_microbatches > 1 and schedule.num_stages - 1 in run.local_stages:
         found = inference.batch_dimensions(microbatch)
         warn_of_two_axes(found, "a loss of them has no others than these", num_samples=num_samples)
-
-
-def _cut_in_words(run: Run, placed: _Placed) -> str:
-    """A text that is the same, from start to start of a run, where its stages are."""
-    layout = run.layout
-    rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
-    recompute = [(where, rule if isinstance(rule, str) else "a policy") for where, rule in rules]
-    return repr((placed.parts.names, recompute, layout.sharding, layout.place.mesh.tensor))

@@ -160,6 +160,6 @@ class Building:
                 layout=layout,
                 settings=self._options.settings,
                 guard=self._guard,
-                verify=self._options.verify,
+                verify=self._options.verify_every is not None,
             )
         return self.pipeline

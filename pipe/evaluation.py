@@ -36,9 +36,7 @@ class Forwards:
     Arguments:
         engine: of workers that evaluate, with the transports and recorders of the ones that train.
         ranks: what is known of the losses, by local rank.
-        programs: of a batch, by local rank.
         inference: of the stages that run.
-        modules: that run, of this process.
     """
 
     engine: Engine

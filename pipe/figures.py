@@ -148,7 +148,7 @@ class RunFigures:
                 eight; 0: none. The last step is always traced.
         """
         check_every(every)
-        return Tracer(Path(folder), self._building.built("a tracer").traced, every=every)
+        return Tracer(Path(folder), self._building.built("a tracer"), every=every)
 
     # Parameters and state
 

@@ -171,8 +171,8 @@ class PipelineModule(RunFigures):
         make_layout = choose_layout(options.layout)
         self._settings = options.settings
         self._calls = options.calls
-        self._verify_every = options.verify_every
-        self._until_verified = math.inf if verify is False else 0.0  # batches
+        self._verify_every = options.verify_every or math.inf
+        self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
         self._building = Building(options, make_layout, world=self.world, guard=self._guard)

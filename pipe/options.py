@@ -47,6 +47,10 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
 
 
 _APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation", "flush_first")
+_VERIFY = Kind[float](
+    "True (the first batch), a whole number N of at least 1 (the first batch and every N-th behind it), or False",
+    lambda value: math.inf if value is True else value if value is False or at_least(1).read(value) else None,
+)
 _SEED = Kind("a whole number", lambda value: value if isinstance(value, Integral) else None)
 
 
@@ -156,7 +160,6 @@ class LayoutOptions:
         return self.mesh
 
     def check_replan(self) -> None:
-        """ValueError for a `replan=` that nobody knows, or beside an order that is given."""
         if self.replan is None:
             return
         if self.replan != "batch":
@@ -188,8 +191,7 @@ class Options:
         model: None: it is given as stages.
         calls: reads what `train_step` and its likes are given.
         example: a batch to build the stages for at once.
-        verify: whether a copy of the model is kept, to verify batches.
-        verify_every: batches from one that is verified to the next.
+        verify_every: batches from one that is verified to the next; None: no copy of the model is kept to verify with.
     """
 
     model: nn.Module | None
@@ -197,8 +199,7 @@ class Options:
     layout: LayoutOptions
     calls: CallReader
     example: Given | None
-    verify: bool
-    verify_every: float
+    verify_every: float | None
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -221,7 +222,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
     }
     settings = Settings(**{each.name: {**given, **read}[each.name] for each in fields(Settings)})
     trials = read_trials(given["trials"], schedule=given["schedule"])
-    verify_every = read_verify(given["verify"])
+    verify = option("verify", given["verify"], _VERIFY)
     example = None if example is None else calls.example(example)
     tensor = TensorAxis(parallel=given["tensor_parallel"], sends=given["tensor_sends"])
     own = {each.name: given[each.name] for each in fields(LayoutOptions) if each.name in given}
@@ -231,8 +232,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
         layout=LayoutOptions(**own | {"tensor": tensor, "trials": trials}),
         calls=calls,
         example=example,
-        verify=given["verify"] is not False,
-        verify_every=verify_every,
+        verify_every=verify or None,
     )
 
 
@@ -308,18 +308,6 @@ def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
             f"without a loss scale: expected PipelineModule(..., grad_scaler=torch.amp.GradScaler({device.type!r})), "
             f"or torch.bfloat16, which needs none"
         )
-
-
-def read_verify(option: object) -> float:
-    """Batches from one check of `verify=` to the next; infinite where at most the first one is checked."""
-    if isinstance(option, bool):
-        return math.inf
-    if not isinstance(option, int) or option < 1:
-        raise ValueError(
-            f"verify={option!r}: expected True (the first batch), a whole number N of at least 1 (the first batch and "
-            f"every N-th behind it), or False"
-        )
-    return option
 
 
 def read_loss_option(

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,17 +79,6 @@ class _Tiny(nn.Module):
         return found
 
 
-class RuntimeSeconds(NamedTuple):
-    """Seconds of the runtime, messages through a network apart.
-
-    action: around each F, B, I and W.
-    around: of a step beside its actions and the optimizer's step.
-    """
-
-    action: float
-    around: float
-
-
 class _Still(torch.optim.SGD):
     """An optimizer whose steps take no time."""
 
@@ -97,35 +86,30 @@ class _Still(torch.optim.SGD):
         ...
 
 
-def measure_runtime_seconds(device: torch.device) -> RuntimeSeconds:
-    """Seconds of the runtime around actions and steps; about half a second.
+def measure_runtime_seconds(device: torch.device) -> tuple[float, float]:
+    """Seconds of the runtime, messages through a network apart; measuring them takes about half a second.
 
-    0 where stages run on another device than the host's processor: there the host works ahead of it.
+    Returns those around each F, B, I and W, and those of a step beside its actions and the optimizer's step [s]. 0
+    where stages run on another device than the host's processor: there the host works ahead of it.
     """
     if device.type != "cpu":
-        return RuntimeSeconds(0.0, 0.0)
+        return 0.0, 0.0
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return _measured()
-
-
-def _measured() -> RuntimeSeconds:
-    caches = _Caches()
-    modules = [_Tiny(caches) for _ in range(2)]
-    short, long, plain, short_step, long_step = _medians(
-        [
-            _batch(_SHORT, caches),
-            _batch(_LONG, caches),
-            partial(_plain, modules, _LONG - _SHORT),
-            _step(_SHORT_STEP, caches),
-            _step(_LONG_STEP, caches),
-        ],
-        caches,
-    )
+        caches = _Caches()
+        modules = [_Tiny(caches) for _ in range(2)]
+        short, long, plain, short_step, long_step = _medians(
+            [
+                _batch(_SHORT, caches),
+                _batch(_LONG, caches),
+                partial(_plain, modules, _LONG - _SHORT),
+                _step(_SHORT_STEP, caches),
+                _step(_LONG_STEP, caches),
+            ],
+            caches,
+        )
+    action = (long - short - plain) / (_LONG - _SHORT) / _ACTIONS
     microbatch = (long_step - short_step) / (_LONG_STEP - _SHORT_STEP)
-    return RuntimeSeconds(
-        action=max(0.0, (long - short - plain) / (_LONG - _SHORT) / _ACTIONS),
-        around=max(0.0, short_step - _SHORT_STEP * microbatch),
-    )
+    return max(0.0, action), max(0.0, short_step - _SHORT_STEP * microbatch)
 
 
 def _medians(runs: Sequence[Callable[[], object]], caches: _Caches) -> list[float]:
@@ -149,12 +133,8 @@ def _step(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
 
 
 def _given(num_microbatches: int) -> Given:
-    x = _samples(num_microbatches)
+    x = torch.ones(num_microbatches, _WIDTH)
     return Given(arguments=Arguments.of((x,)), target=x)
-
-
-def _samples(number: int) -> torch.Tensor:
-    return torch.ones(number, _WIDTH)
 
 
 def _pipeline(
@@ -165,14 +145,9 @@ def _pipeline(
     options = LayoutOptions(mesh={"pipe": num_ranks}, num_microbatches=num_microbatches, stages=stages)
     make_layout = choose_layout(options)
     assert make_layout is not None
-    settings = Settings(
-        loss_fn=F.mse_loss,
-        optimizer=optimizer,
-        device=torch.device("cpu"),
-        timeout=_TIMEOUT,
-    )
+    settings = Settings(loss_fn=F.mse_loss, optimizer=optimizer, device=torch.device("cpu"), timeout=_TIMEOUT)
     return build(
-        lambda: Arguments.of((_samples(1),)),
+        lambda: _given(1).arguments,
         model=None,
         stages=stages,
         layout=make_layout(World(rank=0, size=1)),
@@ -184,7 +159,7 @@ def _pipeline(
 
 def _plain(modules: Sequence[nn.Module], num_microbatches: int) -> None:
     """F and B of each module as a profile times them, one microbatch after the other."""
-    x = _samples(1)
+    x = torch.ones(1, _WIDTH)
     for _ in range(num_microbatches):
         inputs: list[torch.Tensor] = []
         outputs: list[torch.Tensor] = []

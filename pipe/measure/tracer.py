@@ -14,13 +14,12 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
-from ...schedules import Costs, Schedule, Spread, StageBytes, StepSamples, flushed, simulate, simulate_spread
+from ...schedules import Costs, Spread, StageBytes, StepSamples, flushed, simulate, simulate_spread
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.run_file import RunFile
 from ...schedules.timing.trace_file import (
@@ -34,8 +33,7 @@ from ...schedules.timing.trace_file import (
     step_line,
     trace_path,
 )
-from ..context import Run
-from .measurement import Measurement
+from ..build import Pipeline
 
 TraceEvery = int | Literal["auto"]
 Snapshots = Mapping[int, Callable[[], RankRecord]]  # by local rank
@@ -66,29 +64,6 @@ def check_every(every: object) -> None:
         raise ValueError(f"every={every!r}: expected a number of steps, 0 for the last one only, or 'auto'")
 
 
-class Trained(Protocol):
-    """Training as far as it has come: the batches so far, and records of the newest, to be read now or later."""
-
-    num_steps: int
-
-    def snapshots(self) -> Snapshots: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """Run as a tracer sees it.
-
-    Arguments:
-        cut: what makes the stages the same as another run's, for people or not.
-    """
-
-    run: Run
-    schedule: Schedule
-    training: Trained
-    measurement: Measurement
-    cut: str
-
-
 class Tracer:
     """Writes `trace.rankN.jsonl`, N the number of this process, and process 0 `timeline.json` beside it.
 
@@ -96,32 +71,33 @@ class Tracer:
     takes no more ends it with a warning: a trace is no reason for a run to fail. See `PipelineModule.tracer`.
     """
 
-    def __init__(self, folder: Path, traced: Traced, *, every: TraceEvery) -> None:
+    def __init__(self, folder: Path, pipeline: Pipeline, *, every: TraceEvery) -> None:
         check_every(every)
         self._folder = folder
         self._every = every
-        self._traced = traced
-        self._path = trace_path(folder, traced.run.collectives.rank)
+        self._pipeline = pipeline
+        self._context = pipeline.state.run
+        self._path = trace_path(folder, self._context.collectives.rank)
         self._is_open = True
         self._written = 0  # bytes
         self._last_written = -1  # step
         self._newest: tuple[int, Snapshots] | None = None  # of no step that was written
         self._compared = float("-inf")  # when the newest reading was taken that is in the file
-        self._next = traced.training.num_steps
+        self._next = pipeline.training.num_steps
         self._stages: tuple[StageBytes, ...] = ()
-        with traced.run.guard.together():
-            traced.measurement.clocks.compare()
+        with self._context.guard.together():
+            pipeline.measurement.clocks.compare()
             mine = (secrets.token_hex(4), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-            self._run, started = traced.run.collectives.gather(mine, what="beginning a trace")[0]
+            self._run, started = self._context.collectives.gather(mine, what="beginning a trace")[0]
         self._begin(started)
 
     def step(self) -> bool:
         """Behind each `train_step`: trace it where that is due. Returns whether it was; never waits for another."""
-        step = self._traced.training.num_steps - 1
+        step = self._pipeline.training.num_steps - 1
         if step < self._next:
             return False
         self._next = step + 1
-        self._newest = (step, self._traced.training.snapshots())
+        self._newest = (step, self._pipeline.training.snapshots())
         return self._write_newest() if is_traced(step, self._every) else False
 
     def note_bytes(self, stages: Sequence[StageBytes]) -> None:
@@ -135,14 +111,11 @@ class Tracer:
 
         Returns, in process 0, steps that it drew from the spread, if there is one.
         """
-        if self._traced.run.collectives.rank != 0:
+        if self._context.collectives.rank != 0:
             return None
-        schedule, plan = self._traced.schedule, self._traced.run.layout.plan
-        ran = (
-            flushed(schedule)
-            if 0 < self._traced.training.num_steps <= self._traced.run.settings.flush_first
-            else schedule
-        )
+        schedule, plan = self._pipeline.schedule, self._context.layout.plan
+        is_flushed = 0 < self._pipeline.training.num_steps <= self._context.settings.flush_first
+        ran = flushed(schedule) if is_flushed else schedule
         sampled = None if spread is None else simulate_spread(ran, costs, spread)
         file = RunFile(
             schedule=schedule,
@@ -169,14 +142,14 @@ class Tracer:
             return None
         self._write_newest()
         self._next = -1
-        with self._traced.run.guard.together():
-            self._traced.measurement.clocks.compare()
+        with self._context.guard.together():
+            self._pipeline.measurement.clocks.compare()
         self._append(self._clock_lines())
         try:
-            costs = self._traced.measurement.costs()
+            costs = self._pipeline.measurement.costs()
         except ValueError:  # on all ranks alike: no step was run
             return None
-        return self.write_prediction(costs, self._traced.measurement.spread())
+        return self.write_prediction(costs, self._pipeline.measurement.spread())
 
     def __enter__(self) -> Tracer:
         """A `with` block closes it at its end; an error in it only writes the last step."""
@@ -191,24 +164,24 @@ class Tracer:
             self._write_newest()
 
     def _begin(self, started: str) -> None:
-        traced, number = self._traced, self._traced.run.collectives.rank
-        machines = traced.measurement.clocks.machines
-        schedule, mine = traced.schedule, machines[number]
+        number = self._context.collectives.rank
+        machines = self._pipeline.measurement.clocks.machines
+        schedule, mine = self._pipeline.schedule, machines[number]
         is_first = machines.index(mine) == number
         header = TraceHeader(
             run=self._run,
             started=started,
             process=number,
             num_processes=len(machines),
-            ranks=traced.run.layout.place.local_ranks,
+            ranks=self._context.layout.place.local_ranks,
             machine=mine,
             origin=machines[0],
             host=platform.node(),
             first_step=self._next,
             digest=digest(schedule),
             schedule=schedule if keeps_schedule(schedule, is_first_on_host=is_first) else None,
-            flush_first=traced.run.settings.flush_first,
-            cut=short_digest(traced.cut),
+            flush_first=self._context.settings.flush_first,
+            cut=short_digest(self._pipeline.cut_in_words()),
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
         )
         before = b"\n" if self._next else b""  # the last line of a file that goes on may have been cut off
@@ -216,7 +189,7 @@ class Tracer:
 
     def _clock_lines(self) -> bytes:
         """The readings that are not in the file: those of the two ends, and of timelines between."""
-        readings = list(self._traced.measurement.clocks.readings)
+        readings = list(self._pipeline.measurement.clocks.readings)
         fresh = [reading for reading in readings if reading.at > self._compared]
         self._compared = max((reading.at for reading in readings), default=self._compared)
         return b"".join(clock_line(self._run, reading) for reading in fresh)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import PipeTrainingTraining as Training
-from support.inside import Recorder, RuntimeSeconds, measure_runtime_seconds, runtime_seconds
+from support.inside import Recorder, measure_runtime_seconds, runtime_seconds
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -55,7 +55,7 @@ def test_what_an_action_and_a_step_take_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Training, "accumulate", accumulate)
     monkeypatch.setattr(Training, "step", whole_step)
     monkeypatch.setattr(runtime_seconds, "_plain", loop)
-    assert measure_runtime_seconds(CPU) == RuntimeSeconds(action=3.0, around=40.0)
+    assert measure_runtime_seconds(CPU) == (3.0, 40.0)
 
 
 def test_nothing_is_left_of_it() -> None:

@@ -164,7 +164,7 @@ _NAMES = {
     "pipe.parallel.tensor_option": "TensorAxis TensorParallelLike read_tensor_parallel",
     "pipe.run.engine": "Engine RankMachine Wait",
     "pipe.run.worker": "TrainingWorker",
-    "pipe.runtime_seconds": "RuntimeSeconds measure_runtime_seconds",
+    "pipe.runtime_seconds": "measure_runtime_seconds",
     "pipe.stages.compiled": "Compiled",
     "pipe.stages.moving": "Activations",
     "pipe.stages.randomness": "Seeder",
