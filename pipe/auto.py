@@ -54,8 +54,6 @@ class AutoLayout:
     """Decides on a layout by measuring.
 
     Arguments:
-        guard: tells all processes what failed on one of them.
-        num_ranks: to plan for.
         num_microbatches: M of the whole batch; None: the planner decides, or the first batch, which comes cut.
         replans: whether each batch is to have an order of its own.
         trials: plans that are carried out for a few steps, at most, before one is taken; 0: the one predicted best is.
@@ -109,11 +107,8 @@ class AutoLayout:
     def plan(self, given: Given, **restrictions: Any) -> Plan:
         """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
 
-        Arguments:
-            restrictions: of the planner's search, see `stagewright.partition.plan`.
-
-        Raises ValueError, on every rank alike, for a batch without a target, where nothing fits, and for what a profile
-        raised on one of them.
+        `restrictions` are of the planner's search. Raises ValueError, on every rank alike, for a batch without a
+        target, where nothing fits, and for what a profile raised on one of them.
         """
         wanted = self._num_microbatches
         if wanted is None and given.microbatches:
@@ -256,11 +251,7 @@ class AutoLayout:
         return replace(profile, microbatch_size=first.arguments.num_samples)
 
     def _typical(self, found: Sequence[tuple[str, Profile]]) -> Profile:
-        """The median of the ranks on hosts that are as fast as the first one, of whose speeds a plan's devices are.
-
-        Arguments:
-            found: by rank its host and what it measured.
-        """
+        """The median of the ranks on hosts as fast as the first one, of whose speeds a plan's devices are."""
         by_host: dict[str, list[Profile]] = {}
         for host, each in found:
             by_host.setdefault(host, []).append(each)
@@ -344,11 +335,7 @@ def plan_here(
 ) -> tuple[Plan, Plan]:
     """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it, without a pipeline.
 
-    Arguments:
-        batch: inputs and target.
-        restrictions: of the planner's search.
-        settings: loss_fn and others, as PipelineModule takes them.
-
+    `batch` are inputs and target, `restrictions` of the planner's search, `settings` as PipelineModule takes them.
     Collective over the processes; the same plans on each.
     """
     device = torch.device("cpu")

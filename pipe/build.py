@@ -50,12 +50,7 @@ _log = logging.getLogger("stagewright")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """One process's pipeline.
-
-    Arguments:
-        schedule: as it runs.
-        engine: that trains.
-    """
+    """One process's pipeline: its schedule as it runs, and the engine that trains."""
 
     schedule: Schedule
     parts: CutModel
@@ -88,9 +83,7 @@ def build(
 
     Arguments:
         first: gives arguments of a microbatch; what it refuses, all ranks refuse.
-        model, stages: one of them.
         verify: whether to keep a copy of the model for `Verifier`.
-        guard: is told how to let go of other ranks.
 
     Raises ValueError, on every rank alike, for what does not fit together; the user's model is whole again then.
     """
@@ -203,13 +196,7 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """The cut model, and this process's stages of it.
-
-    Arguments:
-        train, evaluate: how the stages run in each mode.
-        peers_in_parts: ranks to and from which tensors travel in parts of 1/T.
-        regions: for `Verifier`, where a tensor group divides modules.
-    """
+    """The cut model, and this process's stages of it; regions are for `Verifier`, where a tensor group divides modules."""
 
     parts: CutModel
     train: Mode
@@ -277,11 +264,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
 def _cut_and_wired(
     run: Run, cut: Callable[[], CutModel], undivided: Sequence[OutputSpecs | None], microbatch: Signature
 ) -> tuple[CutModel, Mode, Mode]:
-    """The divided model, and how it trains and evaluates.
-
-    Arguments:
-        undivided: outputs in both modes, before it was divided.
-    """
+    """The divided model, and how it trains and evaluates; before, its outputs in both modes were `undivided`."""
     parts, schedule = cut(), run.layout.schedule
     modes = ((schedule, parts.train, undivided[0]), (schedule.forward_only(), parts.evaluate, undivided[1]))
     train, evaluate = (

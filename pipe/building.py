@@ -25,15 +25,7 @@ _ALONE = threading.RLock()  # recording a model, and random numbers, change what
 
 
 class Building:
-    """A module's layout and pipeline, as soon as there are any.
-
-    Arguments:
-        make_layout: None: the first batch decides on it, schedule="auto".
-
-    Attributes:
-        layout: None under schedule="auto" before the first batch.
-        pipeline: None before the stages are built.
-    """
+    """A module's layout and pipeline; None before the first batch of schedule="auto", and before the stages are built."""
 
     def __init__(
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
@@ -109,11 +101,7 @@ class Building:
         return self.layout
 
     def built(self, what: str) -> Pipeline:
-        """The pipeline; ValueError where the stages are not built yet.
-
-        Arguments:
-            what: needs it.
-        """
+        """The pipeline; ValueError where the stages, which `what` needs, are not built yet."""
         self.decided()
         if self.pipeline is None:
             raise ValueError(

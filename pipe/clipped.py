@@ -12,11 +12,7 @@ from .update.gradients import clip_gradients, norm_of, norm_part
 
 
 def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> OptimizerFactory:
-    """The same optimizers; a step of the first begins with the norm of all gradients, and clips them to it.
-
-    Arguments:
-        max_grad_norm: None or 0: they do not clip.
-    """
+    """The same optimizers; a step of the first clips all gradients to this norm before, unless that is None or 0."""
     if not max_grad_norm:
         return factory
     limit = max_grad_norm

@@ -64,14 +64,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Context of one process's pipeline.
-
-    Arguments:
-        model, stages: one of them.
-        root: all modules of the model or stages.
-        verifies: whether a copy of the model is kept for `Verifier`.
-        guard: tells all processes what failed on one of them.
-    """
+    """Context of one process's pipeline, of a model or of stages, whose modules are all below `root`."""
 
     model: nn.Module | None
     stages: Sequence[nn.Module] | None

@@ -31,13 +31,7 @@ from .update.rank_update import RankUpdate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwards:
-    """The way of batches of one number of microbatches.
-
-    Arguments:
-        engine: of workers that evaluate, with the transports and recorders of the ones that train.
-        ranks: what is known of the losses, by local rank.
-        inference: of the stages that run.
-    """
+    """The way of batches of one number of microbatches, over the transports and recorders of the ranks that train."""
 
     engine: Engine
     ranks: Sequence[RankUpdate]
@@ -59,13 +53,9 @@ def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_sam
 
 
 class Evaluation:
-    """Runs batches forwards.
+    """Runs batches forwards; one of fewer samples than M makes fewer microbatches.
 
     A model that returns its own loss is trained with labels and predicts without: the same stages, run in another way.
-
-    Arguments:
-        mode: for arguments of the form that the stages were built for, which `like` has.
-        training: drained before; it counts the steps. A batch of fewer samples than its M makes fewer microbatches.
     """
 
     def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
@@ -93,12 +83,7 @@ class Evaluation:
     def join(
         self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments
     ) -> list[torch.Tensor | list[torch.Tensor]]:
-        """Flat outputs of a batch.
-
-        Arguments:
-            columns: by output, those of its microbatches.
-            like: a microbatch.
-        """
+        """Flat outputs of a batch: by output, those of its microbatches in one."""
         if like.form not in self._dimensions:
             forwards = self._forwards_for(self._num_microbatches, has_loss=False, like=like)
             with evaluating(*forwards.modules):

@@ -66,11 +66,7 @@ class Sizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """Choice of a schedule for each batch.
-
-    Arguments:
-        replanner: of process 0; None in the others.
-    """
+    """Choice of a schedule for each batch; process 0 alone has a replanner."""
 
     sizer: Sizer
     replanner: Replanner | None
@@ -85,11 +81,7 @@ class _Told(NamedTuple):
 
 
 class BatchSchedules:
-    """The schedule of each batch, the same in every process.
-
-    Arguments:
-        schedule: of the plan, with the model's own stage graph; others are orders of its actions.
-    """
+    """The schedule of each batch, the same in every process: another order of the actions of the plan's."""
 
     def __init__(self, schedule: Schedule, replan: Replan, *, collectives: Collectives, guard: Guard) -> None:
         self._schedule = schedule

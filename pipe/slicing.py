@@ -191,12 +191,7 @@ def _other_weights(module: nn.Module) -> Iterator[None]:
 
 
 class SlicedLoss:
-    """Watches the loss of the first microbatch that is expected, until it has come for all slices.
-
-    Arguments:
-        loss_fn: the user's.
-        output: of the model, from flat outputs of the last stage.
-    """
+    """Watches the loss of the first microbatch that is expected, until it has come for all slices."""
 
     def __init__(self, loss_fn: Callable[[object, object], object], output: Callable[[Tensors], object]) -> None:
         self._loss_fn = loss_fn

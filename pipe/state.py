@@ -22,12 +22,7 @@ from .update.interface import StageState, Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Tensors that this process holds, under the model's original names.
-
-    Arguments:
-        training: drained before anything is read or replaced; it counts the steps.
-        others: further state for checkpoints, by name, equal on all processes.
-    """
+    """Tensors that this process holds, under the model's original names; `others` is further state for checkpoints."""
 
     run: Run
     ownership: Ownership

@@ -35,14 +35,7 @@ from .update.interface import Known, Programs, Update
 
 
 class Training:
-    """Runs batches forwards and backwards.
-
-    Arguments:
-        engine: of workers that train, on the ranks of `update`.
-        update: flush or stream.
-        unchanged: what the user may not change between two batches.
-        clocks: of the hosts, for timelines.
-    """
+    """Runs batches forwards and backwards."""
 
     def __init__(
         self,

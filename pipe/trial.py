@@ -73,12 +73,7 @@ class _Ran(NamedTuple):
 
 
 class Trials:
-    """Tries plans on the ranks that will train.
-
-    Arguments:
-        model: of the run, which nothing is left in.
-        collectives: over all processes, apart from those of the trials.
-    """
+    """Tries plans on the ranks that will train; nothing of that is left in the model."""
 
     def __init__(self, model: nn.Module, world: World, settings: Settings, collectives: Collectives) -> None:
         self._model = model
@@ -259,11 +254,7 @@ class Trials:
         ), None
 
     def _optimizers(self, own: Mapping[int, nn.Parameter], parameters: NamedParameters) -> list[torch.optim.Optimizer]:
-        """The user's, that take their time and change nothing.
-
-        Arguments:
-            own: by id of a copy, the run's own parameter.
-        """
+        """The user's, which take their time and change nothing; by id of a copy, `own` has the run's parameter."""
         assert self._settings.optimizer is not None
         called = [(name, own.get(id(each), each), each) for name, each in parameters]
         optimizers = make_optimizers_of_copies(self._settings.optimizer, called, where="a stage")

@@ -40,11 +40,7 @@ Region = Mapping[str, ParallelStyle]  # of a module ("") and its children, by na
 
 
 class Recogniser:
-    """Recognises regions; equal modules are tried once.
-
-    Arguments:
-        count: members that regions are tried for, where their sizes allow it.
-    """
+    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -49,10 +49,7 @@ class Sharding:
 
 
 def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
-    """The same for each stage, over all ranks that hold it.
-
-    Raises ValueError for weights that would be divided while batches are under way all the time.
-    """
+    """The same for each stage, over all ranks that hold it."""
     if data_parallel == "fsdp" and schedule.is_asynchronous:
         raise ValueError(
             f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are under way from one "

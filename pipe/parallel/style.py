@@ -36,21 +36,13 @@ class _CutModule(NamedTuple):
 
 
 class Style(ParallelStyle):
-    """Base class of styles that leave plain local tensors.
-
-    Arguments:
-        of `cut` and `check`: the module's name, for errors.
-    """
+    """Base class of styles that leave plain local tensors."""
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         """StyleError for a module that `count` members cannot hold so; here they can hold any."""
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        """A member's shards of each of the module's own parameters that is cut, by name; here each holds all of them.
-
-        Arguments:
-            module: uncut.
-        """
+        """A member's shards of each of the uncut module's own parameters that is cut; here each holds all of them."""
         return {}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:

@@ -224,11 +224,7 @@ class Summed(Style):
 
 
 class SharedKey(Style):
-    """The projection to [latent | rotary key] of latent attention: the key goes to each member's heads as it is.
-
-    Arguments:
-        width: of the rotary key, the last of the outputs.
-    """
+    """The projection to [latent | rotary key] of latent attention: the key, `width` outputs, goes to all heads as it is."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

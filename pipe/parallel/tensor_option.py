@@ -56,14 +56,7 @@ _LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a sm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAxis:
-    """Options of the tensor axis.
-
-    Arguments:
-        parallel: tensor_parallel=, how the members of a group divide modules.
-        sends: tensor_sends=.
-
-    Raises ValueError for an unknown word.
-    """
+    """The options tensor_parallel= and tensor_sends=; ValueError for an unknown word."""
 
     parallel: TensorParallelLike | None = None
     sends: str = "auto"

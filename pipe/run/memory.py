@@ -28,11 +28,8 @@ from .worker import Worker
 
 
 class _Level:
-    """Bytes of tensors there are now, and the most since `mark`, above what was there at the start.
-
-    Arguments:
-        live: None: the device's allocator knows.
-    """
+    """Bytes of tensors now, and the most since `mark`, above those at the start; without `live` as the device's allocator
+    knows them."""
 
     def __init__(self, device: torch.device, live: LiveBytes | None) -> None:
         self._device, self._live = device, live

@@ -95,15 +95,7 @@ def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
 
 
 class RankLinks:
-    """Links of this process's ranks to others, and what records their use. Collective over the processes.
-
-    Arguments:
-        between: directed, of training and of evaluation.
-        peers_in_parts: ranks to and from which tensors travel in parts of 1/T.
-
-    Attributes:
-        recorders, transports: by local rank.
-    """
+    """Links of this process's ranks to others, and what records their use. Collective over the processes."""
 
     def __init__(self, run: Run, between: frozenset[Link], *, peers_in_parts: frozenset[int]) -> None:
         place, settings = run.layout.place, run.settings
@@ -150,10 +142,6 @@ class RankLinks:
 
 class Ranks:
     """Makes stages, engines and readers, once the model is cut and the ranks are connected.
-
-    Arguments:
-        parts: the cut model.
-        is_sliced: whether the loss is computed of slices of a microbatch.
 
     Attributes:
         stages: by local rank and number; in one process each replica of a stage is one of its own.
@@ -206,12 +194,6 @@ class Ranks:
         mode: Mode,
         updates: Mapping[int, RankUpdate],
     ) -> Engine:
-        """The engine of a mode.
-
-        Arguments:
-            kind: of its workers.
-            updates: by local rank.
-        """
         settings, ranks = self._run.settings, []
         for rank, transport in self.links.transports.items():
             worker = kind(
@@ -228,11 +210,6 @@ class Ranks:
         return Engine(ranks, timeout=settings.timeout, lost_member=self._run.collectives.lost_member)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
-        """The reader of a mode's batches.
-
-        Arguments:
-            like: arguments of one microbatch.
-        """
         sliced = self._sliced_loss if mode.schedule.num_slices > 1 and has_loss else None
         return BatchReader(
             self._run,

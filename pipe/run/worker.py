@@ -97,13 +97,7 @@ _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
 class Worker(ABC):
-    """One rank of the pipeline: its stages and its tensors.
-
-    Arguments:
-        stages: of the rank, by number.
-        modules: [S] of all stages in this worker's mode.
-        updates: the rank's update groups: batches, losses, and in training all that is made of gradients.
-    """
+    """One rank of the pipeline: its stages by number, its tensors, and the modules of all stages in this worker's mode."""
 
     def __init__(
         self,
@@ -153,8 +147,7 @@ class Worker(ABC):
         """Carry out one action; its inputs must be there."""
 
     def take_part(self, step: GroupStep | Collective) -> None:
-        """The backwards of an update group are through on this rank; or what other processes do, too, begins here and
-        goes on while this rank computes."""
+        """Backwards of an update group are through here; or what other processes do, too, begins and goes on beside."""
         if isinstance(step, Collective):
             self._updates.begin(step)
         else:

@@ -38,9 +38,6 @@ class MovingBuffers:
 
     Small ones are copied each time, whether they move or not: a running mean may stay where it is for a while. Of
     large ones, such as masks, the first forward shows which move, and only those are copied from then on.
-
-    Arguments:
-        roots: the modules, with all that is in them.
     """
 
     def __init__(self, *roots: nn.Module) -> None:

@@ -13,13 +13,10 @@ _MISSING = object()
 
 
 class Calls:
-    """Forwards of modules.
+    """Forwards of modules, led through functions that are called with the module's own forward in front of its arguments.
 
-    A forward is taken in place of the module's own from its `__dict__`, so that hooks run around it as before; of a
-    module that was compiled in place, what was compiled.
-
-    Arguments:
-        through: by module: called with the module's own forward in front of its arguments.
+    They are taken in place of the module's own from its `__dict__`, so that hooks run around it as before; of a module
+    that was compiled in place, what was compiled.
     """
 
     def __init__(self, through: Mapping[nn.Module, Callable[..., Any]]) -> None:

@@ -46,15 +46,9 @@ def read_compile(option: object) -> Mapping[str, Any] | None:
 
 
 class Compiled(Calls):
-    """The units of one stage on one rank, compiled; without options none is.
+    """The units of one stage on one rank, compiled, but for those that the user has compiled; without options none is.
 
-    A unit that the user has compiled stays as it is.
-
-    Arguments:
-        units: that the stage calls.
-        rules: the modules that run again by themselves.
-
-    Raises ValueError for modules that run again and are no units.
+    Raises ValueError for modules that run again (`rules`) and are no units.
     """
 
     def __init__(
@@ -79,11 +73,7 @@ def is_users_compiled(unit: nn.Module) -> bool:
 def refuse_backward(
     options: Mapping[str, Any] | None, module: nn.Module, schedule: Schedule, *, stage: str, is_split: bool
 ) -> None:
-    """ValueError for a stage with compiled parts whose backward, one piece, comes in two halves, or sees new weights.
-
-    Arguments:
-        is_split: whether the schedule splits it.
-    """
+    """ValueError for compiled parts whose backward, one piece, comes in two halves, or sees new weights."""
     parts = [each for each in module.modules() if is_users_compiled(each)]
     trained = next((each for each in parts if any(p.requires_grad for p in each.parameters())), None)
     if options is not None:

@@ -125,12 +125,7 @@ def _left(held: object, name: str | None, key: object) -> torch.Tensor:
 
 
 class UntrainedLeaves:
-    """Looks once, at the first loss with a graph, for tensors that would learn from it and that no optimizer holds.
-
-    Arguments:
-        module: of the last stage.
-        is_trained: whether an optimizer updates the tensor with a gradient that comes from the loss.
-    """
+    """Looks once, at the first loss with a graph, for tensors that would learn from it and that no optimizer holds."""
 
     def __init__(self, module: nn.Module, is_trained: Callable[[torch.Tensor], bool]) -> None:
         self._module = module

@@ -56,10 +56,7 @@ class Activations:
     """Tensors that one stage keeps of one microbatch from its forward to its backward.
 
     Arguments:
-        name: of stage and microbatch, for people.
-        leaves: the inputs of the stage.
         staying: tensors that are there in any case: parameters, buffers, the target.
-        device: where all of it is.
     """
 
     def __init__(

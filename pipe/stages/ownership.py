@@ -27,7 +27,6 @@ class Ownership:
     """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
 
     Arguments:
-        group: parts that the members of this process's tensor group hold.
         by_name: whether tensors stand in the order of their names, since processes have them in other orders.
     """
 
@@ -104,12 +103,7 @@ class Ownership:
         return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in self._stages)
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
-        """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages
-        hold goes to the first of them.
-
-        Arguments:
-            frozen: the others as well.
-        """
+        """Trainable (or all) parameters for the optimizer of a local stage, the first of those here that hold them."""
         return [
             (name, parameter)
             for name, parameter in self.parameters()

@@ -26,13 +26,7 @@ _FAITHFUL = ("torch.distributed.", "stagewright.")
 
 
 class StageRun(NamedTuple):
-    """One stage's run in shape inference.
-
-    refs: where its inputs come from.
-    leaves: its inputs.
-    outputs: with their graph.
-    is_typical: whether every run makes this graph, as far as one can see.
-    """
+    """One stage's run in shape inference; `is_typical`: every run makes this graph, as far as one can see."""
 
     refs: Sequence[ValueRef]
     leaves: Tensors
@@ -118,12 +112,7 @@ def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
 
 
 def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    """Description of what some outputs were computed with in float16; None: no gradient is in float16 on the way back.
-
-    Arguments:
-        outputs: with their graph, of fake tensors.
-        names: of the model's parameters, by id.
-    """
+    """Description of what some outputs, with their graph, were computed with in float16; None: no gradient is."""
     pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen = set(pending)
     while pending:

@@ -94,10 +94,6 @@ class NamedRule:
 class RecomputedModules:
     """Modules of a model that are computed again.
 
-    Arguments:
-        recompute: the options.
-        root: the model, or a ModuleList of the user's stages.
-
     Raises ValueError for a pattern that matches no module, or one that nothing calls, and for modules that two
     patterns treat differently.
     """

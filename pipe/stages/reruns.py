@@ -63,12 +63,7 @@ _KEEPING = (True, torchs.CheckpointPolicy.MUST_SAVE, torchs.CheckpointPolicy.PRE
 
 
 class Reruns(Calls):
-    """The modules of one stage on one rank that run again.
-
-    Arguments:
-        rules: what each keeps.
-        seeder: of the random numbers.
-    """
+    """The modules of one stage on one rank that run again."""
 
     def __init__(self, rules: Mapping[nn.Module, NamedRule], seeder: Seeder) -> None:
         under_way: list[Rule] = []  # in the first run of a module: its rule, and of those that it called
@@ -91,12 +86,7 @@ class Reruns(Calls):
 
 
 class _Rerun:
-    """One module that runs again: called in place of its forward.
-
-    Arguments:
-        under_way: shared by the modules of the stage.
-        selects: whether it, or one in it, keeps any results.
-    """
+    """One module that runs again: called in place of its forward. It, or one in it, `selects` results that it keeps."""
 
     def __init__(
         self, module: nn.Module, named: NamedRule, *, under_way: list[Rule], selects: bool, seeder: Seeder
@@ -202,11 +192,7 @@ class _Slot:
 
 
 class KeptInputs:
-    """Arguments of one call of a module, for its second run.
-
-    Attributes:
-        tensors: in them, also in objects such as caches, each once.
-    """
+    """Arguments of one call of a module, for its second run; the tensors in them, also in objects, each once."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -292,12 +278,7 @@ class _Result(NamedTuple):
 
 
 class KeptResults:
-    """Results of one run of a module.
-
-    Arguments:
-        keeps: whether the result of an operation that just ran is kept.
-        seeder: of the random numbers, which go on behind a result as if it had been computed.
-    """
+    """Results of one run of a module; random numbers go on behind them as if they had been computed."""
 
     def __init__(self, keeps: Keeps, seeder: Seeder) -> None:
         self._keeps = keeps

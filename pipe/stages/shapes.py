@@ -37,14 +37,8 @@ _MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take
 
 
 class Signature(NamedTuple):
-    """Properties of arguments that the inferred specs depend on.
-
-    Arguments:
-        form: of the arguments: with the constants among them.
-        tensors: shape and type of each.
-        dims: of the batch in each; None: all microbatches share it.
-        wants_grad: whether each wants a gradient.
-    """
+    """Properties of arguments that the inferred specs depend on: their form with its constants, shapes and types, the
+    dimension of the batch in each (None: all microbatches share it), and which want a gradient."""
 
     form: Form
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -117,18 +111,15 @@ class InferredStages:
 
     Arguments:
         cut: the stages before anything ran.
-        root: of the user's modules.
         example: arguments of the model that show how the stages go together; others have the same form.
-        seeder: learns which units draw from Python's and numpy's generators.
-        device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
         loss_slot: of a model that returns its own loss: which of the flat tensors of its output that is.
         loss_fn: the loss, which may read what a forward leaves behind.
 
-    Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
-
     Attributes:
         example: the stages for the example; others hold the same parameters and buffers.
+
+    Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
     """
 
     def __init__(
@@ -207,17 +198,13 @@ class InferredStages:
         return _Known(cut.guards, found)
 
     def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
-        """By output of the last stage, the dimensions whose size follows that of the batch.
-
-        Two batch sizes show it; where the stages take one alone, a dimension of that very size is taken for it.
-
-        Arguments:
-            inputs: that the stages take.
-        """
+        """By output of the last stage, the dimensions whose size follows that of the batch, which two sizes show."""
         size = inputs.num_samples
         here = self.outputs(inputs)[-1]
         there = None
-        for other in (size + 1, size - 1) if size > 1 else (size + 1,):
+        for other in (
+            (size + 1, size - 1) if size > 1 else (size + 1,)
+        ):  # where neither runs, this very size is a batch's
             try:
                 there = self.outputs(inputs.resized(other))[-1]
             except ValueError as error:

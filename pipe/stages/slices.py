@@ -237,12 +237,7 @@ class KeptSlices:
 
 @contextmanager
 def attending(kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> Iterator[None]:
-    """Within: modules are given the tokens of `span`, and attend to those before them.
-
-    Arguments:
-        kept: of this microbatch; empty for a new one.
-        drops: whether dropout does anything.
-    """
+    """Within: modules are given the tokens of `span`, and attend to those before them, which are kept."""
     mode = _Attending(kept, span, drops=drops)
     with _entered(mode), _checkpoints(mode):
         yield

@@ -76,13 +76,9 @@ class Stage:
     """Runs one stage of the model on its rank.
 
     Arguments:
-        index: s.
-        name: the units in it, for people.
         module: what it runs in training, for the example's inputs: all that it runs has the same buffers.
         loss_of: on the last stage: (flat outputs, target, training, leaves) -> (loss, count or None).
-        runs_again: whether the backward runs the whole stage again.
-        reruns: the modules that run again by themselves.
-        compiled: the modules that run compiled, also where they run again.
+        runs_again: whether the backward runs the whole stage again; `reruns` run by themselves.
         weights: the versions of its parameters, under an asynchronous schedule.
     """
 

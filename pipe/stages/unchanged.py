@@ -75,11 +75,7 @@ class Unchanged:
             raise untrained()
 
     def check(self, *, training: bool) -> None:
-        """ValueError that names what changed.
-
-        Arguments:
-            training: whether gradients count.
-        """
+        """ValueError that names what changed; in training gradients count."""
         for name, parameter in self._frozen if training else ():
             if parameter.requires_grad:
                 raise ValueError(

@@ -34,14 +34,9 @@ Gradients = list[torch.Tensor | None]
 
 
 class WeightVersions:
-    """The versions of one stage's trainable parameters on one rank.
+    """The newest `count` versions of one stage's trainable parameters on one rank.
 
     Arguments:
-        name: of the stage, for people.
-        module: what the stage runs in training.
-        parameters: the module's trainable parameters, by name.
-        rule: that names the version of a backward.
-        count: how many versions are kept.
         copied: names of those for which this rank has Parameters of its own, since another rank of this process
             has the module's (replicas, tied weights).
 

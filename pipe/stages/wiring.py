@@ -35,17 +35,12 @@ def same_outputs(before: OutputSpecs | None, own: OutputSpecs) -> frozenset[tupl
 
 
 class StageWiring:
-    """The tensors of each wire.
+    """The tensors of each wire of a schedule with these stages' edges.
 
     Attributes:
         slots: by wire, the outputs of its producer that any of its consumers takes, ascending; of gradients, those for
             which one may come back.
         wants_grad: [S] by input.
-
-    Arguments:
-        specs: of the outputs, with `requires_grad`.
-        wires: of the schedule with these stages' edges.
-        alike: (stage, slot) of outputs that all members of a tensor group hold alike.
     """
 
     def __init__(
@@ -84,12 +79,7 @@ class StageWiring:
     def message_specs(
         self, message: Message, specs: OutputSpecs, certain: Sequence[Sequence[bool]]
     ) -> list[TensorSpec]:
-        """Layouts of the tensors of an activation or gradient message, remembered by `specs`.
-
-        Arguments:
-            specs: of a microbatch.
-            certain: of the same: by stage and input, whether its gradient always comes.
-        """
+        """Layouts of the tensors of an activation or gradient message, remembered by the specs of its microbatch."""
         known = self._layouts.get(id(specs))
         if known is None or known[0] is not specs:
             known = self._layouts[id(specs)] = (specs, {})
