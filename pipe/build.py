@@ -196,7 +196,7 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """The cut model, and this process's stages of it; regions are for `Verifier`, where a tensor group divides modules."""
+    """The cut model, and this process's stages; regions are for `Verifier`, where a tensor group divides modules."""
 
     parts: CutModel
     train: Mode

@@ -25,7 +25,7 @@ _ALONE = threading.RLock()  # recording a model, and random numbers, change what
 
 
 class Building:
-    """A module's layout and pipeline; None before the first batch of schedule="auto", and before the stages are built."""
+    """A module's layout and pipeline; None before the first batch of schedule="auto", or before stages are built."""
 
     def __init__(
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard

@@ -224,7 +224,7 @@ class Summed(Style):
 
 
 class SharedKey(Style):
-    """The projection to [latent | rotary key] of latent attention: the key, `width` outputs, goes to all heads as it is."""
+    """The projection to [latent | rotary key] of latent attention: the key (`width` outputs) goes to all heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

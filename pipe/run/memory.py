@@ -28,8 +28,7 @@ from .worker import Worker
 
 
 class _Level:
-    """Bytes of tensors now, and the most since `mark`, above those at the start; without `live` as the device's allocator
-    knows them."""
+    """Bytes of tensors now, and the most since `mark`, above those at the start; without `live` the allocator's."""
 
     def __init__(self, device: torch.device, live: LiveBytes | None) -> None:
         self._device, self._live = device, live

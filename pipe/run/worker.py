@@ -97,7 +97,7 @@ _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
 class Worker(ABC):
-    """One rank of the pipeline: its stages by number, its tensors, and the modules of all stages in this worker's mode."""
+    """One rank of the pipeline: its stages by number, its tensors, the modules of all stages in this worker's mode."""
 
     def __init__(
         self,
