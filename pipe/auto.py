@@ -35,11 +35,10 @@ from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from .batch.agreement import SamePrograms, agreed, check_agreement
 from .batch.given import Given, check_batch
-from .clipped import clipping
 from .context import Layout, layout_of_plan
 from .options import Settings
 from .replan import Replan, Sizer
-from .runtime_seconds import measure_runtime_seconds
+from .runtime_seconds import clipping, measure_runtime_seconds
 from .stages.shapes import Signature
 from .trial import Trials, to_try
 

@@ -208,7 +208,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
     check_model(model, given["stages"], given["split_points"])
     root = nn.ModuleList(given["stages"] or []) if model is None else model
     loss = read_loss_option(loss_fn, given["loss_weight"], model)
-    calls = call_reader(model, loss, given["batch_dims"])
+    signature = signature_of(model)
+    has_target = loss is not None and not isinstance(loss, ModelLoss)
+    calls = CallReader(model, has_target=has_target, batch_dims=check_batch_dims(given["batch_dims"], signature))
+    shared_by = "slices of a microbatch"
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
     read = {
@@ -216,7 +219,11 @@ def read_options(given: Mapping[str, Any]) -> Options:
         "delay_correction": read_delay_correction(given["delay_correction"]),
         "grad_scaler": read_grad_scaler(given["grad_scaler"]),
         "device": device_of(root, given["device"]),
-        "sequence": sequence_options(model, given["slice_lengths"], given["sequence_dims"]),
+        "sequence": SequenceOptions(
+            lengths=given["slice_lengths"],
+            dims=check_batch_dims(given["sequence_dims"], signature, option="sequence_dims", shared_by=shared_by),
+            names=parameter_names(signature),
+        ),
         "compile": read_compile(given["compile"]),
         "post_validation": option("post_validation", given["post_validation"], FLAG),
     }
@@ -327,19 +334,6 @@ def read_loss_option(
             f"loss; a loss_fn returns (sum, count) instead"
         )
     return loss_fn
-
-
-def call_reader(model: nn.Module | None, loss: object, batch_dims: object) -> CallReader:
-    """The reader of what `train_step` and its likes are given; ValueError for wrong `batch_dims`."""
-    has_target = loss is not None and not isinstance(loss, ModelLoss)
-    return CallReader(model, has_target=has_target, batch_dims=check_batch_dims(batch_dims, signature_of(model)))
-
-
-def sequence_options(model: nn.Module | None, lengths: Sequence[int] | None, dims: object) -> SequenceOptions:
-    """How sequences are cut; ValueError for wrong `slice_lengths` or `sequence_dims`."""
-    signature = signature_of(model)
-    read = check_batch_dims(dims, signature, option="sequence_dims", shared_by="slices of a microbatch")
-    return SequenceOptions(lengths=lengths, dims=read, names=parameter_names(signature))
 
 
 def device_of(root: nn.Module, device: torch.device | str | None = None) -> torch.device:

@@ -6,7 +6,8 @@
 
 The modules push the core's caches out, as a stage's compute does: the runtime's code and data come from memory then.
 Two batches of different length tell what comes with each microbatch from what comes once a step. Seconds of this
-thread's processor, so that a busy host changes little.
+thread's processor, so that a busy host changes little. What a profile measures of an update has the clipping of
+gradients in it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch import nn
 from ..comm import Guard, World
 from ..comm.ping_pong import CACHE_BYTES
 from ..partition.graph.forms import Arguments
-from ..partition.profiler.optimizers import OptimizerFactory
+from ..partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
 from .batch.given import Given
 from .build import Pipeline, build
 from .context import choose_layout
 from .options import LayoutOptions, Settings
+from .update.gradients import clip_gradients, norm_of, norm_part
 
 _SHORT, _LONG = 4, 16  # microbatches
 _SHORT_STEP, _LONG_STEP = 2, 8  # likewise, for what a step takes
@@ -171,3 +173,31 @@ def _plain(modules: Sequence[nn.Module], num_microbatches: int) -> None:
         torch.autograd.backward(F.mse_loss(outputs[-1], x))
         for behind, output in zip(inputs[:0:-1], outputs[-2::-1], strict=True):
             torch.autograd.backward(output, behind.grad)
+
+
+def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> OptimizerFactory:
+    """The same optimizers; a step of the first clips all gradients to this norm before, unless that is None or 0."""
+    if not max_grad_norm:
+        return factory
+    limit = max_grad_norm
+
+    def make(parameters: NamedParameters) -> list[torch.optim.Optimizer]:
+        optimizers = make_optimizers(factory, parameters, where="a unit")
+        if optimizers:
+            _clip_before(optimizers, limit)
+        return optimizers
+
+    return named(make)
+
+
+def _clip_before(optimizers: Sequence[torch.optim.Optimizer], limit: float) -> None:
+    step = optimizers[0].step
+
+    def clip_and_step(*arguments: Any, **options: Any) -> Any:
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+        norm = norm_of(norm_part(gradients, device=parameters[0].device))
+        clip_gradients(gradients, norm=norm, max_norm=limit)
+        return step(*arguments, **options)
+
+    optimizers[0].step = clip_and_step  # type: ignore[method-assign]

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from numbers import Real
 
 import torch
 
 from ..comm import HostClocks
 from ..schedules import Timeline
+from ..schedules.kinds import above_zero, option
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
 from .batch.batches import Batch
@@ -113,8 +113,7 @@ class Training:
         return self._result(self._update.accumulated())
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
-        if not isinstance(max_norm, Real) or not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
+        option("max_norm", max_norm, above_zero())
         norm_type = check_norm_type(norm_type)
         if self._update.loss_scale is not None:
             raise ValueError(

@@ -97,20 +97,19 @@ class Trials:
         tried: list[tuple[Plan, Plan]] = []  # as predicted and as measured
         for number, plan in enumerate(plans if why is None else ()):
             label = _label(plan)
-            share = 1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1)
-            reason = self._refusal_of(plan, seconds=TRIAL_SECONDS * share)
-            if reason is None:
+            seconds = TRIAL_SECONDS * (1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1))
+            found: _Ran | str | None = self._refusal_of(plan, seconds=seconds)
+            if found is None:
                 if self._world.rank == 0:
                     step = duration(plan.simulated_step_time or 0.0)
                     _log.info("trial %d of at most %d: %s, predicted %s a batch", number + 1, len(plans), label, step)
-                found = self._try(plan, given, seconds=TRIAL_SECONDS * share)
-                if isinstance(found, _Ran):
-                    tried.append((plan, self._measured(plan, found)))
-                    if self._world.rank == 0:
-                        _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found.steps))
-                    continue
-                reason = found
-            notes.append(f"not tried: {label}: {reason}")
+                found = self._try(plan, given, seconds=seconds)
+            if isinstance(found, str):
+                notes.append(f"not tried: {label}: {found}")
+                continue
+            tried.append((plan, self._measured(plan, found)))
+            if self._world.rank == 0:
+                _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found.steps))
         if not tried:
             plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
             return plan, plan

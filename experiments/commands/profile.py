@@ -163,9 +163,8 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
-    from ...pipe.clipped import clipping
     from ...pipe.parallel.cutting import profile_cut
-    from ...pipe.runtime_seconds import measure_runtime_seconds
+    from ...pipe.runtime_seconds import clipping, measure_runtime_seconds
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig
     from ..training.recipe import make_optimizer

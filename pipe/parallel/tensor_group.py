@@ -103,7 +103,7 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Exchange(torch.autograd.Function):
+class _TensorExchange(torch.autograd.Function):
     """A change of a tensor, and another one of its gradient."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
-    found: torch.Tensor = _Exchange.apply(x, change, change_back)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _TensorExchange.apply(x, change, change_back)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives, MeshPlace
+from ...schedules.kinds import one_of, option
 from ..patterns import match, matches
 from .attention import Experts, Heads
 from .recognise import HEADS, Recogniser, Region
@@ -62,8 +63,7 @@ class TensorAxis:
     sends: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.sends not in SENDS:
-            raise ValueError(f"tensor_sends={self.sends!r}: expected one of {', '.join(map(repr, SENDS))}")
+        option("tensor_sends", self.sends, one_of(SENDS))
 
     @property
     def least_bytes(self) -> int:
@@ -143,7 +143,7 @@ def describe(style: ParallelStyle) -> str:
     return style.describe() if isinstance(style, Style) else type(style).__name__
 
 
-def read_tensor_parallel(option: TensorParallelLike | None, model: nn.Module, *, count: int) -> TensorStyles:
+def read_tensor_parallel(styles: TensorParallelLike | None, model: nn.Module, *, count: int) -> TensorStyles:
     """Styles for the modules of a model that is not cut yet; None cuts nothing.
 
     Arguments:
@@ -152,15 +152,13 @@ def read_tensor_parallel(option: TensorParallelLike | None, model: nn.Module, *,
     Raises ValueError for a word or a pattern that means nothing, for two styles of one module, for a module that
     cannot be cut so, and for a size that the members do not divide: each by name.
     """
-    if option is None or count == 1:
+    if styles is None or count == 1:
         return TensorStyles(count=count, styles={})
-    if isinstance(option, str):
-        if option != AUTO:
-            raise ValueError(f"tensor_parallel={option!r}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
-        return _automatic(model, count)
-    if not isinstance(option, Mapping):
-        raise ValueError(f"tensor_parallel={option!r:.60}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
-    return TensorStyles(count=count, styles=_in_order(model, _by_patterns(option, model, count)))
+    if isinstance(styles, Mapping):
+        return TensorStyles(count=count, styles=_in_order(model, _by_patterns(styles, model, count)))
+    if styles != AUTO:
+        raise ValueError(f"tensor_parallel={styles!r:.60}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
+    return _automatic(model, count)
 
 
 def _automatic(model: nn.Module, count: int) -> TensorStyles:
@@ -267,8 +265,8 @@ def _rotary_width(at: str, base: nn.Module) -> int:
     return width
 
 
-def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, count: int) -> dict[str, ParallelStyle]:
-    recogniser, words = Recogniser(count), _words(option, model)
+def _by_patterns(patterns: Mapping[str, str | ParallelStyle], model: nn.Module, count: int) -> dict[str, ParallelStyle]:
+    recogniser, words = Recogniser(count), _words(patterns, model)
     plain = {"column": Column(), "row": Row(), "sequence": Sequence()}
     styles: dict[str, ParallelStyle] = {}
     for name, word in words.items():
@@ -296,11 +294,11 @@ def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, co
     return styles
 
 
-def _words(option: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[str, str | ParallelStyle]:
+def _words(patterns: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[str, str | ParallelStyle]:
     """By module name what the patterns say."""
     words: dict[str, str | ParallelStyle] = {}
     said: dict[nn.Module, tuple[str, str]] = {}
-    for pattern, word in option.items():
+    for pattern, word in patterns.items():
         if not isinstance(pattern, str):
             raise ValueError(f"tensor_parallel={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*.up'")
         if word not in _WORDS and not isinstance(word, ParallelStyle):

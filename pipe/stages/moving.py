@@ -33,12 +33,6 @@ class _Handle:
     size: torch.Size
     stride: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, number: int | None) -> _Handle:
-        strides = tensor.stride() if tensor.layout is torch.strided else ()
-        offset = int(tensor.storage_offset()) if tensor.layout is torch.strided else 0
-        return cls(tensor, tensor._version, number, tensor.dtype, offset, tensor.size(), strides)
-
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
@@ -64,7 +58,7 @@ class Activations:
     ) -> None:
         self._name = name
         self._device = device
-        self._staying = {_storage(x)._cdata for x in staying if _has_storage(x)}
+        self._staying = {x.untyped_storage()._cdata for x in staying if _has_storage(x)}
         self._kept = list(staying)  # so that no other storage takes the place of one of these
         self._storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}
@@ -74,7 +68,7 @@ class Activations:
         self._is_away = False
         self._arrival: torch.cuda.Event | None = None
         # A part of a larger storage (of the batch) is no input that can go by itself.
-        self._staying |= {_storage(x)._cdata for x in leaves if _has_storage(x) and _is_part(x)}
+        self._staying |= {x.untyped_storage()._cdata for x in leaves if _has_storage(x) and _is_part(x)}
         self._leaves = [(x, self._handle(x)) for x in leaves if _has_storage(x)]
 
     def saving(self) -> AbstractContextManager[object]:
@@ -152,7 +146,9 @@ class Activations:
             number = self._numbers.setdefault(storage._cdata, len(self._storages))
             if number == len(self._storages):
                 self._storages.append(storage)
-        handle = _Handle.of(tensor, number)
+        is_strided = tensor.layout is torch.strided
+        strides, offset = (tensor.stride(), int(tensor.storage_offset())) if is_strided else ((), 0)
+        handle = _Handle(tensor, tensor._version, number, tensor.dtype, offset, tensor.size(), strides)
         self._handles.append(handle)
         return handle
 
@@ -161,7 +157,7 @@ class Activations:
             _has_storage(tensor)
             and tensor.device == self._device
             and not (tensor.is_conj() or tensor.is_neg())
-            and _storage(tensor)._cdata not in self._staying
+            and tensor.untyped_storage()._cdata not in self._staying
         )
 
     def _unpack(self, packed: object) -> torch.Tensor:
@@ -201,11 +197,7 @@ def tensors_of(target: object) -> list[torch.Tensor]:
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Whether its bytes are in a storage of its own kind."""
     plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-    return plain and tensor.device.type != "meta" and _storage(tensor).nbytes() > 0
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+    return plain and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

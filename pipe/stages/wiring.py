@@ -86,16 +86,11 @@ class StageWiring:
         layout = known[1].get(message[:3])
         if layout is None:
             wire = self._wire_of[message[:3]]
-            layout = [self._spec(wire.producer, slot, specs) for slot in self.slots[wire]]
-            if wire.kind is MessageKind.GRAD:
-                layout = [*flag_spec(self._certain(wire, certain)), *layout]
+            layout = []
+            if wire.kind is MessageKind.GRAD:  # whether each always comes: from any of the consumers
+                layout = flag_spec([any(certain[stage][i] for stage, i in each) for each in self._inputs[wire]])
+            for slot in self.slots[wire]:
+                spec, is_alike = specs[wire.producer][slot], (wire.producer, slot) in self._alike
+                layout.append(spec._replace(in_parts=True) if is_alike else spec)
             known[1][message[:3]] = layout
         return layout
-
-    def _spec(self, stage: int, slot: int, specs: OutputSpecs) -> TensorSpec:
-        spec = specs[stage][slot]
-        return spec._replace(in_parts=True) if (stage, slot) in self._alike else spec
-
-    def _certain(self, wire: Wire, certain: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
-        """By gradient of a message, whether it always comes: from any of the consumers."""
-        return tuple(any(certain[stage][i] for stage, i in each) for each in self._inputs[wire])
