@@ -47,7 +47,7 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
 
 
 _APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation", "flush_first")
-_VERIFY = Kind[float](
+_VERIFY: Kind[float] = Kind(
     "True (the first batch), a whole number N of at least 1 (the first batch and every N-th behind it), or False",
     lambda value: math.inf if value is True else value if value is False or at_least(1).read(value) else None,
 )
