@@ -140,7 +140,7 @@ class AutoLayout:
         settings = {
             "runnable": True,
             "optimizer_sharding": ("none",),
-            "max_grad_norm": self._waits_for(),
+            "max_grad_norm": 0.0 if self._settings.post_validation else self._settings.max_grad_norm or 0.0,
             **restrictions,
         }
 
@@ -183,18 +183,10 @@ class AutoLayout:
         found, self.predicted = Trials(self._model, self._world, self._settings, self._collectives).best(plans, given)
         return found
 
-    def _waits_for(self) -> float:
-        """The norm to which gradients are clipped, where updates wait for it, else 0."""
-        return 0.0 if self._settings.post_validation else self._settings.max_grad_norm or 0.0
-
-    def _microbatch_sizes(self, num_samples: int) -> tuple[int, ...]:
-        """Sizes to profile: the one that M means, or a few that divide the batch into enough microbatches."""
-        if self._num_microbatches is not None:
-            return (-(-num_samples // self._num_microbatches),)
-        return sizes_to_profile(num_samples, self._num_ranks)
-
     def _by_samples(self, given: Given, num_samples: int) -> dict[int, Profile]:
-        sizes = self._microbatch_sizes(num_samples)
+        sizes = sizes_to_profile(num_samples, self._num_ranks)
+        if self._num_microbatches is not None:
+            sizes = (-(-num_samples // self._num_microbatches),)
         whole = given.on(self._settings.device)
         parts = {size: whole.cut(-(-num_samples // size))[0] for size in sizes}  # the first is the largest
         return {size: self._profile(part, PROFILE_SECONDS / len(sizes)) for size, part in parts.items()}

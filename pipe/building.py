@@ -70,10 +70,6 @@ class Building:
         )
 
     @property
-    def model_name(self) -> str:
-        return "stages" if self._options.model is None else type(self._options.model).__name__
-
-    @property
     def replica(self) -> tuple[int, int]:
         return (0, 1) if self.layout is None else self.layout.place.replica
 

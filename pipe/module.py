@@ -170,6 +170,7 @@ class PipelineModule(RunFigures):
         options = read_options({name: value for name, value in locals().items() if name != "self"})
         make_layout = choose_layout(options.layout)
         self._settings = options.settings
+        self._name = "stages" if model is None else type(model).__name__
         self._calls = options.calls
         self._verify_every = options.verify_every or math.inf
         self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
@@ -340,7 +341,7 @@ class PipelineModule(RunFigures):
 
     def __repr__(self) -> str:
         schedule = "to be planned" if self._building.layout is None else repr(self.schedule)
-        return f"<PipelineModule {self._building.model_name}: {schedule}>"
+        return f"<PipelineModule {self._name}: {schedule}>"
 
     def __enter__(self) -> PipelineModule:
         """A `with` block closes the pipeline at its end; an error in it reaches all ranks with its text."""

@@ -51,7 +51,9 @@ class Recogniser:
         known = _by_class(module)
         if known is not None:
             return self._known.setdefault((type(module), repr(known)), known)
-        children = {name: child for name, child in module.named_children() if _is_linear(child)}
+        children = {
+            name: child for name, child in module.named_children() if type(child) is nn.Linear or is_conv1d(child)
+        }
         if len(children) < 2:
             return None
         key = _key(module, children)
@@ -99,10 +101,6 @@ def _by_class(module: nn.Module) -> Region | None:
             return {"": local, "q_attn": Column(), "c_attn": Column(blocks=2), "c_proj": Row()}
         return {"": local, "c_attn": Column(blocks=3), "c_proj": Row()}
     return None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or is_conv1d(module)
 
 
 def _is_elementwise(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -43,7 +43,9 @@ def split_parameters(
     shards: dict[str, list[Shard]] = {}
     held = [0] * count
     dims = {
-        name: None if name in whole or not tensor.is_contiguous() else _first_long(tensor)
+        name: None
+        if name in whole or not tensor.is_contiguous()
+        else next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
         for name, tensor in parameters.items()
     }
     for name, dim in dims.items():
@@ -64,10 +66,6 @@ def split_parameters(
         )
         for name, tensor in parameters.items()
     }
-
-
-def _first_long(tensor: torch.Tensor) -> int | None:
-    return next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
 
 
 class ShardedParameter:

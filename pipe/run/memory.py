@@ -161,7 +161,7 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
 def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, ...]:
     """See PipelineModule.stage_bytes."""
     state, schedule = pipeline.state, pipeline.schedule
-    local = {stage: {**_held(pipeline, stage), **watched.figures(stage)} for stage in _local_stages(pipeline)}
+    local = {stage: {**_held(pipeline, stage), **watched.figures(stage)} for stage in state.run.local_stages}
     with state.run.guard.together():
         everyone = state.run.collectives.gather(local, what="gathering the bytes of stages")
     merged: dict[int, dict[str, float]] = {stage: {} for stage in range(schedule.num_stages)}
@@ -170,11 +170,6 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
             for name, size in figures.items():
                 merged[stage][name] = max(size, merged[stage].get(name, 0.0))
     return tuple(StageBytes(**merged[stage]) for stage in range(schedule.num_stages))
-
-
-def _local_stages(pipeline: Pipeline) -> list[int]:
-    ranks = [each.worker.rank for each in pipeline.engine.ranks]
-    return sorted({stage for rank in ranks for stage in pipeline.schedule.placement[rank]})
 
 
 def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:

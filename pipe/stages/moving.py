@@ -68,7 +68,9 @@ class Activations:
         self._is_away = False
         self._arrival: torch.cuda.Event | None = None
         # A part of a larger storage (of the batch) is no input that can go by itself.
-        self._staying |= {x.untyped_storage()._cdata for x in leaves if _has_storage(x) and _is_part(x)}
+        for x in filter(_has_storage, leaves):
+            if x.untyped_storage().nbytes() > x.numel() * x.element_size():
+                self._staying.add(x.untyped_storage()._cdata)
         self._leaves = [(x, self._handle(x)) for x in leaves if _has_storage(x)]
 
     def saving(self) -> AbstractContextManager[object]:
@@ -198,10 +200,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     """Whether its bytes are in a storage of its own kind."""
     plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
     return plain and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 class Host:

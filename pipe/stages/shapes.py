@@ -85,7 +85,7 @@ class Inferred:
         float16: which stage makes gradients in float16, and where; None: none does, or there is no graph.
         written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
-        digest: see Cut.
+        digest, guards: see Cut.
         left: where stages before the last, or code that stages do not run, leave tensors behind: attributes, lists.
     """
 
@@ -96,14 +96,8 @@ class Inferred:
     written_buffers: tuple[frozenset[int], ...]
     output_form: Form
     digest: Callable[[], str]
-    left: Places
-
-
-class _Known(NamedTuple):
-    """Stages, and what must be as it was when they were made."""
-
     guards: Guards | None
-    inferred: Inferred
+    left: Places
 
 
 class InferredStages:
@@ -146,7 +140,7 @@ class InferredStages:
         # What a module that runs as it is does, and draws, may change when these do.
         modules = {m: None for stage in self.stages for m in stage.module.modules()}
         self._modes = tuple(modules) if training else ()
-        self._known: dict[object, list[_Known]] = {self._key(example): [_Known(cut.guards, self.example)]}
+        self._known: dict[object, list[Inferred]] = {self._key(example): [self.example]}
         self._changes = Changes()
         if training and cut.guards is not None:
             cut.guards.tell_unknown()
@@ -178,16 +172,15 @@ class InferredStages:
             paths = [] if each.guards is None else each.guards.differing()
             if not paths:
                 self._changes.note(inputs, [])
-                return each.inferred
+                return each
             differing = differing or paths
         self._changes.note(inputs, differing)
         made = self._inferred(inputs)
         known[:] = [made, *known[: _MOST_KNOWN - 1]]
-        return made.inferred
+        return made
 
-    def _inferred(self, inputs: Signature) -> _Known:
-        cut = self._cut.again(inputs.shapes_alone())
-        found = self._walk(cut, inputs)
+    def _inferred(self, inputs: Signature) -> Inferred:
+        found = self._walk(self._cut.again(inputs.shapes_alone()), inputs)
         for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
             _refuse_other_flow(index, mine, other, inputs)
         if found.output_form != self.output_form:
@@ -195,7 +188,7 @@ class InferredStages:
                 f"the model returns {found.output_form} for {inputs}, and {self.output_form} for the inputs that it "
                 f"was built with (_: a tensor): expected the same form for every batch"
             )
-        return _Known(cut.guards, found)
+        return found
 
     def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
         """By output of the last stage, the dimensions whose size follows that of the batch, which two sizes show."""
@@ -269,6 +262,7 @@ class InferredStages:
             written_buffers=tuple(written_buffers),
             output_form=output_form,
             digest=cut.digest,
+            guards=cut.guards,
             left=left,
         )
 
