@@ -95,7 +95,6 @@ class AutoLayout:
         guard.on_failure(self._collectives.abort)
 
     def decide(self, given: Given) -> Layout:
-        """The layout for batches like this one. Collective over the processes."""
         found = self.plan(given)
         layout = layout_of_plan(found, self._world, num_microbatches=None)
         if not self._replans:
@@ -276,7 +275,6 @@ def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:
-    """The measured levels as a cluster of equal devices."""
     figures = {each.name for each in fields(Level)} & {each.name for each in fields(LinkLevel)}
     levels = tuple(Level(**{name: getattr(each, name) for name in figures}) for each in measured.levels)
     return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),), rings=measured.rings)

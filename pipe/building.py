@@ -91,7 +91,6 @@ class Building:
         return self._assemble(self.decided_for(given), given) if self.pipeline is None else self.pipeline
 
     def decided(self) -> Layout:
-        """The layout; ValueError where the first batch has yet to decide on it."""
         if self.layout is None:
             raise ValueError('schedule="auto" is not decided yet: expected a first train_step, whose batch is profiled')
         return self.layout

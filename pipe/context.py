@@ -86,7 +86,6 @@ class Run:
 
     @property
     def local_stages(self) -> list[int]:
-        """Those of this process, ascending."""
         placement = self.layout.schedule.placement
         return sorted({stage for rank in self.layout.place.local_ranks for stage in placement[rank]})
 

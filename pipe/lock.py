@@ -47,7 +47,6 @@ class FolderLock:
 
 
 def refuse_other_writer(folder: Path) -> None:
-    """ValueError where another process holds the right to write into a folder."""
     if (folder / _NAME).is_file():
         FolderLock(folder).release()
 

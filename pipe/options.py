@@ -244,7 +244,6 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 
 def read_trials(trials: object, *, schedule: object) -> int:
-    """How many plans are tried at most; ValueError for what is no such number, and beside a plan that is given."""
     if trials is None:
         return TRIALS
     number = option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
@@ -281,7 +280,6 @@ def check_model(
 
 
 def _refuse_wrapped(root: nn.Module) -> None:
-    """ValueError for a module whose gradients or weights something else shares out among processes."""
     for path, module in root.named_modules():
         kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _INSTEAD), None)
         if kind is not None and (kind != "DistributedDataParallel" or module.process_group.size() > 1):
@@ -292,7 +290,6 @@ def _refuse_wrapped(root: nn.Module) -> None:
 
 
 def refuse_float16_parameters(*modules: object) -> None:
-    """ValueError for a float16 parameter of what is to be trained, by name."""
     for module in modules:
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
             if parameter.dtype is torch.float16:
@@ -358,7 +355,6 @@ def device_of(root: nn.Module, device: torch.device | str | None = None) -> torc
 
 
 def _check_called(name: str, value: object) -> None:
-    """ValueError for what cannot be called as this option is, such as an optimizer that is made already."""
     if value is None:
         return
     num_arguments, such = _CALLED[name]

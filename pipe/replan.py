@@ -52,7 +52,6 @@ class Sizer:
         return Size(shape[dim], length)
 
     def of_arguments(self, arguments: Arguments) -> Size:
-        """The same of arguments."""
         return self.of(Signature.of(arguments))
 
     def _place(self, name: str) -> int:

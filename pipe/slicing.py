@@ -202,7 +202,6 @@ class SlicedLoss:
         self._outputs: dict[int, Tensors] = {}
 
     def expect(self, whole: Given, slices: Sequence[Slice], inference: InferredStages) -> None:
-        """The first microbatch of the first batch."""
         self._whole, self._slices = whole, slices
         arguments = [whole.arguments, *(part.given.arguments for part in slices)]
         self._specs = list(zip(*(inference.of(Signature.of(each)).specs[-1] for each in arguments), strict=True))

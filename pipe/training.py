@@ -69,7 +69,6 @@ class Training:
 
     @property
     def reads_nothing(self) -> bool:
-        """Whether no stage of this process reads a batch's values."""
         return self._reader.reads == Reads(inputs=frozenset(), target=False)
 
     def read(self, reader: BatchReader, given: Given, call: Call) -> Batch:
@@ -203,7 +202,6 @@ class Training:
             )
 
     def _replan(self, batch: Batch, order: BatchSchedules) -> None:
-        """Find the order of a batch, and follow it. Collective over the processes."""
         begun = time.perf_counter()
         schedule = order.of(batch)
         self._update.follow(schedule)
@@ -242,7 +240,6 @@ class Training:
             raise
 
     def snapshots(self) -> dict[int, Callable[[], RankRecord]]:
-        """By local rank, the record of the newest batch, to be read now or later."""
         return {local.worker.rank: local.recorder.snapshot() for local in self._engine.ranks}
 
     def _result(self, known: Known | None) -> StepResult:

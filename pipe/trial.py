@@ -122,7 +122,6 @@ class Trials:
     # What cannot be tried
 
     def _refusal(self, given: Given) -> str | None:
-        """Why no plan is tried; None where they are."""
         if self._settings.compile is not None:
             return "compile= would compile the model for each trial"
         sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
@@ -154,7 +153,6 @@ class Trials:
     # One trial
 
     def _measured(self, plan: Plan, ran: _Ran) -> Plan:
-        """The plan with what was measured, on every rank as rank 0 saw it."""
         mine = with_measured(plan, ran.steps, ran.costs).to_json() if self._world.rank == 0 else ""
         return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
 

@@ -211,7 +211,6 @@ def _differs(one: Sequence[float], other: Sequence[float], gradient: torch.Tenso
 
 
 def refuse_divided(root: nn.Module) -> None:
-    """ValueError for a model that an earlier pipeline has divided."""
     name = next((name for name, module in root.named_modules() if style_of(module) is not None), None)
     if name is not None:
         raise ValueError(

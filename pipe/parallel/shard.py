@@ -124,7 +124,6 @@ class Shard:
         return full[box.of_full()]
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """The local tensor, copied out of the full one."""
         self._check(full, self.full, "full")
         local = full.new_empty(self.local)
         for box in self.boxes:
@@ -132,7 +131,6 @@ class Shard:
         return local
 
     def put(self, local: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy the local tensor to its place in the full one."""
         self._check(local, self.local, "local")
         self._check(full, self.full, "full")
         for box in self.boxes:

@@ -34,7 +34,6 @@ class Sharding:
         return any(count > 1 for count in self.shards)
 
     def check_optimizer(self, *, has_optimizer: bool) -> None:
-        """ValueError for divided weights that an optimizer of the user's own would have to update."""
         if self.weights and not has_optimizer:
             raise ValueError(
                 "data_parallel='fsdp' without an optimizer: between two batches each rank keeps parts of the weights "
@@ -43,7 +42,6 @@ class Sharding:
             )
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Steps of a program for divided weights."""
         stages = [stage for stage, count in enumerate(self.shards) if self.weights and count > 1]
         return tuple(Collective((stage,), op, 0) for stage in stages for op in (Op.UNSHARD, Op.RESHARD))
 

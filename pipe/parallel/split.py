@@ -117,7 +117,6 @@ class ShardedParameter:
                 self.of(self.whole.data).copy_(own)
 
     def take(self) -> None:
-        """The part becomes what the whole parameter holds."""
         if self._apart and not self.is_empty:
             self.parameter.data.copy_(self.of(self.whole.data))
 
@@ -151,7 +150,6 @@ class ShardedParameter:
         return self.parameter.numel() == 0
 
     def of(self, tensor: torch.Tensor, *, rank: int | None = None) -> torch.Tensor:
-        """This part of a tensor like the parameter, as a view; or another rank's."""
         return self.split.shards[self.rank if rank is None else rank].view(tensor)
 
     def shard(self, of: Shard) -> Shard:
@@ -159,7 +157,6 @@ class ShardedParameter:
         return of.part(self.split.shards[self.rank])
 
     def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """An optimizer's state of the whole parameter, for this part."""
         return {
             key: self.of(value).clone()
             if isinstance(value, torch.Tensor) and value.shape == self.whole.shape

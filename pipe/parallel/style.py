@@ -111,7 +111,6 @@ def uncut(root: nn.Module) -> None:
 
 
 def style_of(module: nn.Module) -> Style | None:
-    """The style that a module is cut by; None where it is whole."""
     cut: _CutModule | None = module.__dict__.get(_RECORD)
     return None if cut is None else cut.style
 

@@ -61,7 +61,6 @@ class TensorGroup:
             self._on_region(is_own)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all members; a new tensor."""
         if self._on_bytes is not None:
             self._on_bytes("sum", x.numel() * x.element_size())
         if not self._travels(x):
@@ -69,7 +68,6 @@ class TensorGroup:
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self._name))
 
     def all(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The tensors of all members, put together along `dim`."""
         if self._on_bytes is not None:
             self._on_bytes("gather", x.numel() * x.element_size() * self.count)
         if not self._travels(x):

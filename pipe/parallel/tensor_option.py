@@ -391,7 +391,6 @@ def _refuse_half_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> 
 
 
 def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Names of parameters that have several, by id."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -171,7 +171,6 @@ class Engine:
             worker.drop()
 
     def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
-        """Raise it with its story, if it is about another process."""
         known = error if isinstance(error, PipelineError) else self._lost_member(error)
         if known is not None:
             story = f"rank {local.worker.rank}: {known}, {_story(local, instruction)}"
@@ -210,7 +209,6 @@ class _Run:
         return True
 
     def end(self, *, goes_on: bool) -> None:
-        """The program is done, or its first part."""
         if not goes_on:
             self.local.worker.settle()
         self.local.transport.acknowledged(self._proven)

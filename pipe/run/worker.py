@@ -223,7 +223,6 @@ class Worker(ABC):
         return self._inbox.pop(message)
 
     def _hand_on(self, s: int, index: int, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
-        """The outputs of a forward to the stages that take them."""
         _check_outputs(self._stages[s], outputs, specs)
         for wire, slots in self._ports[s].outputs:
             self._emit(wire.message(index), tuple(outputs[slot] for slot in slots))
@@ -366,7 +365,6 @@ def _added(known: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tenso
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
-    """ValueError for outputs that do not fit the buffers of whoever receives them."""
     for slot, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
         if output.shape != spec.shape or output.dtype != spec.dtype:
             raise ValueError(

@@ -154,7 +154,6 @@ def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
 
 
 def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
-    """ValueError for a buffer that a forward changes and that stands on several stages."""
     stages_of: dict[int, list[int]] = {}
     for index, stage in enumerate(mode.stages):
         for buffer in stage.module.buffers():

@@ -24,7 +24,6 @@ _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if
 
 
 def read_compile(option: object) -> Mapping[str, Any] | None:
-    """The option `compile=` as arguments of torch.compile; None: stages are not compiled. ValueError for others."""
     if option is False or option is None:
         return None
     if option is not True and not isinstance(option, Mapping):

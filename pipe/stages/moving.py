@@ -77,12 +77,10 @@ class Activations:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def made(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The forward is through: its outputs with their graph, whose values the backward does not need."""
         self._outputs = tuple(outputs)
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the storages, each once, while they are here."""
         return [each.nbytes() for each in self._storages]
 
     @property

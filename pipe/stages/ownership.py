@@ -124,7 +124,6 @@ class Ownership:
         ]
 
     def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        """All trainable parameters of a local stage, with their names."""
         return [(n, p) for n, p in self.parameters() if stage in self.stages[n] and p.requires_grad]
 
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -147,7 +146,6 @@ class Ownership:
         return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This process's parameters and persistent buffers, original names; of what is divided, its part."""
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 
     def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:

@@ -113,7 +113,6 @@ class _Rerun:
             self._under_way.pop()
 
     def _keeps(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-        """Whether the result of an operation of the first run is kept."""
         rule = self._under_way[-1]
         if callable(rule):
             return rule(context, operator, *args, **kwargs) in _KEEPING

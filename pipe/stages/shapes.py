@@ -276,7 +276,6 @@ class InferredStages:
 
 
 def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:
-    """ValueError where a stage takes or returns other values than its example: who sends what to whom is fixed."""
     if (other.inputs, other.num_outputs) != (stage.inputs, stage.num_outputs):
         raise ValueError(
             f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "

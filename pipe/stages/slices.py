@@ -85,7 +85,6 @@ class _Kept:
 
     @property
     def num_waiting(self) -> int:
-        """Tokens at the front for which gradients wait."""
         return 0 if self._waiting is None else self._waiting.shape[-2]
 
 

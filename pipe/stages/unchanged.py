@@ -70,7 +70,6 @@ class Unchanged:
                 )
 
     def refuse_untrained(self) -> None:
-        """ValueError where nothing would be trained, as plain PyTorch refuses the backward of such a loss."""
         if not (self._learns_beside or any(p.requires_grad for p in self._learning)):
             raise untrained()
 

@@ -79,11 +79,9 @@ class WeightVersions:
     # Forward and backward
 
     def bind(self, version: int) -> None:
-        """The module computes with this version until `release`."""
         self._put(self._leaves(version))
 
     def release(self) -> None:
-        """The module has its own Parameters again."""
         self._put(self._originals)
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -135,7 +133,6 @@ class WeightVersions:
         self._parts = [parts.get(name) for name in self.names]
 
     def kept(self, version: int, name: str) -> torch.Tensor | None:
-        """A parameter in a version, if that is still kept; see `note`."""
         if version <= self.newest - self._count:
             return None
         return self._leaves(version)[self.names.index(name)].data
