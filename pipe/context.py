@@ -22,7 +22,7 @@ from ..schedules.kinds import one_of, option
 from ..schedules.own import find_own, sizes_of
 from ..schedules.transform import replicate
 from .options import AUTO, LayoutOptions, PlanLike, Settings
-from .parallel.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_of_plan
+from .parallel.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_over
 from .parallel.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .replan import Replan
 from .stages.randomness import Seeder
@@ -155,7 +155,7 @@ def layout_of_plan(
         split_points=None,
         plan=plan,
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
-        sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], world),
+        sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
         # Replicas share one batch: no axis of data.
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks, tensor=plan.tensor)),
         tensor=tensor,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .shard import Shard
-from .style import Style, StyleError, not_divided
+from .style import Style, StyleError, not_divided, numbers_of
 from .tensor_group import TensorGroup, enter, gather, leave
 
 
@@ -43,8 +43,7 @@ class Heads(Style):
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        assert isinstance(module, nn.MultiheadAttention)
-        return {"num_heads": module.num_heads // count}
+        return numbers_of(module, ("num_heads",), count)
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(module, nn.MultiheadAttention)
@@ -176,7 +175,7 @@ class Experts(Style):
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         names = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim")
-        return {name: module.__dict__[name] // count for name in names if isinstance(module.__dict__.get(name), int)}
+        return numbers_of(module, names, count)
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
 

@@ -56,14 +56,10 @@ def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Shardin
             f"schedule='1f1b'"
         )
     counts = [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners]
-    return _for(counts, world, weights=data_parallel == "fsdp")
+    return sharding_over(counts, world, weights=data_parallel == "fsdp")
 
 
-def sharding_of_plan(shards: Sequence[int], world: World) -> Sharding:
-    return _for(shards, world, weights=False)
-
-
-def _for(shards: Sequence[int], world: World, *, weights: bool) -> Sharding:
+def sharding_over(shards: Sequence[int], world: World, *, weights: bool = False) -> Sharding:
     """Ranks of one process share their Parameters: nothing is divided there."""
     if not world.distributed:
         return Sharding(shards=(1,) * len(shards))

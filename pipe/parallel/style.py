@@ -5,7 +5,7 @@ The module gets a class derived from its class (its hooks, names and copies stay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -113,6 +113,12 @@ def uncut(root: nn.Module) -> None:
 def style_of(module: nn.Module) -> Style | None:
     cut: _CutModule | None = module.__dict__.get(_RECORD)
     return None if cut is None else cut.style
+
+
+def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str, int]:
+    """Attributes of a module that are whole numbers, for one of `count` members."""
+    own = module.__dict__
+    return {name: own[name] // count for name in names if isinstance(own.get(name), int)}
 
 
 def not_divided(name: str, what: str, size: int, count: int, least: int) -> str:

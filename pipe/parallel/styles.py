@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .shard import Shard, chunk
-from .style import Style, StyleError, not_divided
+from .style import Style, StyleError, not_divided, numbers_of
 from .tensor_group import TensorGroup, enter, gather, leave, split
 
 
@@ -80,10 +80,7 @@ class Column(Style):
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        for name in ("out_features", "nf", "embedding_dim"):
-            if name in module.__dict__:
-                return {name: module.__dict__[name] // count}
-        return {}
+        return numbers_of(module, ("out_features", "nf", "embedding_dim"), count)
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Embedding):
@@ -130,10 +127,7 @@ class Row(Style):
         return {"weight": _shard(module, "weight", dim, index=index, count=count)}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        for name in ("in_features", "nx"):
-            if name in module.__dict__:
-                return {name: module.__dict__[name] // count}
-        return {}
+        return numbers_of(module, ("in_features", "nx"), count)
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         if isinstance(module, nn.Embedding):
@@ -213,7 +207,7 @@ class Local(Style):
                 raise StyleError(not_divided(name, attribute, value, count, count))
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        return {**{name: module.__dict__[name] // count for name in self.divided}, **self.fixed}
+        return {**numbers_of(module, self.divided, count), **self.fixed}
 
 
 class Summed(Style):
