@@ -1,13 +1,13 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
 from .collectives import Collectives
-from .errors import PeerLost, PipelineError, PipelineTimeout
-from .failures import FailureBoard, Guard, make_guard
-from .groups import Groups, join_world, link_lanes
+from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
+from .groups import Groups, link_lanes
 from .host_clocks import HostClocks, machine
 from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
 from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
+from .rendezvous import join_world
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [

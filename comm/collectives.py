@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import PeerLost, PipelineError, PipelineTimeout, short_reason
-from .groups import Groups, as_one
+from .failures import PeerLost, PipelineError, PipelineTimeout, short_reason
+from .groups import Groups
 from .mesh import MeshPlace
 from .process_group import break_group
 
@@ -63,27 +63,22 @@ class Collectives:
         self._make(self._everyone, *planes, *(tensor_groups if len(self.tensor_members) > 1 else ()))
 
     def name_of(self, process: int) -> str:
-        """A process for people."""
         return self._place.name_of(process)
 
     @property
     def device(self) -> torch.device:
-        """Where tensors that it takes are."""
         return self._device
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
         return self._world.rank
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
         return not self._world.distributed
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
         return self._world.size
 
     def subgroup(self, ranks: Sequence[int]) -> None:
@@ -314,9 +309,7 @@ class Collectives:
 
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]
-        return as_one(
-            lambda: collective(group), what=what, place=self._place, processes=processes, timeout=self._timeout
-        )
+        return self.groups.as_one(lambda: collective(group), what=what, processes=processes)
 
 
 def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:

@@ -1,4 +1,4 @@
-"""When a rank fails: it tells the others why, lets go of them, and finds out whose failure it was.
+"""Errors between ranks. One that fails tells the others why, lets go of them, and finds out whose failure it was.
 
 What a rank sees when it loses a connection, or when a wait runs out, is often only the echo of what happened
 further away:
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from .errors import PipelineError, PipelineTimeout
 from .mesh import MeshPlace, World
 
 T = TypeVar("T")
@@ -35,6 +34,39 @@ _LATER = 1.5  # [s] for those of ranks whose own wait began a little later
 _STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
 _POLL = 0.05  # [s]
 _GLANCE = 0.25  # [s] that count at most between two looks: more than that, and this process did not run
+
+
+class PipelineError(RuntimeError):
+    """A run that cannot go on. The message names the ranks and actions concerned.
+
+    peers: the ranks that were waited for.
+    is_explained: whether the message names the cause, which was looked for.
+    """
+
+    def __init__(self, message: str, *, peers: Sequence[int] = (), is_explained: bool = False) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+        self.is_explained = is_explained
+
+
+class PipelineTimeout(PipelineError):  # noqa: N818 - a time-out says it all
+    """A message did not come in time: names who waited for which action of whom, and how long."""
+
+
+class PeerLost(PipelineError):  # noqa: N818 - likewise
+    """The connection to a rank broke: it died, or stopped after an error of its own."""
+
+
+def short_reason(error: BaseException) -> str:
+    """A backend's error message without source paths and addresses.
+
+    >>> short_reason(RuntimeError("[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3. x"))
+    'Connection closed by peer'
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if line.startswith("[/"):
+        line = line.partition("] ")[2]
+    return line.partition(" [")[0].partition(". ")[0][:160]
 
 
 class Account(NamedTuple):
@@ -50,7 +82,6 @@ class Account(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Account:
-        """Account of an error on this rank."""
         if isinstance(error, PipelineError):
             return cls(error.peers, isinstance(error, PipelineTimeout), str(error))
         return cls((), False, f"{type(error).__name__}: {error}")
@@ -103,7 +134,6 @@ class FailureBoard:
         return type(error)(f"{error}\ncause: {cause}", peers=error.peers, is_explained=True)
 
     def others_failed(self) -> bool:
-        """Whether another rank has written an error down."""
         return any(self._store.check([f"{self._name}/{one}"]) for one in range(self._size) if one != self._rank)
 
     def linger(self) -> None:
@@ -149,16 +179,13 @@ class Guard:
         return error
 
     def spares(self, error: BaseException) -> bool:
-        """Whether it is the one that ends nothing."""
         return error is self._spared
 
     def others_failed(self) -> bool:
-        """Whether another rank has told of an error."""
         return self._board is not None and self._board.others_failed()
 
     @property
     def ended(self) -> bool:
-        """Whether an error has ended the run."""
         return self._end is not None
 
     def close(self) -> None:

@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from ..schedules.timing.clocks import ClockReading, Ping, offset_at, read_clock
 from .collectives import Collectives
-from .groups import as_one
-from .mesh import MeshPlace
 from .process_group import break_group
 
 _PINGS = 10
@@ -54,13 +52,9 @@ class HostClocks:
         readings: of this process's clock, the newest last; none where it is that of process 0's host.
     """
 
-    def __init__(
-        self, collectives: Collectives, *, place: MeshPlace, now: Callable[[], float], timeout: float, machine: str
-    ) -> None:
+    def __init__(self, collectives: Collectives, *, now: Callable[[], float], machine: str) -> None:
         self._collectives = collectives
-        self._place = place
         self._now = now
-        self._timeout = timeout
         self._machine = machine
         self.machines: tuple[str, ...] = ()
         self.readings: deque[ClockReading] = deque(maxlen=_KEPT)
@@ -73,16 +67,10 @@ class HostClocks:
             self._meet()
         if len(self._leaders) < 2:
             return
-        mine = None
+        mine, what = None, "comparing the clocks of hosts"
         if self._collectives.rank in self._leaders:
-            mine = as_one(
-                self._ping,
-                what="comparing the clocks of hosts",
-                place=self._place,
-                processes=self._leaders,
-                timeout=self._timeout,
-            )
-        found = self._collectives.gather(mine, what="comparing the clocks of hosts")
+            mine = self._collectives.groups.as_one(self._ping, what=what, processes=self._leaders)
+        found = self._collectives.gather(mine, what=what)
         reading = found[self.machines.index(self.machines[self._collectives.rank])]
         if reading is not None:
             self.readings.append(reading)

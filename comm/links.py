@@ -11,22 +11,29 @@ Sums are measured on the host with most ranks, and on the first rank of each hos
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from ..schedules import Message, MessageKind
 from .collectives import Collectives
 from .groups import backend_for, link_lanes
 from .mesh import MeshPlace, World
-from .ping_pong import PingPong, ping_pong, processor_clock, waking_seconds
 from .process_group import ProcessGroupTransport
-from .transport import TensorSpec
+from .transport import TensorSpec, Transport
 
+_ROUNDS = 30
+_COLD_ROUNDS = 12
+_PING_WARM_UP = 5
+_PAUSE = 0.01  # about the compute of a stage [s]
+CACHE_BYTES = 4 << 20  # more than a core's own caches hold
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
 SUM_BYTES = 1 << 23  # of gradients in one measured sum
 SMALL_SUM_BYTES = 1 << 14  # of one whose steps take as long as empty ones, and which has something for every rank
@@ -53,7 +60,7 @@ class LineFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkLevel:
+class MeasuredLevel:
     """One level of links, as `Level` of a Cluster wants it.
 
     Arguments:
@@ -96,7 +103,7 @@ class MeasuredLinks:
         rings: how the backend sums over several levels, as `Cluster.rings` names it: NCCL by "levels", gloo "flat".
     """
 
-    levels: tuple[LinkLevel, ...]
+    levels: tuple[MeasuredLevel, ...]
     hosts: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
     rings: str = "levels"
@@ -157,15 +164,14 @@ def measure_links(
     if not world.distributed:
         return MeasuredLinks(levels=(), hosts=((world.rank,),))
     tell = progress or (lambda text: None)
-    place = MeshPlace.line(world)
-    together = Collectives(place, device=device, timeout=timeout)
+    together = Collectives(MeshPlace.line(world), device=device, timeout=timeout)
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(together.gather(socket.gethostname(), what="finding the hosts of all ranks")):
         by_host.setdefault(host, []).append(rank)
     hosts = list(by_host.values())
     wanted = [("host", _inside(hosts)[:pairs_a_level]), ("network", _between(hosts)[:pairs_a_level])]
     both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
-    lanes = link_lanes(both, place, together.groups)
+    lanes = link_lanes(both, together.groups)
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
     rings = "flat" if backend_for(device) == "gloo" else "levels"
     levels = []
@@ -176,7 +182,6 @@ def measure_links(
             measure = partial(
                 ping_pong,
                 transport,
-                rank=world.rank,
                 device=device,
                 timeout=timeout,
                 pair=pair,
@@ -189,13 +194,8 @@ def measure_links(
         if pairs:
             tell(f"{name}: sums over ranks")
             members = max(hosts, key=len) if name == "host" else [ranks[0] for ranks in hosts]
-            measure_sum = partial(
-                _sum_seconds, together, members, world.rank, device=device, ranks_of_host=max(map(len, hosts))
-            )
-            small, _ = measure_sum(SMALL_SUM_BYTES, number=1)
-            seconds, busy = measure_sum(SUM_BYTES, number=_SUMMED)
-            sums = {"small_sum_seconds": small, "sum_seconds": seconds, "busy_seconds": busy}
-            levels.append(_level(name, len(members), pairs, sizes, times, **sums, rings=rings))
+            sums = _sums(together, members, ranks_of_host=max(map(len, hosts)))
+            levels.append(_level(name, len(members), pairs, sizes, times, sums=sums, rings=rings))
     together.gather(None, what="measuring the links")
     transport.close()
     together.close()
@@ -221,23 +221,31 @@ def _rounds(size: int) -> int:
     return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))
 
 
+class _Sums(NamedTuple):
+    """Medians of sums over a level's members as gradients are: of a small one, of a large one, and for how long that
+    one keeps the processor of the busiest from it [s]."""
+
+    small: float
+    large: float
+    busy: float
+
+
+def _sums(together: Collectives, members: Sequence[int], *, ranks_of_host: int) -> _Sums:
+    together.subgroup(members)
+    small, _ = _sum_seconds(together, members, SMALL_SUM_BYTES, number=1, ranks_of_host=ranks_of_host)
+    large, busy = _sum_seconds(together, members, SUM_BYTES, number=_SUMMED, ranks_of_host=ranks_of_host)
+    return _Sums(small, large, busy)
+
+
 def _sum_seconds(
-    together: Collectives,
-    members: Sequence[int],
-    rank: int,
-    num_bytes: int,
-    *,
-    number: int,
-    device: torch.device,
-    ranks_of_host: int,
+    together: Collectives, members: Sequence[int], num_bytes: int, *, number: int, ranks_of_host: int
 ) -> tuple[float, float]:
     """Medians of summing so many bytes over `members` as gradients are: scaled, then all under way at once, a `number`
     of them, each by itself; the slowest member's, and for which the processor of the busiest is taken from it [s]."""
-    together.subgroup(members)
+    device, what = together.device, "measuring sums over ranks"
     processor = processor_clock(device, ranks_of_host)
     times, busy = [], []
-    what = "measuring sums over ranks"
-    if rank in members:
+    if together.rank in members:
         gradients = [torch.zeros(num_bytes // number // 4, device=device) for _ in range(number)]
         for _ in range(WARM_UP + _SUMS):
             start, worked = time.perf_counter(), processor()
@@ -260,11 +268,9 @@ def _level(
     sizes: Sequence[int],
     times: Sequence[Sequence[PingPong]],
     *,
-    small_sum_seconds: float,
-    sum_seconds: float,
-    busy_seconds: float,
+    sums: _Sums,
     rings: str,
-) -> LinkLevel:
+) -> MeasuredLevel:
     """`times`: by pair, of each size and behind them of the smallest one with cold caches.
 
     The small sum counts as if it were empty: 2 (size - 1) steps. What the large one tells goes back into the formula of
@@ -283,17 +289,17 @@ def _level(
         for fit, each in zip(fits, times, strict=True)
     )
     hops = 2 * (size - 1)
-    step = min(small_sum_seconds, sum_seconds) / hops
+    step = min(sums.small, sums.large) / hops
     kinds = [(hops, 1.0), (2, hops / size)] if rings == "flat" else [(hops, hops / size)]
-    return LinkLevel(
+    return MeasuredLevel(
         name=name,
         size=size,
         bandwidth=statistics.median(fit.bandwidth for fit in fits),
         latency=latency,
         message_seconds=statistics.median(each[-1].busy for each in times),
-        sum_busy=min(1.0, busy_seconds / sum_seconds),
+        sum_busy=min(1.0, sums.busy / sums.large),
         reduce_bandwidth=max(
-            part * SUM_BYTES / max(sum_seconds - waits * step, sum_seconds / 10) for waits, part in kinds
+            part * SUM_BYTES / max(sums.large - waits * step, sums.large / 10) for waits, part in kinds
         ),
         reduce_latency=step,
         residual=statistics.median(fit.residual for fit in fits),
@@ -303,27 +309,19 @@ def _level(
     )
 
 
-def _as_levels(levels: Sequence[LinkLevel], by_host: Mapping[str, Sequence[int]], num_ranks: int) -> MeasuredLinks:
+def _as_levels(levels: Sequence[MeasuredLevel], by_host: Mapping[str, Sequence[int]], num_ranks: int) -> MeasuredLinks:
     """Groups of equal size, whose ranks are next to each other, or one level of all."""
     hosts = tuple(tuple(ranks) for ranks in by_host.values())
     size = len(hosts[0])
     if hosts == tuple(tuple(range(i, i + size)) for i in range(0, num_ranks, size)):
         return MeasuredLinks(levels=tuple(levels), hosts=hosts)
     slowest = min(levels, key=lambda level: level.bandwidth)
-    flat = LinkLevel(
-        name=slowest.name,
-        size=num_ranks,
-        bandwidth=slowest.bandwidth,
-        latency=max(level.latency for level in levels),
-        residual=slowest.residual,
-        reduce_bandwidth=min(level.reduce_bandwidth for level in levels),
-        reduce_latency=max(level.reduce_latency for level in levels),
-        pairs=slowest.pairs,
-        fits=slowest.fits,
-        seconds=slowest.seconds,
-        message_seconds=max(level.message_seconds for level in levels),
-        sum_busy=max(level.sum_busy for level in levels),
-    )
+    worst = {
+        name: max(getattr(level, name) for level in levels)
+        for name in ("latency", "reduce_latency", "message_seconds", "sum_busy")
+    }
+    reduce_bandwidth = min(level.reduce_bandwidth for level in levels)
+    flat = replace(slowest, size=num_ranks, reduce_bandwidth=reduce_bandwidth, **worst)
     shown = "; ".join(f"{host}: {', '.join(map(str, ranks))}" for host, ranks in by_host.items())
     want = "as many ranks on each host" if len({*map(len, hosts)}) > 1 else "ranks of a host next to each other"
     note = (
@@ -332,3 +330,93 @@ def _as_levels(levels: Sequence[LinkLevel], by_host: Mapping[str, Sequence[int]]
         f"--distribution=block"
     )
     return MeasuredLinks(levels=(flat,), hosts=hosts, notes=(note,))
+
+
+class PingPong(NamedTuple):
+    """Medians of a message between two ranks, as LogGP has them: seconds = 2 busy + latency + bytes / bandwidth.
+
+    seconds: one way, from its send to the return of the wait for it [s].
+    busy: of the processor at either end: to post, to send, to take [s]. It is within `seconds`, but for what threads of
+        the transport do beside.
+    """
+
+    seconds: float
+    busy: float
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the way beside both ends [s]."""
+        return max(0.0, self.seconds - 2 * self.busy)
+
+
+def ping_pong(
+    transport: Transport,
+    specs: Sequence[TensorSpec],
+    *,
+    device: torch.device,
+    timeout: float,
+    pair: tuple[int, int] = (0, 1),
+    rounds: int | None = None,
+    ranks_of_host: int = 1,
+    cold: bool = False,
+) -> PingPong:
+    """Messages of these tensors between two ranks, to and fro; nothing on the other ranks.
+
+    Both ranks of the pair must call it; their links must exist in both directions.
+
+    Arguments:
+        ranks_of_host: on this host; see `processor_clock` for what counts to `busy`.
+        cold: whether to be as ranks are between two actions: both push their core's caches out, as a stage's compute
+            does, and the second sleeps in its wait for some time before the message comes. Then half of the messages
+            wake a rank: see `waking_seconds`.
+    """
+    rank = transport.rank
+    if rank not in pair:
+        return PingPong(0.0, 0.0)
+    processor = processor_clock(device, ranks_of_host)
+    first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
+    tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
+    times, busy, pushed = [], [], torch.zeros(CACHE_BYTES // 4 if cold else 0)
+    for turn in range(_PING_WARM_UP + (rounds or (_COLD_ROUNDS if cold else _ROUNDS))):
+        ping = Message(MessageKind.ACT, -1, -2, turn)
+        pong = Message(MessageKind.GRAD, -2, -1, turn)
+        pushed.add_(1.0)
+        if cold and first:
+            time.sleep(_PAUSE)
+        start, worked = time.perf_counter(), processor()
+        if first:
+            transport.post(pong, peer, specs)
+            transport.send(ping, peer, tensors, specs)
+            transport.wait(pong, timeout)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            transport.acknowledged([ping])
+        else:
+            transport.post(ping, peer, specs)
+            transport.wait(ping, timeout)
+            transport.send(pong, peer, tensors, specs)
+            transport.end_of_program()
+        times.append(time.perf_counter() - start)
+        busy.append(processor() - worked)
+    transport.drain(timeout)
+    return PingPong(*(statistics.median(each[_PING_WARM_UP:]) / 2 for each in (times, busy)))
+
+
+def waking_seconds(hot: PingPong, cold: PingPong) -> float:
+    """How much longer a message takes to a rank that sleeps in its wait for it than to one that was just awake [s].
+
+    Arguments:
+        hot, cold: medians of `ping_pong` with the same tensors, as the first rank of the pair has them.
+    """
+    return max(0.0, 2 * (cold.latency - hot.latency))
+
+
+def processor_clock(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
+    """The clock of what a rank is busy with; one that stands still where another device computes and sends.
+
+    Where each rank of a host has a core at most, what the transport's own threads compute is taken from the ranks.
+    """
+    if device.type != "cpu":
+        return lambda: 0.0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return time.thread_time if cores > ranks_of_host else time.process_time

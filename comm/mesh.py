@@ -29,7 +29,6 @@ class World:
 
     @property
     def distributed(self) -> bool:
-        """Whether there are other processes."""
         return self.size > 1
 
 
@@ -62,7 +61,6 @@ class Mesh:
 
     @property
     def num_processes(self) -> int:
-        """Product of all sizes."""
         return self.num_ranks * self.tensor
 
     @property

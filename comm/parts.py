@@ -47,14 +47,12 @@ class PartsTransport(ProcessGroupTransport):
         self._cut_messages: dict[Message, Sequence[TensorSpec]] = {}  # posted, with parts among them
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
-        """Post the receive of the own parts."""
         if self._has_parts(peer, specs):
             self._cut_messages[message] = specs
             specs = [self._part_of(spec) for spec in specs]
         super().post(message, peer, specs)
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Send the own parts."""
         if self._has_parts(peer, specs):
             tensors = [self._cut(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
             specs = [self._part_of(spec) for spec in specs]
@@ -72,7 +70,6 @@ class PartsTransport(ProcessGroupTransport):
         )
 
     def abort(self) -> None:
-        """See ProcessGroupTransport."""
         self._cut_messages.clear()
         super().abort()
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ..schedules import Action, Message, MessageKind, Op
 from ..schedules.messages import STAGE_KINDS
-from .errors import PeerLost, PipelineTimeout, short_reason
+from .failures import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
 Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
@@ -44,6 +44,7 @@ class Lanes(NamedTuple):
     process: int
 
 
+_UnderWay = tuple[int, list[torch.Tensor], list[dist.Work]]  # with its peer
 _Start = Callable[[list[torch.Tensor], int, int], dist.Work]
 
 _COUNTS = 1 << 14  # far above the messages under way on a link
@@ -55,9 +56,6 @@ class ProcessGroupTransport:
     """One rank's end over real processes.
 
     Arguments:
-        rank: this rank of the schedule.
-        lanes: of each directed link of this rank.
-        device: where received tensors are made.
         timeout: for sends whose receipt is known, which should be through at once [s].
     """
 
@@ -69,7 +67,7 @@ class ProcessGroupTransport:
         device: torch.device,
         timeout: float,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._lanes = lanes
         self._process_of = {sender + receiver - rank: lane.process for (sender, receiver), lane in lanes.items()}
         self._device = device
@@ -77,9 +75,9 @@ class ProcessGroupTransport:
         self._blocking = device.type != "cuda"
         self._counts: dict[Link, int] = dict.fromkeys(lanes, 0)  # tensors
         self._turns: dict[Link, int] = dict.fromkeys(lanes, 0)  # messages
-        self._posted: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
-        self._sent: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
-        self._leftover: deque[tuple[Message, int, list[torch.Tensor], list[dist.Work]]] = deque()
+        self._posted: dict[Message, _UnderWay] = {}
+        self._sent: dict[Message, _UnderWay] = {}
+        self._leftover: deque[tuple[Message, _UnderWay]] = deque()
         _open.add(self)
 
     @property
@@ -89,19 +87,19 @@ class ProcessGroupTransport:
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Make buffers and post the receives, one a tensor."""
-        group, index = self._next_lane((peer, self._rank))
+        group, index = self._next_lane((peer, self.rank))
         buffers, works = [], []
         for spec in specs:
             buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
             buffers.append(buffer)
-            tag = self._next_tag((peer, self._rank), spec)
+            tag = self._next_tag((peer, self.rank), spec)
             if buffer.numel():
                 works.append(self._start(group.recv, buffer, index, tag, message=message, peer=peer))
         self._posted[message] = (peer, buffers, works)
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Start the sends; what they read is kept until their receipt is known."""
-        group, index = self._next_lane((self._rank, peer))
+        group, index = self._next_lane((self.rank, peer))
         kept, works = [], []
         for tensor, spec in zip(tensors, specs, strict=True):
             whole = tensor
@@ -109,7 +107,7 @@ class ProcessGroupTransport:
                 whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
                 whole.copy_(tensor)
             kept.append(whole)
-            tag = self._next_tag((self._rank, peer), spec)
+            tag = self._next_tag((self.rank, peer), spec)
             if whole.numel():
                 works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
         self._sent[message] = (peer, kept, works)
@@ -136,12 +134,10 @@ class ProcessGroupTransport:
     def end_of_program(self) -> None:
         """Sends without an answer wait here for one more program: by then they are through."""
         self._free_leftover(self._timeout)
-        for message, (peer, tensors, works) in self._sent.items():
-            self._leftover.append((message, peer, tensors, works))
+        self._leftover.extend(self._sent.items())
         self._sent.clear()
 
     def drain(self, timeout: float) -> None:
-        """Wait for every send."""
         self.end_of_program()
         self._free_leftover(timeout)
 
@@ -166,7 +162,7 @@ class ProcessGroupTransport:
 
     def _free_leftover(self, timeout: float) -> None:
         while self._leftover:
-            message, peer, _, works = self._leftover.popleft()
+            message, (peer, _, works) = self._leftover.popleft()
             for work in works:
                 self._finish(work, message, peer, timeout, _receipt)
 

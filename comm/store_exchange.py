@@ -62,11 +62,9 @@ class StoreExchange:
         return answers
 
     def give_up(self, why: str) -> None:
-        """Let nobody wait for this process any longer."""
         self._store.set(self._ended, f"process {self.rank}: {why}")
 
     def missing(self) -> list[int]:
-        """Processes that this one waits for."""
         return [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
 
     @property
@@ -83,14 +81,12 @@ class Alone:
     rank = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:
-        """Result of the call."""
         return [mine]
 
     def give_up(self, why: str) -> None:
         """Nobody waits."""
 
     def missing(self) -> list[int]:
-        """Nobody is."""
         return []
 
 
@@ -104,7 +100,6 @@ class Exchanges:
         self._name = f"exchange/{what}/{made}"
 
     def make(self, number: int, *, is_over: Callable[[], bool]) -> StoreExchange | Alone:
-        """The exchange of this number."""
         if self._store is None:
             return Alone()
         name = f"{self._name}/{number}"

@@ -39,6 +39,8 @@ class TensorSpec(NamedTuple):
 class Transport(Protocol):
     """One rank's end."""
 
+    rank: int
+
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of `message` from rank `peer`."""
 
@@ -67,11 +69,7 @@ class Transport(Protocol):
         """Let go of the links: nothing can be sent or received any more."""
 
 
-class Mailbox:
-    """Messages under way between the ranks of one process."""
-
-    def __init__(self) -> None:
-        self.messages: dict[tuple[int, Message], tuple[torch.Tensor, ...]] = {}  # (receiver, message) -> tensors
+Mailbox = dict[tuple[int, Message], tuple[torch.Tensor, ...]]  # under way in one process, by receiver and message
 
 
 class InProcessTransport:
@@ -81,23 +79,21 @@ class InProcessTransport:
     """
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
-        self._rank = rank
+        self.rank = rank
         self._mailbox = mailbox
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Nothing to prepare."""
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Put it into the peer's box."""
-        self._mailbox.messages[peer, message] = tuple(tensors)
+        self._mailbox[peer, message] = tuple(tensors)
 
     def ready(self, message: Message) -> bool:
-        """Whether the peer has sent it."""
-        return (self._rank, message) in self._mailbox.messages
+        return (self.rank, message) in self._mailbox
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
         """Take it out; it must be `ready`."""
-        return self._mailbox.messages.pop((self._rank, message))
+        return self._mailbox.pop((self.rank, message))
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
         """Nothing is held."""
@@ -110,7 +106,7 @@ class InProcessTransport:
 
     def abort(self) -> None:
         """Drop what is under way: the next batch has messages of the same names."""
-        self._mailbox.messages.clear()
+        self._mailbox.clear()
 
     def close(self) -> None:
         """There are no links to let go of."""

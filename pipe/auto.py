@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..comm import Collectives, Guard, MeshPlace, World, join_world, make_guard
-from ..comm.links import LinkLevel, MeasuredLinks, measure_links
+from ..comm.links import MeasuredLevel, MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.graph.forms import Arguments
 from ..partition.graph.untouched import untouched
@@ -170,7 +170,7 @@ class AutoLayout:
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
             f"a batch of {batch}, trials={self._trials}, max_grad_norm={self._settings.max_grad_norm}"
         )
-        check_agreement(mine, self._collectives, self._guard, rank=self._world.rank)
+        check_agreement(mine, self._collectives, self._guard)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         self.predicted = plans[0]
@@ -275,7 +275,7 @@ def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:
-    figures = {each.name for each in fields(Level)} & {each.name for each in fields(LinkLevel)}
+    figures = {each.name for each in fields(Level)} & {each.name for each in fields(MeasuredLevel)}
     levels = tuple(Level(**{name: getattr(each, name) for name in figures}) for each in measured.levels)
     return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),), rings=measured.rings)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from ..partition.graph.recorded.words import modules
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule, Timeline
 from ..schedules.messages import Sharing
+from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.given import Given
@@ -37,10 +38,11 @@ from .stages.unchanged import Unchanged
 from .stages.wiring import OutputSpecs, same_outputs
 from .state import State
 from .training import Training
-from .update.flush import FlushExecution, batch_programs, make_flush_execution
-from .update.interface import UpdateParts
-from .update.speculative import speculative
-from .update.stream import StreamExecution, make_stream_execution
+from .update.flush import FlushUpdate, batch_programs, flush_programs
+from .update.interface import Update
+from .update.parts import UpdateParts
+from .update.speculative import SpeculativeUpdate, refuse_sharding
+from .update.stream import StreamUpdate, stream_course
 from .verify.plain import PlainModule
 from .verify.regions import Regions
 from .verify.verification import Verifier
@@ -105,14 +107,15 @@ def build(
     placed = _place(run, example, whole, slices)
 
     # 7. Programs, and the links that they need
-    execution = _execution(run, placed)
+    programs, make_update = _update(run, placed)
     evaluation_programs = batch_programs(placed.evaluate.schedule, Sharing(loss=run.has_loss))
-    links = RankLinks(run, links_of([*execution.programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
+    links = RankLinks(run, links_of([*programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
     # 8. The update behind them
-    update = execution.make_update(_update_parts(run, placed, links))
-    now = clock_for(settings.device).now
-    clocks = HostClocks(run.collectives, place=layout.place, now=now, timeout=settings.timeout, machine=machine())
+    update = make_update(
+        UpdateParts(run=run, model=placed.parts, ownership=placed.ownership, recorders=links.recorders)
+    )
+    clocks = HostClocks(run.collectives, now=clock_for(settings.device).now, machine=machine())
     guard.on_failure(clocks.abort)
 
     # 9. and 10. What trains, evaluates, measures, saves and verifies
@@ -164,13 +167,12 @@ def _assembled(
         return update.timeline(records, schedule=as_it_ran(update.schedule, records))
 
     measurement = Measurement(
+        run,
         list(ranks.links.recorders.values()),
         schedule=update.schedule,
         assemble=put_together,
         drain=training.drain,
         one_way_seconds=partial(ranks.links.latency, train.inference.outputs(Signature.of(example))[0]),
-        collectives=run.collectives,
-        guard=run.guard,
         clocks=clocks,
     )
     return Pipeline(
@@ -284,7 +286,7 @@ def _whole_outputs(cut: Callable[[], CutModel], microbatch: Signature) -> tuple[
 
 
 def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> None:
-    settings, place = run.settings, run.layout.place
+    settings = run.settings
     kind = "none" if settings.loss_fn is None else "given" if settings.model_loss is None else "model"
     mine = describe(
         run.layout.schedule,
@@ -300,12 +302,12 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         tensor=tensor,
     )
     common = f", microbatches of {microbatch}"
-    check_agreement(mine, run.collectives, run.guard, rank=place.world.rank, replica=(place.replica[0], common))
+    check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))
 
 
-def _execution(run: Run, placed: _Placed) -> FlushExecution | StreamExecution:
-    """Flush or stream: decided here and asked nowhere else."""
-    schedule, settings, sharding = placed.train.schedule, run.settings, run.layout.sharding
+def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[[UpdateParts], Update]]:
+    """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
+    schedule, settings = placed.train.schedule, run.settings
     if schedule.is_asynchronous:
         if settings.post_validation:
             raise ValueError(
@@ -318,41 +320,13 @@ def _execution(run: Run, placed: _Placed) -> FlushExecution | StreamExecution:
                 f"of several updates, each with a scale of its own. Expected a flush schedule such as "
                 f"schedule='1f1b', or torch.autocast to bfloat16, which needs no scale"
             )
-        return make_stream_execution(
-            schedule,
-            placed.ownership,
-            run.collectives,
-            sharding=sharding,
-            max_grad_norm=settings.max_grad_norm,
-            flush_first=settings.flush_first,
-        )
+        course = stream_course(run, schedule, placed.ownership)
+        return course.programs, partial(StreamUpdate, course)
     settings.refuse_flush(schedule.name)
-    execution = make_flush_execution(
-        schedule,
-        placed.ownership,
-        run.collectives,
-        sharding=sharding,
-        has_loss=run.has_loss,
-        num_replicas=run.num_replicas,
-    )
-    return speculative(execution, sharding) if settings.post_validation else execution
-
-
-def _update_parts(run: Run, placed: _Placed, links: RankLinks) -> UpdateParts:
-    settings = run.settings
-    return UpdateParts(
-        model=placed.parts,
-        ownership=placed.ownership,
-        collectives=run.collectives,
-        recorders=links.recorders,
-        optimizer=settings.optimizer,
-        scheduler=settings.lr_scheduler,
-        correction=settings.delay_correction,
-        max_grad_norm=settings.max_grad_norm,
-        sharding=run.layout.sharding,
-        grad_scaler=settings.grad_scaler,
-        device=settings.device,
-    )
+    programs = flush_programs(run, schedule, placed.ownership)
+    if settings.post_validation:
+        refuse_sharding(run.layout.sharding)
+    return programs.programs, partial(SpeculativeUpdate if settings.post_validation else FlushUpdate, programs)
 
 
 def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:

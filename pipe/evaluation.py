@@ -25,8 +25,7 @@ from .run.worker import EvaluationWorker
 from .stages.shapes import InferredStages, Signature
 from .training import Training
 from .update.flush import batch_programs
-from .update.interface import Programs
-from .update.rank_update import RankUpdate
+from .update.interface import Programs, RankUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..comm import World
-from ..comm.store_exchange import Exchanges
 from ..partition.plans.plan import Plan
 from ..schedules import Costs, Schedule, Spread, StageBytes
 from .building import Building
@@ -214,14 +213,11 @@ class RunFigures:
         check_options(every, overhead)
         return Checkpointer(
             _path(folder),
-            state=self._building.built("a checkpointer").state,
-            exchanges=Exchanges(self.world, what="checkpoints"),
-            device=self._settings.device,
+            self._building.built("a checkpointer").state,
             every=every,
             overhead=overhead,
             loader=loader,
             on_saved=on_saved,
-            timeout=self._settings.timeout,
         )
 
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:

@@ -16,10 +16,9 @@ from ..comm import World, join_world, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from .batch.given import Given
-from .batch.loader import ReplicaLoader, count_samples
+from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
-from .batch.sampler import Remainder, ReplicaBatches
 from .building import Building
 from .context import choose_layout
 from .figures import RunFigures

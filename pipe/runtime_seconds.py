@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..comm import Guard, World
-from ..comm.ping_pong import CACHE_BYTES
+from ..comm.links import CACHE_BYTES
 from ..partition.graph.forms import Arguments
 from ..partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
 from .batch.given import Given

@@ -11,31 +11,28 @@ from pathlib import Path
 import torch
 
 from .checkpoint.files import OwnCheckpoints
-from .checkpoint.load import Answer, load, refuse_differing
+from .checkpoint.load import load
 from .checkpoint.persist import Processes, SaveResult, persist
 from .checkpoint.snapshot import Contents, HasState, Snapshot, Writers, take_snapshot
-from .context import Run
-from .stages.ownership import Ownership
 from .training import Training
-from .update.interface import StageState, Update
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """Tensors that this process holds, under the model's original names; `others` is further state for checkpoints."""
+@dataclass(frozen=True, kw_only=True)
+class State(Contents):
+    """Tensors that this process holds, under the model's original names.
 
-    run: Run
-    ownership: Ownership
-    update: Update
+    Arguments:
+        training: drained before anything is read or replaced; it counts the steps.
+    """
+
     training: Training
-    others: Mapping[str, HasState] = field(default_factory=dict)
     own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)
     _writers: list[Writers] = field(default_factory=list)  # once they are agreed on
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers of the local stages, in order, each copy's own; of a stage as they were returned."""
-        return [optimizer for one in self.update.stages for optimizer in one.optimizers.optimizers]
+        return [optimizer for one in self.update.stages for optimizer in one.optimizers]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         self.training.settle()
@@ -68,13 +65,12 @@ class State:
         Collective: a stream is drained before, and the first one agrees on who writes what.
         """
         self.training.drain()
-        contents = self._contents()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
             if not self._writers:
-                self._writers.append(Writers(contents, self.run.collectives))
+                self._writers.append(Writers(self))
             place = None if loader is None else loader.state_dict()
-            return take_snapshot(contents, self._writers[0], step=self.training.num_steps, loader=place)
+            return take_snapshot(self, self._writers[0], step=self.training.num_steps, loader=place)
 
     def persist(
         self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
@@ -97,15 +93,7 @@ class State:
             self.training.drain()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
-        loaded = load(
-            Path(folder),
-            self._contents(),
-            stages=self.update.stages,
-            loader=loader,
-            own=self.own_checkpoints,
-            collectives=self.run.collectives,
-            agree=self._agree,
-        )
+        loaded = load(Path(folder), self, loader=loader, own=self.own_checkpoints)
         self.update.restart()
         self.training.restart(loaded.step)
         self._say(f"of the checkpoint {folder}: {'; '.join(loaded.lost)}" if loaded.lost else "")
@@ -115,40 +103,13 @@ class State:
         if text and self.run.collectives.rank == 0:
             warnings.warn(text, stacklevel=4)
 
-    def _contents(self) -> Contents:
-        owned, owners, local = self.ownership.stages.items(), self.run.layout.schedule.owners, self.run.layout.place
-        return Contents(
-            ownership=self.ownership,
-            stages=self._first(),
-            parts=self.update.shards.parts if self.update.shards.apart else {},
-            first=frozenset(name for name, stages in owned if owners[stages[0]][0] in local.local_ranks),
-            schedule=self.update.schedule,
-            seed=self.run.settings.seed,
-            others=self.others,
-            loss_scale=self.update.loss_scale,
-        )
-
-    def _agree(self, answer: Answer) -> None:
-        """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""
-        with self.run.guard.together():
-            answers = self.run.collectives.gather(answer, what="loading a checkpoint")
-        if len(answers) > 1:
-            refuse_differing(answers)
-
     def held_bytes(self) -> int:
         tensors = list(self.ownership.state_dict().values())
         tensors += [p.grad for _, p in self.ownership.named_parameters() if p.grad is not None]
-        for _, optimizers, versions in self.update.stages:
-            tensors += versions.tensors() if versions is not None else ()
-            tensors += optimizers.tensors()
+        for one in self.update.stages:
+            tensors += one.versions.tensors() if one.versions is not None else ()
+            tensors += one.tensors()
         tensors += self.update.shards.tensors()
         dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())
-
-    def _first(self) -> dict[int, StageState]:
-        """By stage, that of its first local rank: the others are equal."""
-        found: dict[int, StageState] = {}
-        for one in self.update.stages:
-            found.setdefault(one.stage, one)
-        return found

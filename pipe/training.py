@@ -18,12 +18,11 @@ from ..schedules import Timeline
 from ..schedules.kinds import above_zero, option
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
-from .batch.batches import Batch
+from .batch.batches import Batch, hand_back
 from .batch.checksum import CALLS, UNKNOWN, Call, Identity
 from .batch.given import Given
-from .batch.gradients import hand_back
-from .batch.reader import BatchReader, Reads
-from .batch.results import StepResult
+from .batch.reader import BatchReader
+from .batch.results import Known, StepResult
 from .context import Run
 from .measure.measurement import gather_records
 from .measure.steps import StepReports
@@ -31,7 +30,7 @@ from .replan import BatchSchedules
 from .run.engine import Engine
 from .stages.unchanged import Unchanged
 from .update.gradients import check_norm_type
-from .update.interface import Known, Programs, Update
+from .update.interface import Programs, Update
 
 
 class Training:
@@ -69,7 +68,7 @@ class Training:
 
     @property
     def reads_nothing(self) -> bool:
-        return self._reader.reads == Reads(inputs=frozenset(), target=False)
+        return not self._reader.reads_inputs and not self._reader.reads_target
 
     def read(self, reader: BatchReader, given: Given, call: Call) -> Batch:
         """The batch of one more call; one that is refused counts for none."""

@@ -39,7 +39,7 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
 
 
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
-    """What `make` makes; where it fails on one rank, ValueError on all, and the run goes on. Collective over all.
+    """Call `make`; where it fails on one rank, ValueError on all, and the run goes on. Collective over all.
 
     Within, `make` may gather what all give by `gathered`: a rank that fails before answers there.
     """
@@ -61,7 +61,7 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
 def gathered(
     mine: T, collectives: Collectives, guard: Guard, *, story: str = "", failed: Exception | None = None
 ) -> list[T]:
-    """What every process gives, on every process; ValueError on all where one says that it has failed.
+    """Gather from every process; ValueError on all where one says that it has failed.
 
     Arguments:
         story: of what failed here, if so.
@@ -79,19 +79,16 @@ def _told(error: Exception) -> str:
     return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
-def check_agreement(
-    mine: str, collectives: Collectives, guard: Guard, *, rank: int, replica: tuple[int, str] = (0, "")
-) -> None:
+def check_agreement(mine: str, collectives: Collectives, guard: Guard, *, replica: tuple[int, str] = (0, "")) -> None:
     """ValueError on every rank unless all give the same description; the run goes on. Collective over the processes.
 
     Arguments:
-        rank: of this process.
         replica: its number, and what the ranks of that one must have in common.
     """
     gathered = collectives.gather((*replica, mine), what="comparing the pipelines of all ranks")
     for other, (number, common, its) in enumerate(gathered):
         if its != mine or (number == replica[0] and common != replica[1]):
-            one, another = collectives.name_of(other), collectives.name_of(rank)
+            one, another = collectives.name_of(other), collectives.name_of(collectives.rank)
             raise guard.spared(
                 ValueError(
                     f"{one} has {its}{common}; {another} has {mine}{replica[1]}: expected the same model, schedule, "

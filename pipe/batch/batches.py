@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...comm import Collectives
 from ...partition.graph.forms import Tensors
 from ..stages.autocast import Autocast
 from ..stages.shapes import Inferred, Signature
@@ -45,15 +46,12 @@ class Batch:
 
     Arguments:
         parts: [M].
-        has_target: whether there is a target at all.
         group_size: microbatches of one update group.
         step: number of this batch, for random numbers and reports.
         autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
         identity: to be compared with that of other ranks.
-        num_slices: of a microbatch.
         signatures: of this process's own microbatches (or slices): shapes and types.
-        wants_grad: whether an input does.
     """
 
     parts: list[BatchPart]
@@ -232,12 +230,7 @@ LOWER_OR_CLIP = "lower the learning rate or clip (max_grad_norm=1.0)"
 
 
 def read_loss_summary(
-    summary: torch.Tensor,
-    *,
-    step: int,
-    must_be_finite: bool = True,
-    outcome: str = NO_UPDATE,
-    advice: str = LOWER_OR_CLIP,
+    summary: torch.Tensor, *, step: int, must_be_finite: bool, outcome: str, advice: str
 ) -> GroupLoss:
     """Loss that `summarize_losses` tells of.
 
@@ -258,3 +251,38 @@ def read_loss_summary(
     if not 0 < counts < math.inf:
         raise ValueError(f"loss_fn's counts of step {step} add up to {counts}: expected something to average over")
     return GroupLoss(total / counts, counts, samples)
+
+
+def hand_back(
+    batch: Batch, by_rank: Sequence[Mapping[tuple[int, int], torch.Tensor]], scale: float, collectives: Collectives
+) -> None:
+    """Run the backward of what has made a batch that wants gradients: of modules in front of the pipeline.
+
+    Each rank has passed the same batch. Collective over the processes.
+
+    Arguments:
+        by_rank: of the ranks of this process, by slot of the model's inputs and microbatch.
+        scale: of all gradients of the batch.
+    """
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    columns = zip(*(part.inputs for part in batch.parts if part.inputs is not None), strict=True)
+    for slot, column in enumerate(columns):
+        wanted = [(k, x) for k, x in enumerate(column) if x.requires_grad]
+        if not wanted:
+            continue
+        sums = [x.new_zeros(x.shape) for _, x in wanted]
+        is_there = sums[0].new_zeros(1)
+        for (k, _), total in zip(wanted, sums, strict=True):
+            for gradients in by_rank:
+                if (slot, k) in gradients:
+                    total += gradients[slot, k]
+                    is_there += 1
+        if not collectives.alone:
+            flat = torch.cat([is_there, *(total.reshape(-1) for total in sums)])
+            collectives.all_reduce(flat, what="summing the gradients of the batch")
+            is_there, *pieces = torch.split(flat, [1, *(total.numel() for total in sums)])
+            sums = [piece.view(total.shape) for piece, total in zip(pieces, sums, strict=True)]
+        if is_there:
+            pairs += [(x, total * scale) for (_, x), total in zip(wanted, sums, strict=True)]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [part for _, part in pairs])

@@ -1,4 +1,4 @@
-"""What ranks of one pipeline must have alike of a call: which one it is, and a checksum of the batch passed to it.
+"""A call as ranks of one pipeline must have it alike: which one it is, and a checksum of the batch passed to it.
 
 Rank 0 computes with the inputs and the last rank with the target. If a data loader shuffles by itself on each rank, an
 input meets the target of another one, and training goes on as if the labels were noise.

@@ -49,7 +49,6 @@ class Given:
 
     @property
     def num_samples(self) -> int:
-        """N of the batch."""
         return sum(part.arguments.num_samples for part in self.parts)
 
     @property
@@ -68,29 +67,26 @@ class Given:
         Arguments:
             keeps: whether they are needed behind the call, when the user may fill their memory again: copies then.
         """
-        if self.microbatches:
-            moved = tuple(part.on(device, keeps=keeps) for part in self.microbatches)
-            return replace(moved[0], microbatches=moved)
 
         def move(x: torch.Tensor) -> torch.Tensor:
             return x if x.is_meta else x.to(device, copy=keeps or x.is_inference())  # which autograd would refuse
 
-        target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.target)
-        return replace(self, arguments=self.arguments.map(move), target=target)
+        def moved(part: Given) -> Given:
+            target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, part.target)
+            return replace(part, arguments=part.arguments.map(move), target=target)
+
+        return self._changed(moved)
 
     def detached(self) -> Given:
         """The same without a graph, for who runs a batch beside its training."""
-        if self.microbatches:
-            parts = tuple(part.detached() for part in self.microbatches)
-            return replace(parts[0], microbatches=parts)
-        return replace(self, arguments=self.arguments.map(torch.Tensor.detach))
+        return self._changed(lambda part: replace(part, arguments=part.arguments.map(torch.Tensor.detach)))
 
     def copied(self) -> Given:
         """The same with targets of its own, for who runs a batch that will run again: a loss may change its target."""
-        if self.microbatches:
-            copies = tuple(part.copied() for part in self.microbatches)
-            return replace(copies[0], microbatches=copies)
-        return replace(self, target=copied(self.target))
+        return self._changed(lambda part: replace(part, target=copied(part.target)))
+
+    def _changed(self, change: Callable[[Given], Given]) -> Given:
+        return _in_microbatches([change(part) for part in self.microbatches]) if self.microbatches else change(self)
 
     def cut(self, num_parts: int) -> list[Given]:
         """Microbatches, as `Arguments.cut` makes them; of the target each tensor is cut, anything else goes to all.
@@ -138,13 +134,15 @@ _LIKE = 0.75  # how much a wrong name resembles the right one, to be told
 _SURELY = 0.85  # ... to be refused though forward(..., **kwargs) would take it
 
 
+_Read = Callable[[Sequence[Any], Mapping[str, Any]], Given]
+
+
 class CallReader:
     """Tells the model's arguments from the target.
 
     Arguments:
         model: the user's; None: stages of the user's own.
         has_target: whether a loss_fn(output, target) takes one.
-        batch_dims: see PipelineModule.
     """
 
     def __init__(self, model: nn.Module | None, *, has_target: bool, batch_dims: BatchDims) -> None:
@@ -157,10 +155,7 @@ class CallReader:
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs and the target; ValueError for what the model cannot take."""
-        listed = self._listed(args, kwargs)
-        if listed is None:
-            return self._batch(args, kwargs)
-        return _in_microbatches([self._one(k, each, self._batch) for k, each in enumerate(listed)])
+        return self._read(args, kwargs, self._batch)
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         if not self._has_target:
@@ -187,10 +182,13 @@ class CallReader:
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs alone; ValueError for what the model cannot take."""
+        return self._read(args, kwargs, self._inputs)
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], read: _Read) -> Given:
         listed = self._listed(args, kwargs)
         if listed is None:
-            return self._inputs(args, kwargs)
-        return _in_microbatches([self._one(k, each, self._inputs) for k, each in enumerate(listed)])
+            return read(args, kwargs)
+        return _in_microbatches([self._one(k, each, read) for k, each in enumerate(listed)])
 
     def _listed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """The microbatches of a batch that is cut already; None for a whole one. ValueError for an empty list."""
@@ -211,7 +209,7 @@ class CallReader:
             )
         return listed
 
-    def _one(self, number: int, given: Any, read: Callable[[Sequence[Any], Mapping[str, Any]], Given]) -> Given:
+    def _one(self, number: int, given: Any, read: _Read) -> Given:
         """One microbatch of a list; ValueError with its number."""
         if isinstance(given, torch.Tensor):
             given = (given,)
@@ -354,7 +352,7 @@ def check_arguments(arguments: Arguments, num_microbatches: int) -> int:
         raise ValueError(
             f"inputs have batch sizes {list(sizes)}: expected the same number of samples in dimension 0 of "
             f"{', '.join(names)}; or, where one has its batch elsewhere or all microbatches share it, "
-            f"batch_dims={{{_key(odd)}: its dimension, or None}}"
+            f"batch_dims={{{key_of(odd)}: its dimension, or None}}"
         )
     if sizes[0] < num_microbatches:
         raise ValueError(
@@ -375,7 +373,6 @@ def check_like_example(arguments: Arguments, example: Arguments, *, has_target: 
 
 
 def _difference(arguments: Arguments, example: Arguments, *, has_target: bool) -> str:
-    """Their difference, in words."""
     (args, kwargs), (then_args, then_kwargs) = (each.form.assemble(each.tensors) for each in (arguments, example))
     if len(args) != len(then_args) and not kwargs and not then_kwargs:
         given, then = (" and a target", "then the target") if has_target else ("", "and no target")
@@ -399,6 +396,6 @@ def _difference(arguments: Arguments, example: Arguments, *, has_target: bool) -
     )
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
     """How an argument is named in batch_dims."""
     return name.removeprefix("input ") if name.startswith("input ") else repr(name)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ...partition.graph.batch_dims import parameter_names
 from ...partition.graph.forms import Arguments, Form
-from ...partition.graph.model_loss import MODEL, mean_of_model, own_loss
+from ...partition.graph.model_loss import mean_of_model, own_loss
 from ..stages.stage import LossValue
 from .given import signature_of
 
@@ -42,7 +42,6 @@ class ModelLoss:
     """`loss_fn="model"`: called with a model's output and a weight, returns (weighted loss, weight).
 
     Arguments:
-        model: the user's; None: stages of the user's own.
         weight: "samples", "labels", "shifted_labels", a function of the model's arguments, or None: see PipelineModule.
 
     Raises ValueError for another weight.
@@ -63,18 +62,15 @@ class ModelLoss:
         loss = mean_of_model(output)
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight, weight
 
-    def slot(self, form: Form) -> int:
-        """Number of the loss among the flat tensors of the model's output."""
-        marks = [torch.empty(()) for _ in range(form.num_tensors)]
-        found = own_loss(form.assemble(marks))
-        return next(i for i, mark in enumerate(marks) if mark is found)
-
     def find_slot(self, form: Form) -> int | None:
-        """The same, or None where there is no loss: the first batch says so."""
+        """Number of the loss among the flat tensors of the model's output; None where there is none: the first batch
+        says so."""
+        marks = [torch.empty(()) for _ in range(form.num_tensors)]
         try:
-            return self.slot(form)
+            found = own_loss(form.assemble(marks))
         except ValueError:
             return None
+        return next(i for i, mark in enumerate(marks) if mark is found)
 
     def reads(self, name: str) -> bool:
         """Whether the weight is made of the values of this argument."""
@@ -158,6 +154,3 @@ def _known_weight(model: nn.Module | None) -> str | None:
 
 def _flat(names: Any) -> set[str]:
     return {each for name in names for each in ((name,) if isinstance(name, str) else name)}
-
-
-__all__ = ["MODEL", "LossWeight", "ModelLoss"]

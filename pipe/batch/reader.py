@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 from ...partition.graph.forms import Arguments
 from ...partition.graph.units import MODEL_INPUT
@@ -20,25 +19,17 @@ from .given import Given, check_batch, check_like_example
 from .sequence import Slice
 
 
-class Reads(NamedTuple):
-    """Parts of a batch whose values the stages of a process read: slots of the model's inputs, and the target."""
-
-    inputs: frozenset[int]
-    target: bool
-
-
 class BatchReader:
     """Cuts batches for one mode of the pipeline.
 
     Arguments:
-        schedule: of that mode.
-        inference: of the stages' outputs.
         example: arguments that the stages were built for.
-        has_loss: whether one is computed.
         slices_agree: called once with the first microbatch and its slices, where values are at hand.
 
     Attributes:
-        reads: the others may be passed as meta tensors (shapes alone).
+        reads_inputs: slots of the model's inputs whose values the stages of this process read; the others may be
+            passed as meta tensors (shapes alone).
+        reads_target: whether they read the target's, too.
 
     A batch that is refused is refused on every rank alike, unless each replica has its own: then the others, which
     would go on without this one, are told.
@@ -76,10 +67,8 @@ class BatchReader:
         self._like = [k // num_replicas * n + q for k in range(M) for q in range(n)]
         self._is_own = [k in self._own for k in range(M) for _ in range(n)]
         refs = [ref for s in run.local_stages for ref in inference.stages[s].inputs]
-        self.reads = Reads(
-            inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
-            target=has_loss and schedule.num_stages - 1 in run.local_stages,
-        )
+        self.reads_inputs = frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT)
+        self.reads_target = has_loss and schedule.num_stages - 1 in run.local_stages
 
     def read(self, given: Given, *, step: int, call: Identity) -> Batch:
         """The batch of a call; ValueError for one that does not fit the pipeline."""
@@ -107,7 +96,7 @@ class BatchReader:
                 sums = checksum(given.inputs), checksum(given.targets), float(zlib.crc32(programs))
                 call = Identity(*call[:2], *sums)
             targets: Sequence[object] = [part.target for part in parts]
-            if self._model_loss is not None and self.reads.target:
+            if self._model_loss is not None and self.reads_target:
                 targets = self._model_loss.weigh(microbatches)
             items = [samples * length for samples, length in (sizes[j] for j in self._like)]
             weights = weigh(items, self._group_size)
@@ -135,7 +124,6 @@ class BatchReader:
             )
 
     def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[TokenSpan]]:
-        """The slices of all microbatches."""
         slices = [self._settings.sequence.cut(each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:
             self._slices_agree(microbatches[0], slices[0])
@@ -153,14 +141,14 @@ class BatchReader:
             )
 
     def _refuse_shapes_alone(self, given: Given) -> None:
-        arguments = given.arguments
-        reads, weighs = self.reads, self._model_loss.reads if self._model_loss is not None else None
+        arguments, loss = given.arguments, self._model_loss
         names = [
             name
             for slot, (name, x) in enumerate(zip(arguments.names, arguments.tensors, strict=True))
-            if x.is_meta and (slot in reads.inputs or (reads.target and weighs is not None and weighs(name)))
+            if x.is_meta
+            and (slot in self.reads_inputs or (self.reads_target and loss is not None and loss.reads(name)))
         ]
-        if names or (reads.target and is_shape_alone(given.target)):
+        if names or (self.reads_target and is_shape_alone(given.target)):
             raise ValueError(
                 f"{names[0] if names else 'the target'} is a meta tensor, and a stage of this process reads it: "
                 f"expected its values; shapes alone are for ranks whose stages read nothing (pipe.loader(..., "

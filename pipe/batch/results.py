@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +21,25 @@ class UpdateResult(NamedTuple):
 
 
 NO_UPDATE = UpdateResult()
+
+Together = Callable[[], AbstractContextManager[None]]  # see `Guard.together`
+
+
+class Known(NamedTuple):
+    """Result of a batch, once a rank knows it; the norm is the global one before clipping.
+
+    skipped: whether its update was left out, since gradients overflowed in float16.
+    later: of an update that other ranks may still speak against: waits for what became of it, within a guard.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    skipped: bool = False
+    later: Callable[[Together], UpdateResult] | None = None
+
+    def outcome(self, together: Together) -> UpdateResult:
+        return UpdateResult(self.grad_norm, self.skipped) if self.later is None else self.later(together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ...partition.graph.batch_dims import TARGET, BatchDims, keys_of
 from ...partition.graph.forms import Arguments
 from ..stages.slices import TokenSpan
-from .given import Given
+from .given import Given, key_of
 
 
 class Slice(NamedTuple):
@@ -70,7 +70,6 @@ class SequenceOptions:
             )
 
     def spans(self, total: int, num_slices: int) -> list[TokenSpan]:
-        """The slices of a sequence of so many tokens."""
         if total < num_slices:
             raise ValueError(
                 f"a sequence of {total} tokens for num_slices={num_slices}: expected at least one token a slice"
@@ -112,7 +111,6 @@ class SequenceOptions:
         return slices
 
     def _dims(self, arguments: Arguments) -> list[int | None]:
-        """Dimension of the sequence in each tensor."""
         found: list[int | None] = []
         paths = arguments.form.paths
         for path, name, x, batch in zip(paths, arguments.names, arguments.tensors, arguments.dims, strict=True):
@@ -122,7 +120,7 @@ class SequenceOptions:
             elif x.dim() == 0:
                 found.append(None)
             elif x.dim() == 1 or batch != 0:
-                raise ValueError(_unclear(name, x, _key(name)))
+                raise ValueError(_unclear(name, x, key_of(name)))
             else:
                 found.append(1)
         return found
@@ -133,7 +131,7 @@ class SequenceOptions:
                 continue
             named = any(key in self.dims for key in keys_of(path, self.names))
             if x.shape[dim] != total or (not named and total in x.shape[2:]):
-                raise ValueError(_unclear(name, x, _key(name), total))
+                raise ValueError(_unclear(name, x, key_of(name), total))
 
     def _target_dim(self, leaf: object, total: int) -> int | None:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
@@ -170,10 +168,6 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
         f"{name} has shape {tuple(x.shape)}, and where in it the sequence{of} stands is not clear: expected it in "
         f"dimension 1, and nowhere else; or sequence_dims={{{key}: its dimension, or None where all slices share it}}"
     )
-
-
-def _key(name: str) -> str:
-    return name.removeprefix("input ") if name.startswith("input ") else repr(name)
 
 
 NO_SEQUENCE = SequenceOptions()

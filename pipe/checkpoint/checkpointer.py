@@ -14,6 +14,7 @@ Source: CheckFreq (Mohan et al., FAST 2021).
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -32,10 +33,12 @@ from ...comm.store_exchange import Exchanges
 from ..lock import FolderLock
 from ..state import State
 from .host_copy import HostCopy
-from .interval import Cost, Interval
 from .persist import SaveResult
 from .snapshot import HasState, Snapshot
 
+FIRST = 10  # steps before the first checkpoint, and from it to the second
+_KEPT = 3  # costs that are taken into account
+_GROWTH = 4  # the largest factor from one interval to the next: a single slow save may not end saving
 _STEPS = 50  # undisturbed ones that are kept
 _POLL = 0.05  # [s]
 
@@ -59,14 +62,6 @@ class CheckpointRecord:
     num_bytes: int
     copy_seconds: float
     persist_seconds: float
-
-
-class _Agreed(NamedTuple):
-    """Things that all processes must have alike, and whether one cannot go on."""
-
-    every: Every
-    overhead: float
-    problem: str
 
 
 @dataclass(slots=True)
@@ -98,39 +93,34 @@ class Checkpointer:
     def __init__(
         self,
         folder: Path,
-        *,
         state: State,
-        exchanges: Exchanges,
-        device: torch.device,
+        *,
         every: Every,
         overhead: float,
         loader: HasState | None,
         on_saved: Callable[[CheckpointRecord], object] | None,
-        timeout: float,
     ) -> None:
+        run = state.run
         self.records: list[CheckpointRecord] = []
         self._folder = folder
         self._state = state
-        self._exchanges = exchanges
+        self._exchanges = Exchanges(run.layout.place.world, what="checkpoints")
         self._loader = loader
         self._on_saved = on_saved
-        self._timeout = timeout
         self._interval = Interval(overhead) if every == "auto" else None
-        self._copies = HostCopy(device)
+        self._copies = HostCopy(run.settings.device)
         self._under_way: _UnderWay | None = None
         self._number = 0
         self._clock = _StepClock()
         self._lock: FolderLock | None = None
         problem = ""
         try:
-            if state.run.collectives.rank == 0:
+            if run.collectives.rank == 0:
                 self._lock = FolderLock(folder)
         except (OSError, ValueError) as error:
             problem = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-        with state.run.guard.together():
-            _check_agreement(
-                state.run.collectives.gather(_Agreed(every, overhead, problem), what="opening a checkpointer")
-            )
+        with run.guard.together():
+            _refuse_differing(run.collectives.gather((every, overhead, problem), what="opening a checkpointer"))
         self.every: int = self._interval.every if self._interval is not None else int(every)
         self._last = state.training.num_steps
         self._due = self._last + self.every
@@ -155,23 +145,21 @@ class Checkpointer:
         """
         step = self._state.training.num_steps
         self._clock.entered(step)
-        if self._under_way is not None and self._is_done(self._under_way):
-            self._end(self._under_way)
+        one = self._under_way
+        if one is not None and one.thread is not None and not one.thread.is_alive():
+            self._end(one)
         if self.is_due:
             self._wait()
             self._clock.stalled()  # by the one before
             self._decide()
             if self.is_due:
-                self._begin(step)
-                self._last, self._due = step, step + self.every
+                self._begin()
         self._clock.left(is_busy=self._under_way is not None)
 
     def save(self) -> CheckpointRecord:
         """Save now, and wait until it is on the disk. Raises ValueError as `step` does."""
         self._wait()
-        step = self._state.training.num_steps
-        self._begin(step)
-        self._last, self._due = step, step + self.every
+        self._begin()
         self._wait()
         return self.records[-1]
 
@@ -199,34 +187,34 @@ class Checkpointer:
 
     # One checkpoint
 
-    def _begin(self, step: int) -> None:
+    def _begin(self) -> None:
+        step = self._state.training.num_steps
         snapshot = self._state.snapshot(self._loader)
         self._copies.begin(self._at_rest())
         copied = snapshot.to_host(self._copies.copy)
         self._copies.start()
         one = _UnderWay(step=step, number=self._number, num_bytes=snapshot.num_bytes)
         self._number += 1
-        self._state.update.gate.hold(lambda: self._check(one))
+        self._state.update.gate.hold(lambda: self._before_update(one))
         one.thread = threading.Thread(target=self._run, args=(one, copied), daemon=True, name="stagewright-checkpoint")
         self._under_way = one
         one.thread.start()
+        self._last, self._due = step, step + self.every
 
     def _at_rest(self) -> Iterator[torch.Tensor]:
         """Tensors that updates alone change: what optimizers hold and keep, and older weights."""
         for one in self._state.update.stages:
-            for optimizer in one.optimizers.optimizers:
+            for optimizer in one.optimizers:
                 for group in optimizer.param_groups:
                     yield from group["params"]
-            yield from one.optimizers.tensors()
+            yield from one.tensors()
             yield from one.versions.tensors() if one.versions is not None else ()
 
-    def _check(self, one: _UnderWay) -> None:
-        """Behind this, updates may write."""
+    def _before_update(self, one: _UnderWay) -> None:
         self._copies.wait()
         one.checked.set()
 
     def _run(self, one: _UnderWay, copied: Snapshot) -> None:
-        """Both phases, in the thread."""
         exchange = self._exchanges.make(one.number, is_over=lambda: one.is_given_up)
         one.missing = exchange.missing
         try:
@@ -250,30 +238,25 @@ class Checkpointer:
             exchange.give_up(text)
             one.result = SaveResult(path=None, problem=f"no checkpoint was saved in {self._folder}: {text}")
 
-    def _is_done(self, one: _UnderWay) -> bool:
-        return one.thread is not None and not one.thread.is_alive()
-
     def _wait(self) -> None:
-        """Until nothing is under way any more."""
-        one = self._under_way
+        one, timeout = self._under_way, self._state.run.settings.timeout
         if one is None:
             return
         assert one.thread is not None
         with self._state.run.guard.together():
             self._state.update.gate.enter()  # without an update, nothing else would look
-            one.thread.join(self._timeout)
+            one.thread.join(timeout)
             if one.thread.is_alive():
                 one.is_given_up = True
                 peers = tuple(one.missing())
                 raise PipelineTimeout(
-                    f"the checkpoint behind step {one.step} is not written after {self._timeout:g} s: rank "
+                    f"the checkpoint behind step {one.step} is not written after {timeout:g} s: rank "
                     f"{', '.join(map(str, peers)) or self._state.run.collectives.rank} has not written its part",
                     peers=peers,
                 )
         self._end(one)
 
     def _end(self, one: _UnderWay) -> None:
-        """Tell what became of it."""
         assert one.result is not None
         self._under_way = None
         result = one.result
@@ -311,6 +294,58 @@ class Checkpointer:
             self._under_way.is_given_up = True
         if self._lock is not None:
             self._lock.release()
+
+
+class Cost(NamedTuple):
+    """Cost of a checkpoint in one process.
+
+    seconds: that training took longer; busy_steps: those beside which it was under way; step_seconds: of one that
+    nothing disturbed, None where there was none.
+    """
+
+    seconds: float
+    busy_steps: int
+    step_seconds: float | None
+
+
+class Interval:
+    """Steps from one checkpoint to the next, from what saving costs.
+
+        overhead = cost of a checkpoint / (steps from one to the next * seconds of an undisturbed step)
+
+    Every number here is agreed between the processes, so that all of them save behind the same steps. Costs are taken
+    from every checkpoint, and not from a phase of profiling alone as in CheckFreq (section 4.2), so that the interval
+    follows a disk or a machine that gets slower.
+
+    Arguments:
+        overhead: share of undisturbed training that checkpoints may take.
+
+    >>> interval = Interval(0.05)
+    >>> interval.learn([Cost(1.0, 2, 0.5)]), interval.learn([Cost(0.25, 1, 0.5)])
+    (40, 10)
+    """
+
+    def __init__(self, overhead: float) -> None:
+        self.every = FIRST
+        self._overhead = overhead
+        self._costs: deque[float] = deque(maxlen=_KEPT)
+        self._num_learnt = 0
+
+    def learn(self, costs: list[Cost]) -> int:
+        """Take the cost of the last checkpoint, by process, into account; returns the interval from now on."""
+        steps = [cost.step_seconds for cost in costs if cost.step_seconds is not None]
+        busy = max(cost.busy_steps for cost in costs)
+        if not steps:  # it never ended before the next was due
+            self.every = max(self.every, busy) * 2
+            return self.every
+        self._num_learnt += 1
+        if self._num_learnt == 2:  # the first one also paid for memory that later ones use again
+            self._costs.clear()
+        self._costs.append(max(cost.seconds for cost in costs))
+        needed = math.ceil(statistics.median(self._costs) / (self._overhead * statistics.median(steps)))
+        # beside an undisturbed step or two, or the next cost could not be told
+        self.every = max(min(needed, _GROWTH * self.every), busy + 2)
+        return self.every
 
 
 class _StepClock:
@@ -381,14 +416,15 @@ class _StepClock:
         return self._stall + self._busy_seconds - self._busy_steps * usual
 
 
-def _check_agreement(everyone: list[_Agreed]) -> None:
-    for rank, one in enumerate(everyone):
-        if one.problem:
-            raise ValueError(one.problem)
-        if one[:2] != everyone[0][:2]:
+def _refuse_differing(everyone: list[tuple[Every, float, str]]) -> None:
+    first_every, first_overhead, _ = everyone[0]
+    for rank, (every, overhead, problem) in enumerate(everyone):
+        if problem:
+            raise ValueError(problem)
+        if (every, overhead) != (first_every, first_overhead):
             raise ValueError(
-                f"rank 0 saves every={everyone[0].every} with overhead={everyone[0].overhead}, and rank {rank} "
-                f"every={one.every} with overhead={one.overhead}: expected the same on all ranks"
+                f"rank 0 saves every={first_every} with overhead={first_overhead}, and rank {rank} every={every} with "
+                f"overhead={overhead}: expected the same on all ranks"
             )
 
 

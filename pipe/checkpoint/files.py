@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from .manifest import Manifest
-from .tensor_file import Entry, TensorFile, write_tensors
+from .manifest import FileRecord, Manifest
+from .tensor_file import Entry, write_tensors
 
 MANIFEST = "checkpoint.json"
 MANIFEST_LIMIT = 2**30  # [bytes]
@@ -58,9 +58,9 @@ def is_begun(folder: Path, name: str) -> bool:
     return _partial(folder, name).is_dir()
 
 
-def write_file(folder: Path, name: str, file_name: str, entries: Sequence[Entry]) -> TensorFile:
-    """Write a file of the checkpoint `name`."""
-    with _flushed(_partial(folder, name) / file_name) as file:
+def write_file(folder: Path, name: str, file_name: str, entries: Sequence[Entry]) -> tuple[FileRecord, dict[str, str]]:
+    """Write a file of the checkpoint `name`; see `write_tensors`."""
+    with flushed(_partial(folder, name) / file_name) as file:
         written = write_tensors(file, entries, {"checkpoint": name})
     _flush_folder(_partial(folder, name))
     return written
@@ -92,7 +92,7 @@ class OwnCheckpoints:
 
     def older(self, folder: Path, name: str) -> list[str]:
         """Those in `folder` that `name` replaces: all but the last whole one."""
-        others = [each for each in self._names if each != name and _exists(folder, each)]
+        others = [each for each in self._names if each != name and _places(folder, each)]
         whole = [each for each in others if (folder / each / MANIFEST).exists()]
         return [each for each in others if each not in whole[-1:]]
 
@@ -132,7 +132,7 @@ def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> str:
 
 def discard(folder: Path, name: str) -> None:
     """Remove a checkpoint, whole or not, as far as that can be done."""
-    for place in filter(_is_folder, (folder / name, _partial(folder, name))):
+    for place in _places(folder, name):
         with suppress(OSError):
             (place / MANIFEST).unlink()  # without it nobody takes what is left for a checkpoint
         shutil.rmtree(place, ignore_errors=True)
@@ -179,13 +179,9 @@ def step_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def _exists(folder: Path, name: str) -> bool:
-    return _is_folder(folder / name) or _is_folder(_partial(folder, name))
-
-
-def _is_folder(place: Path) -> bool:
-    """Whether it is one itself: what a link leads to is somebody else's."""
-    return place.is_dir() and not place.is_symlink()
+def _places(folder: Path, name: str) -> list[Path]:
+    """Folders of a checkpoint, whole or not, but none behind a link: what that leads to is somebody else's."""
+    return [at for at in (folder / name, _partial(folder, name)) if at.is_dir() and not at.is_symlink()]
 
 
 def _partial(folder: Path, name: str) -> Path:
@@ -193,12 +189,12 @@ def _partial(folder: Path, name: str) -> Path:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with _flushed(path) as file:
+    with flushed(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def _flushed(path: Path) -> Iterator[IO[bytes]]:
+def flushed(path: Path) -> Iterator[IO[bytes]]:
     """A new file that is on the disk when the block ends; never one that is there, nor behind a link. An OSError names
     it."""
     try:

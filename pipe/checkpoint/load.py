@@ -9,31 +9,25 @@ loads on any other number of ranks, stages, replicas and members. What cannot be
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ...comm import Collectives
+from ..context import Run
 from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
-from ..update.interface import StageState
 from .files import OwnCheckpoints
-from .generators import GENERATORS, check_generator, set_generators
 from .manifest import model_key
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
 from .snapshot import Contents, HasState, other_key, random_key, rule_of
 
-
-class Answer(NamedTuple):
-    """A rank's finding: a checkpoint's name and place, or why it cannot be loaded."""
-
-    name: str
-    place: Path
-    problem: str
+_GENERATORS = ("torch", "cuda", "python", "numpy")
 
 
 class Loaded(NamedTuple):
@@ -43,78 +37,61 @@ class Loaded(NamedTuple):
     lost: list[str]
 
 
-def load(
-    folder: Path,
-    contents: Contents,
-    *,
-    stages: Sequence[StageState],
-    loader: HasState | None,
-    own: OwnCheckpoints,
-    collectives: Collectives,
-    agree: Callable[[Answer], None],
-) -> Loaded:
-    """Load what this process holds.
+def load(folder: Path, contents: Contents, *, loader: HasState | None, own: OwnCheckpoints) -> Loaded:
+    """Load what this process holds. Everything is checked before anything is changed, on every rank.
 
-    Everything is checked before anything is changed, on every rank: `agree` is told what was found, and raises
-    where ranks would not load the same. Raises ValueError for no whole checkpoint of this model.
-
-    Arguments:
-        stages: of all local ranks.
+    Raises ValueError for no whole checkpoint of this model, and, on every rank, where not all have read the same one.
     """
     try:
         checkpoint = Checkpoint(folder)
         with checkpoint.as_refusals():
-            found = _Fitting(checkpoint, contents, stages, loader, collectives)
+            found = _Fitting(checkpoint, contents, loader)
     except ValueError as error:
-        agree(Answer("", folder, str(error)))
+        _agree(contents.run, "", folder, str(error))
         raise
-    agree(Answer(found.checkpoint.manifest.name, found.checkpoint.place, ""))
+    _agree(contents.run, checkpoint.manifest.name, checkpoint.place)
     found.take()
-    own.adopt(found.checkpoint.place)
-    return Loaded(found.checkpoint.manifest.step, found.lost)
+    own.adopt(checkpoint.place)
+    return Loaded(checkpoint.manifest.step, found.lost)
 
 
-def refuse_differing(answers: Sequence[Answer]) -> None:
-    """ValueError unless all ranks, in order, have read one checkpoint."""
-    for rank, answer in enumerate(answers):
-        if answer.problem:
-            raise ValueError(f"rank {rank} cannot load the checkpoint, so no rank does: {answer.problem}")
-        if answer.name != answers[0].name:
+def _agree(run: Run, name: str, place: Path, problem: str = "") -> None:
+    """ValueError on every rank unless all have read the checkpoint of this name; one that is alone knows why not."""
+    with run.guard.together():
+        answers = run.collectives.gather((name, place, problem), what="loading a checkpoint")
+    for rank, (its_name, its_place, its_problem) in enumerate(answers if len(answers) > 1 else ()):
+        if its_problem:
+            raise ValueError(f"rank {rank} cannot load the checkpoint, so no rank does: {its_problem}")
+        if its_name != answers[0][0]:
             raise ValueError(
-                f"rank 0 read {answers[0].place} and rank {rank} read {answer.place}: expected one folder that all "
-                f"ranks see and nobody saves into meanwhile, or pipe.load of one checkpoint in it"
+                f"rank 0 read {answers[0][1]} and rank {rank} read {its_place}: expected one folder that all ranks see "
+                f"and nobody saves into meanwhile, or pipe.load of one checkpoint in it"
             )
 
 
 class _Fitting:
     """A checkpoint that fits this process, before anything is changed. Raises ValueError for one that does not."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        contents: Contents,
-        stages: Sequence[StageState],
-        loader: HasState | None,
-        collectives: Collectives,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, contents: Contents, loader: HasState | None) -> None:
         self.checkpoint = checkpoint
         self.lost: list[str] = []
         self._contents = contents
-        self._stages = stages
+        self._stages = contents.update.stages
+        self._schedule = contents.update.schedule
         self._loader = loader
-        self._process = {"process": collectives.rank, "num_processes": collectives.size}
+        self._process = {"process": contents.run.collectives.rank, "num_processes": contents.run.collectives.size}
         ownership = contents.ownership
         self._sources = _sources(checkpoint, ownership)
         for name, _, shard in contents.held():
             checkpoint.check(self._sources[name], shard)
-        for one in stages:
+        for one in self._stages:
             if one.versions is not None:
                 for key, shard in self._older(one.versions).values():
                     checkpoint.check(key, shard)
         self._optimizers = None if checkpoint.manifest.kind == "weights" else SavedOptimizers(checkpoint)
         if self._optimizers is not None:
-            for one in stages:
-                self._optimizers.check(one.optimizers, ownership)
+            for one in self._stages:
+                self._optimizers.check(one, ownership)
         self._generators = self._check_generators()
         self._place = self._check_loader()
         self._others = {
@@ -138,10 +115,10 @@ class _Fitting:
                 if one.versions is not None:
                     self._take_versions(one.versions)
                 if self._optimizers is not None:
-                    self._optimizers.load_into(one.optimizers, ownership)
-        if self._contents.loss_scale is not None and self._loss_scale is not None:
-            self._contents.loss_scale.load(self._loss_scale[0])
-        set_generators(self._generators)
+                    self._optimizers.load_into(one, ownership)
+        if self._contents.update.loss_scale is not None and self._loss_scale is not None:
+            self._contents.update.loss_scale.load(self._loss_scale[0])
+        _set_generators(self._generators)
 
     def _take_versions(self, versions: WeightVersions) -> None:
         for parameter, name in zip(versions.own, versions.names, strict=True):
@@ -150,16 +127,11 @@ class _Fitting:
         older: dict[int, dict[str, torch.Tensor]] = {}
         for (number, name), (key, shard) in self._older(versions).items():
             older.setdefault(number, {})[name] = self.checkpoint.read(key, shard)
-        versions.restore(self._newest, older)
-
-    @property
-    def _newest(self) -> int:
-        """Number of the newest version."""
-        return self.checkpoint.manifest.step * self._contents.schedule.groups_per_batch
+        versions.restore(self.checkpoint.manifest.step * self._schedule.groups_per_batch, older)
 
     @property
     def _is_same_rule(self) -> bool:
-        return bool(self.checkpoint.value("rule") == rule_of(self._contents.schedule))
+        return bool(self.checkpoint.value("rule") == rule_of(self._schedule))
 
     def _older(self, versions: WeightVersions) -> dict[tuple[int, str], tuple[str, Shard]]:
         """Older versions of these parameters in the checkpoint: by number and name, key and shard."""
@@ -175,11 +147,11 @@ class _Fitting:
     def _check_generators(self) -> Mapping[str, Any]:
         """States of the generators that can go on; the others are told of."""
         found: dict[str, Any] = {}
-        for generator in GENERATORS:
+        for generator in _GENERATORS:
             key = random_key(generator)
             there, state = self.checkpoint.of_process(key, **self._process)
             if there and state is not None:
-                check_generator(generator, state)
+                _check_generator(generator, state)
                 found[generator] = state
             elif generator == "torch" and key in self.checkpoint.manifest.values:  # the others may never be seeded
                 self.lost.append(
@@ -215,7 +187,7 @@ class _Fitting:
         return found
 
     def _note_lost(self) -> None:
-        manifest, schedule = self.checkpoint.manifest, self._contents.schedule
+        manifest, schedule, own_seed = self.checkpoint.manifest, self._schedule, self._contents.run.settings.seed
         if manifest.kind == "weights":
             return
         if manifest.versions and not self._is_same_rule:
@@ -225,16 +197,40 @@ class _Fitting:
                 f"{schedule.weight_rule!r} with {schedule.groups_per_batch}: every stage begins with the newest weights"
             )
         if self._optimizers is not None and manifest.step:
-            self.lost += self._optimizers.lost([one.optimizers for one in self._stages])
+            self.lost += self._optimizers.lost(self._stages)
         seed = self.checkpoint.value("seed")
-        if seed != self._contents.seed:
+        if seed != own_seed:
             self.lost.append(
-                f"it was saved with seed={seed}, and this run has seed={self._contents.seed}: dropout and the like "
-                f"draw other numbers from here on"
+                f"it was saved with seed={seed}, and this run has seed={own_seed}: dropout and the like draw other "
+                f"numbers from here on"
             )
         saved = {key.partition("/")[2] for key in manifest.values if key.startswith(other_key(""))}
         for key in sorted(saved - self._contents.others.keys()):
             self.lost.append(f"it has the state of {key!r}, which this run has not")
+
+
+def _check_generator(name: str, state: Any) -> None:
+    """ValueError for what is no state of this generator."""
+    try:
+        if name == "torch":
+            torch.Generator().set_state(state)
+        elif name == "python":
+            random.Random().setstate(state)
+        elif name == "numpy":
+            np.random.RandomState().set_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"state of the generator {name!r} is none: {error}") from None
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:

@@ -36,7 +36,6 @@ _FIELDS = ("name", "step", "kind", "names", "tied", "files", "tensors", "values"
 
 
 def model_key(name: str) -> str:
-    """Key of a parameter or buffer."""
     return f"model/{name}"
 
 
@@ -46,12 +45,11 @@ def optimizer_key(entry: str, name: str) -> str:
 
 
 def version_key(number: int, name: str) -> str:
-    """Key of an older version of a parameter."""
     return f"version/{number}/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor: the file and the entry in it, where it begins in the full tensor, sizes, SHA-256."""
 
     file: str
@@ -67,7 +65,7 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +215,7 @@ def records_from_json(files: Json, tensors: Json) -> tuple[dict[str, FileRecord]
             shape=tuple(shape),
             dtype=dtype,
             pieces=tuple(
-                Piece(file=file, entry=entry, start=tuple(start), sizes=tuple(sizes), sha256=sha256)
+                TensorPiece(file=file, entry=entry, start=tuple(start), sizes=tuple(sizes), sha256=sha256)
                 for file, entry, start, sizes, sha256 in pieces
             ),
         )
@@ -229,7 +227,7 @@ def _are_sizes(numbers: Iterable[Any]) -> bool:
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
+def _overlap(pieces: Sequence[TensorPiece]) -> bool:
     """Whether any element is in two pieces."""
     if len(pieces) < 2:
         return False
@@ -240,7 +238,7 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
     return any(_meet(one, other) for one, other in combinations(pieces, 2))
 
 
-def _meet(one: Piece, other: Piece) -> bool:
+def _meet(one: TensorPiece, other: TensorPiece) -> bool:
     sides = zip(one.start, one.sizes, other.start, other.sizes, strict=True)
     return all(a < b + m and b < a + n for a, n, b, m in sides)
 

@@ -18,29 +18,21 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
+from ...comm import Collectives
+from ...comm.store_exchange import Alone, StoreExchange
 from ..lock import refuse_other_writer
 from .files import OwnCheckpoints, begin, checked_name, complete, discard, is_begun, new_name, write_file
-from .manifest import FileRecord, Manifest, Piece, TensorRecord, records_as_json, records_from_json
+from .manifest import FileRecord, Manifest, TensorPiece, TensorRecord, records_as_json, records_from_json
 from .snapshot import HeldPiece, Snapshot
 from .tensor_file import Entry
 from .values import Json, dtype_name
 
-T = TypeVar("T")
-
 _MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
-class Processes(Protocol):
-    """The processes that write a checkpoint: `comm.Collectives`, of the run or of a thread of its own."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-
-    def gather(self, mine: T, *, what: str) -> list[T]:
-        """[size] what every process gives, on every process."""
+Processes = Collectives | StoreExchange | Alone  # that write a checkpoint: of the run, or of a thread of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +125,10 @@ def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> Json:
     if snapshot.pieces:
         file_name = f"process-{process}.safetensors"
         entries = [_entry(piece) for piece in snapshot.pieces]
-        file = write_file(path, name, file_name, entries)
-        files[file_name] = FileRecord(num_bytes=file.num_bytes, header=file.header)
+        files[file_name], hashes = write_file(path, name, file_name, entries)
         for held, entry in zip(snapshot.pieces, entries, strict=True):
-            piece = Piece(
-                file=file_name, entry=entry.name, start=held.start, sizes=entry.shape, sha256=file.tensors[entry.name]
+            piece = TensorPiece(
+                file=file_name, entry=entry.name, start=held.start, sizes=entry.shape, sha256=hashes[entry.name]
             )
             before = tensors[held.key].pieces if held.key in tensors else ()
             tensors[held.key] = TensorRecord(shape=held.shape, dtype=entry.dtype, pieces=(*before, piece))

@@ -19,7 +19,7 @@ import torch
 
 from ...comm.store_exchange import Alone
 from ..parallel.shard import Shard
-from .files import OwnCheckpoints
+from .files import OwnCheckpoints, flushed
 from .manifest import model_key
 from .persist import persist
 from .reader import Checkpoint
@@ -83,8 +83,8 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
             content = {
                 "model": content,
                 "step": manifest.step,
-                "optimizers": [one.state_dict() for one in joined],
-                "schedulers": [one.scheduler for one in joined],
+                "optimizers": [state for state, _ in joined],
+                "schedulers": [scheduler for _, scheduler in joined],
             }
     _write(path, lambda out: torch.save(content, out))
 
@@ -147,10 +147,8 @@ def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         try:
-            with partial.open("xb") as out:
+            with flushed(partial) as out:
                 write(out)
-                out.flush()
-                os.fsync(out.fileno())
             partial.replace(path)
         except BaseException:
             with suppress(OSError):

@@ -15,7 +15,7 @@ import torch
 
 from ..parallel.shard import Shard, TensorBox
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
-from .manifest import Manifest, Piece, TensorRecord
+from .manifest import Manifest, TensorPiece, TensorRecord
 from .tensor_file import MappedFile, header_hash
 from .values import DTYPES, decode, tensor_bytes
 
@@ -41,7 +41,7 @@ class Checkpoint:
             said = error.strerror or error if isinstance(error, OSError) else error
             raise self.error(f"{path} cannot be used: {said}") from None
         self._files: dict[str, MappedFile] = {}
-        self._checked: set[Piece] = set()
+        self._checked: set[TensorPiece] = set()
 
     def error(self, text: str) -> ValueError:
         """An error that names another checkpoint to use instead, if there is one."""
@@ -73,7 +73,6 @@ class Checkpoint:
         return True, self._decoded(key, saved[0] if len(saved) == 1 else saved[process])
 
     def record(self, key: str) -> TensorRecord:
-        """The manifest's record of a tensor."""
         return self.manifest.tensors[key]
 
     def check(self, key: str, shard: Shard) -> None:
@@ -103,7 +102,7 @@ class Checkpoint:
         self.check(key, shard)
         return self.read(key, shard)
 
-    def _pieces(self, key: str, shard: Shard) -> list[Piece]:
+    def _pieces(self, key: str, shard: Shard) -> list[TensorPiece]:
         """The pieces that a shard needs, of a tensor of its shape."""
         record = self.record(key)
         assert record.shape == shard.full, key
@@ -111,14 +110,14 @@ class Checkpoint:
             return list(record.pieces)
         return [piece for piece in record.pieces if any(_in_piece(box, piece) for box in shard.boxes)]
 
-    def _check(self, key: str, piece: Piece) -> None:
+    def _check(self, key: str, piece: TensorPiece) -> None:
         found = hashlib.sha256(tensor_bytes(self._tensor(key, piece))).hexdigest()
         if found != piece.sha256:
             raise self.error(
                 f"{self.place / piece.file} is damaged: the SHA-256 of {key!r} is not that of what was saved"
             )
 
-    def _tensor(self, key: str, piece: Piece) -> torch.Tensor:
+    def _tensor(self, key: str, piece: TensorPiece) -> torch.Tensor:
         if piece.file not in self._files:
             self._files[piece.file] = self._open(piece.file)
         try:
@@ -156,7 +155,7 @@ class Checkpoint:
             raise self.error(f"{self.place / MANIFEST} has a bad value of {key!r}: {error}") from None
 
 
-def _in_piece(box: TensorBox, piece: Piece) -> TensorBox | None:
-    """What of a box a piece holds: where it begins in the local tensor, and in the piece."""
+def _in_piece(box: TensorBox, piece: TensorPiece) -> TensorBox | None:
+    """The part of a box that a piece holds: where it begins in the local tensor, and in the piece."""
     there = TensorBox(start=piece.start, local=(0,) * len(piece.start), sizes=piece.sizes)
     return TensorBox(start=box.local, local=box.start, sizes=box.sizes).part(there)

@@ -35,35 +35,6 @@ class _Group(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainOptimizer:
-    """An optimizer of a checkpoint as a single process would have it.
-
-    Arguments:
-        name: of its class.
-        groups: options, and names of the parameters.
-        state: by parameter and entry, what it keeps.
-        scheduler: state of its schedule of learning rates; None: it had none.
-    """
-
-    name: str
-    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
-    state: Mapping[str, Mapping[str, Any]]
-    scheduler: Mapping[str, Any] | None
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.Optimizer.state_dict: parameters by number, and their names beside."""
-        names = [name for _, own in self.groups for name in own]
-        numbers = {name: number for number, name in enumerate(names)}
-        return {
-            "state": {numbers[name]: dict(state) for name, state in self.state.items() if state},
-            "param_groups": [
-                {**options, "params": [numbers[name] for name in own], "param_names": list(own)}
-                for options, own in self.groups
-            ],
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class _Joined:
     """Groups by their options, and for each source group its key, the state of its schedule and its number there."""
@@ -197,8 +168,10 @@ class SavedOptimizers:
             )
         return told
 
-    def joined(self, names: Sequence[str]) -> list[PlainOptimizer]:
-        """Optimizers as one process has them: those of all stages of one class are one, groups of equal options, too.
+    def joined(self, names: Sequence[str]) -> list[tuple[dict[str, Any], Mapping[str, Any] | None]]:
+        """State dicts of optimizers as one process has them, with "param_names", and of the schedule of each, if any.
+
+        Those of all stages of one class are one, groups of equal options, too.
 
         Arguments:
             names: of the model's tensors, in order, which is that of the parameters of a group.
@@ -222,18 +195,21 @@ class SavedOptimizers:
                     joined.groups.setdefault(key, (group["options"], []))[1].extend(own)
                     scheduler = saved["scheduler"]
                     joined.sources.append((key, None if scheduler is None else (scheduler["state"], number)))
-        return [
-            PlainOptimizer(
-                name=name,
-                groups=[
-                    (options, sorted(own, key=lambda each: order.get(each, len(order))))
-                    for options, own in joined.groups.values()
-                ],
-                state={each: self._full_state(each) for _, own in joined.groups.values() for each in own},
-                scheduler=joined.scheduler(),
-            )
-            for (name, _), joined in found.items()
+        return [(self._plain(joined, order), joined.scheduler()) for joined in found.values()]
+
+    def _plain(self, joined: _Joined, order: Mapping[str, int]) -> dict[str, Any]:
+        groups = [
+            (options, sorted(own, key=lambda each: order.get(each, len(order))))
+            for options, own in joined.groups.values()
         ]
+        numbers = {name: number for number, name in enumerate(name for _, own in groups for name in own)}
+        states = {number: self._full_state(name) for name, number in numbers.items()}
+        return {
+            "state": {number: state for number, state in states.items() if state},
+            "param_groups": [
+                {**options, "params": [numbers[name] for name in own], "param_names": own} for options, own in groups
+            ],
+        }
 
     def _full_state(self, name: str) -> dict[str, Any]:
         found = {entry: self._checkpoint.value(key) for entry, key in self._values.get(name, {}).items()}

@@ -12,22 +12,21 @@ what (`Writers`), so that replicas share the writing out among themselves.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from ...comm import Collectives
 from ...schedules import Schedule
+from ..context import Run
 from ..parallel.shard import Shard, TensorBox
-from ..parallel.split import ShardedParameter
 from ..stages.ownership import Ownership
-from ..update.interface import StageState
-from ..update.loss_scale import LossScale
+from ..update.interface import Update
 from ..update.optimizers import StageOptimizers
-from .generators import generator_states
 from .manifest import model_key, optimizer_key, version_key
 from .values import Json, encode
 
@@ -49,7 +48,6 @@ class HeldPiece:
     """A box of a tensor, to be written by this process.
 
     Arguments:
-        key: see `manifest`.
         shape: of the full tensor.
         start: where the piece begins in it.
     """
@@ -81,7 +79,6 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
     def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Snapshot:
@@ -94,52 +91,53 @@ class Snapshot:
         return replace(self, pieces=tuple(replace(piece, tensor=made(piece.tensor)) for piece in self.pieces))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Contents:
     """Everything to save in this process.
 
     Arguments:
-        stages: by stage, that of its first local rank: the others are equal.
-        parts: by name, parts that this process has where the model's own Parameters are let go.
-        first: names of the tensors whose first owner is in this process; buffers are written by it alone.
         others: further named state, equal on all processes.
-        loss_scale: None: losses are not scaled.
     """
 
+    run: Run
     ownership: Ownership
-    stages: Mapping[int, StageState]
-    parts: Mapping[str, ShardedParameter]
-    first: frozenset[str]
-    schedule: Schedule
-    seed: int
-    others: Mapping[str, HasState]
-    loss_scale: LossScale | None
+    update: Update
+    others: Mapping[str, HasState] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> list[StageOptimizers]:
+        """One of each stage, of its first local rank: the others are equal."""
+        found: dict[int, StageOptimizers] = {}
+        for one in self.update.stages:
+            found.setdefault(one.stage, one)
+        return list(found.values())
 
     def held(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
         """Name of each parameter and buffer, what this process has of it, and which part that is."""
-        tied = self.ownership.tied_names()
+        tied, shards = self.ownership.tied_names(), self.update.shards
+        parts = shards.parts if shards.apart else {}  # where the model's own Parameters are let go
         for name, tensor in self.ownership.state_dict().items():
-            part, shard = self.parts.get(tied.get(name, name)), self.ownership.shard(name)
+            part, shard = parts.get(tied.get(name, name)), self.ownership.shard(name)
             yield (name, tensor.data, shard) if part is None else (name, part.parameter.data, part.shard(shard))
 
 
 class Writers:
     """Parts that this process writes of each tensor, agreed once with the others. Making it is collective."""
 
-    def __init__(self, contents: Contents, collectives: Collectives) -> None:
+    def __init__(self, contents: Contents) -> None:
         mine: dict[_Place, int] = {}
-        ownership = contents.ownership
-        parameters = dict(ownership.named_parameters())
-        tied = ownership.tied_names()
+        ownership, collectives, layout = contents.ownership, contents.run.collectives, contents.run.layout
+        parameters, tied = dict(ownership.named_parameters()), ownership.tied_names()
         for name, tensor, shard in contents.held():
-            if name not in tied and (name in parameters or name in contents.first):
+            is_first = layout.schedule.owners[ownership.stages[name][0]][0] in layout.place.local_ranks
+            if name not in tied and (name in parameters or is_first):  # its first owner alone writes a buffer
                 mine |= {
                     (model_key(name), box.start, box.sizes): prod(box.sizes) * tensor.element_size()
                     for box in _boxes(shard)
                 }
-        for one in contents.stages.values():
-            for name in dict.fromkeys(one.optimizers.names.values()):
-                boxes = _boxes(state_shard(one.optimizers, name, ownership))
+        for one in contents.stages:
+            for name in dict.fromkeys(one.names.values()):
+                boxes = _boxes(state_shard(one, name, ownership))
                 mine |= {(_state(name), box.start, box.sizes): 2 * prod(box.sizes) for box in boxes}
                 mine |= {(_rest(name), (), ()): 1} if boxes else {}
         everyone = collectives.gather(mine, what="agreeing on who writes what of a checkpoint")
@@ -166,21 +164,22 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     for name, tensor, shard in contents.held():
         if name not in tied:
             pieces += _pieces(model_key(name), tensor, shard, writers.boxes(model_key(name), shard))
-    values: dict[str, Json] = {"rule": encode(rule_of(contents.schedule), what="the weight rule")}
+    values: dict[str, Json] = {"rule": encode(rule_of(contents.update.schedule), what="the weight rule")}
     optimizers: list[Json] = []
-    for one in contents.stages.values():
-        optimizers += _optimizer_content(one.optimizers)
+    for one in contents.stages:
+        optimizers += _optimizer_content(one)
         of_stage, rest = _stage_state(one, ownership, writers)
         pieces += of_stage
         values |= rest
     by_process: dict[str, Json] = {"optimizers": optimizers}
-    for generator, where in generator_states().items():
+    for generator, where in _generator_states().items():
         by_process[random_key(generator)] = encode(where, what=f"the state of the generator of {generator}")
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
-    values["seed"] = contents.seed
-    if contents.loss_scale is not None:  # by age of a weight version: others could have scales of their own, once
-        values["loss_scale"] = encode({0: list(contents.loss_scale.content())}, what="the loss scale")
+    values["seed"] = contents.run.settings.seed
+    loss_scale = contents.update.loss_scale
+    if loss_scale is not None:  # by age of a weight version: others could have scales of their own, once
+        values["loss_scale"] = encode({0: list(loss_scale.content())}, what="the loss scale")
     for key, other in contents.others.items():
         values[other_key(key)] = encode(dict(other.state_dict()), what=f"the state of {key!r}")
     return Snapshot(
@@ -194,21 +193,42 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     )
 
 
-def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> tuple[list[HeldPiece], dict[str, Json]]:
-    """State of a stage's optimizers, and its older weights: pieces, and what is no tensor."""
+def _stage_state(
+    stage: StageOptimizers, ownership: Ownership, writers: Writers
+) -> tuple[list[HeldPiece], dict[str, Json]]:
+    """State of a stage's optimizers, and its older weights: pieces, and what is no tensor.
+
+    Raises ValueError for a tensor that is neither like its parameter nor whole on each process.
+    """
     pieces: list[HeldPiece] = []
     values: dict[str, Json] = {}
-    for held in _held_state(stage.optimizers, ownership):
-        key = optimizer_key(held.entry, held.name)
-        if held.is_like_parameter:
-            assert held.shard is not None
-            pieces += _pieces(key, held.value, held.shard, writers.boxes(_state(held.name), held.shard))
-        elif not writers.rest(held.name):
-            continue
-        elif held.shard is None:
-            values[key] = encode(held.value, what=f"{held.entry!r} of the optimizer's state of {held.name!r}")
-        else:
-            pieces += _pieces(key, held.value, held.shard, _boxes(held.shard))
+    states = [
+        (type(optimizer).__name__, stage.names[id(parameter)], entry, value)
+        for optimizer in stage.optimizers
+        for parameter, state in optimizer.state.items()
+        for entry, value in state.items()
+    ]
+    for kind, name, entry, value in states:
+        if not isinstance(entry, str):
+            raise ValueError(
+                f"optimizer {kind} keeps {entry!r:.40} for {name!r}: expected text as the key of each entry of its "
+                f"state"
+            )
+        key, shard = optimizer_key(entry, name), state_shard(stage, name, ownership)
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and tuple(value.shape) == shard.local:
+            pieces += _pieces(key, value, shard, writers.boxes(_state(name), shard))
+        elif is_tensor and not shard.is_whole and value.numel() != 1:
+            raise ValueError(
+                f"optimizer {kind} keeps {entry!r} of shape {tuple(value.shape)} for {name!r}, of which this process "
+                f"has a part of shape {shard.local}: expected state of the parameter's shape, which another number of "
+                f"processes can divide anew, or whole parameters"
+            )
+        elif is_tensor and writers.rest(name):
+            whole = Shard.whole(tuple(value.shape))
+            pieces += _pieces(key, value, whole, _boxes(whole))
+        elif writers.rest(name):
+            values[key] = encode(value, what=f"{entry!r} of the optimizer's state of {name!r}")
     for number, tensors in ({} if stage.versions is None else stage.versions.older()).items():
         for name, tensor in tensors.items():
             shard = ownership.shard(name)
@@ -216,54 +236,9 @@ def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> t
     return pieces, values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeldEntry:
-    """State that an optimizer keeps for a parameter under `entry`.
-
-    Arguments:
-        shard: of a tensor; None for any other value.
-        is_like_parameter: whether the shard is that of the parameter here; else each process has all of it.
-    """
-
-    name: str
-    entry: str
-    value: Any
-    shard: Shard | None
-    is_like_parameter: bool = False
-
-
 def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shard:
     """Part of a parameter for which the stage's optimizer here keeps state."""
     return stage.shard(name, ownership.shard(name))
-
-
-def _held_state(stage: StageOptimizers, ownership: Ownership) -> Iterator[_HeldEntry]:
-    """All that a stage's optimizers keep here.
-
-    Raises ValueError for a tensor that is neither like its parameter nor whole on each process.
-    """
-    for optimizer in stage.optimizers:
-        for parameter, state in optimizer.state.items():
-            name = stage.names[id(parameter)]
-            shard = state_shard(stage, name, ownership)
-            for entry, value in state.items():
-                if not isinstance(entry, str):
-                    raise ValueError(
-                        f"optimizer {type(optimizer).__name__} keeps {entry!r:.40} for {name!r}: expected text as the "
-                        f"key of each entry of its state"
-                    )
-                if not isinstance(value, torch.Tensor):
-                    yield _HeldEntry(name=name, entry=entry, value=value, shard=None)
-                elif tuple(value.shape) == shard.local:
-                    yield _HeldEntry(name=name, entry=entry, value=value, shard=shard, is_like_parameter=True)
-                elif shard.is_whole or value.numel() == 1:
-                    yield _HeldEntry(name=name, entry=entry, value=value, shard=Shard.whole(tuple(value.shape)))
-                else:
-                    raise ValueError(
-                        f"optimizer {type(optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for "
-                        f"{name!r}, of which this process has a part of shape {shard.local}: expected state of the "
-                        f"parameter's shape, which another number of processes can divide anew, or whole parameters"
-                    )
 
 
 def _optimizer_content(stage: StageOptimizers) -> list[Json]:
@@ -290,8 +265,23 @@ def _optimizer_content(stage: StageOptimizers) -> list[Json]:
     return written
 
 
+def _generator_states() -> dict[str, Any]:
+    """Where the generators of this process stand, by name, as the user's own code left them.
+
+    What the model draws depends on none of them (`stages/randomness`). What a user's loop draws for itself (noise, an
+    order, augmentation without workers) goes on as it would have.
+    """
+    states: dict[str, Any] = {
+        "torch": torch.default_generator.get_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()  # of the device of this process
+    return states
+
+
 def options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -301,12 +291,10 @@ def rule_of(schedule: Schedule) -> list[str | int]:
 
 
 def random_key(generator: str) -> str:
-    """Key of a generator among the values of each process."""
     return f"random/{generator}"
 
 
 def other_key(name: str) -> str:
-    """Key of further named state among the values."""
     return f"other/{name}"
 
 

@@ -17,29 +17,9 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .values import DTYPES, tensor_bytes
+from .manifest import FileRecord
+from .values import DTYPES, FORMAT_NAMES, tensor_bytes
 
-_FORMAT_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "complex64": "C64",
-    "complex128": "U8",  # there is none: its bytes, 16 an element along a last dimension
-}
 _ALIGNED = 8  # [bytes] of the header
 
 
@@ -54,33 +34,27 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
     @property
     def stored_shape(self) -> list[int]:
-        """Shape in the file."""
         return [*self.shape, *([DTYPES[self.dtype].itemsize] if self.dtype == "complex128" else [])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFile:
-    """A file that was written: size [bytes], SHA-256 of its header and, by name, of each tensor; in hex."""
+def write_tensors(
+    file: IO[bytes], entries: Sequence[Entry], metadata: Mapping[str, str]
+) -> tuple[FileRecord, dict[str, str]]:
+    """Write tensors, whose names must differ; returns the SHA-256 of each by name, in hex, too.
 
-    num_bytes: int
-    header: str
-    tensors: Mapping[str, str]
-
-
-def write_tensors(file: IO[bytes], entries: Sequence[Entry], metadata: Mapping[str, str]) -> TensorFile:
-    """Write tensors; names must differ. The widest types come first, so that each is aligned."""
+    The widest types come first, so that each is aligned.
+    """
     ordered = sorted(entries, key=lambda entry: (-DTYPES[entry.dtype].itemsize, entry.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for entry in ordered:
         begin, end = end, end + entry.num_bytes
         header[entry.name] = {
-            "dtype": _FORMAT_NAMES[entry.dtype],
+            "dtype": FORMAT_NAMES[entry.dtype],
             "shape": entry.stored_shape,
             "data_offsets": [begin, end],
         }
@@ -95,7 +69,7 @@ def write_tensors(file: IO[bytes], entries: Sequence[Entry], metadata: Mapping[s
         assert data.nbytes == entry.num_bytes, entry.name
         file.write(data)
         hashes[entry.name] = hashlib.sha256(data).hexdigest()
-    return TensorFile(num_bytes=len(front) + end, header=hashlib.sha256(front).hexdigest(), tensors=hashes)
+    return FileRecord(num_bytes=len(front) + end, header=hashlib.sha256(front).hexdigest()), hashes
 
 
 def header_hash(path: Path) -> str:
@@ -121,7 +95,6 @@ class MappedFile:
             self._names = frozenset(self._file.keys())  # type: ignore[no-untyped-call]
 
     def names(self) -> list[str]:
-        """Names of its tensors, in order."""
         return sorted(self._names)
 
     def tensor(self, name: str, dtype: str | None = None) -> torch.Tensor:

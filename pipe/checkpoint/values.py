@@ -21,16 +21,28 @@ import torch
 
 Json = Any  # None, bool, int, float, str, or lists and dicts of them
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-        *(torch.complex64, torch.complex128),
-    )
+FORMAT_NAMES = {  # of torch's types, in files of tensors
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+    "complex128": "U8",  # there is none: its bytes, 16 an element along a last dimension
 }
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FORMAT_NAMES}
 
 _LISTS: dict[str, tuple[type, Callable[[Iterable[Any]], Any]]] = {
     "tuple": (tuple, tuple),

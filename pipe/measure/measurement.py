@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from ...comm import Collectives, Guard, HostClocks
+from ...comm import Collectives, HostClocks
 from ...schedules import Costs, Op, Schedule, Spread, Timeline, estimate_spread
-from ...schedules.timing.costs import CostTable
 from ...schedules.timing.inputs import Cause, Input, action_input, calibrate
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.spread import LEAST_STEPS
-from .recorder import Recorder, Timed
+from ..context import Run
+from .recorder import RankRecorder, Timed
 
 _MOST_ACTIONS = 100_000  # of the steps whose times are all looked at
 
@@ -29,14 +29,13 @@ class Measurement:
 
     def __init__(
         self,
-        recorders: Sequence[Recorder],
+        run: Run,
+        recorders: Sequence[RankRecorder],
         *,
         schedule: Schedule,
         drain: Callable[[], None],
         one_way_seconds: Callable[[], float],
         assemble: Callable[[Sequence[RankRecord]], Timeline],
-        collectives: Collectives,
-        guard: Guard,
         clocks: HostClocks,
     ) -> None:
         self._recorders = recorders
@@ -44,8 +43,8 @@ class Measurement:
         self._drain = drain
         self._one_way_seconds = one_way_seconds
         self._assemble = assemble
-        self._collectives = collectives
-        self._guard = guard
+        self._collectives = run.collectives
+        self._guard = run.guard
         self.clocks = clocks
         self._latency: float | None = None  # measured once [s]
 
@@ -57,12 +56,42 @@ class Measurement:
         return costs
 
     def _costs(self) -> Costs | None:
+        """Median costs by stage and op, of replicas each rank's own, on every rank; None if nothing was measured."""
         if self._latency is None:
             self._drain()
         with self._guard.together():
             if self._latency is None:
                 self._latency = self._one_way_seconds()
-            return _gather_costs(self._recorders, self._collectives, schedule=self._schedule, latency=self._latency)
+            return self._gather_costs(self._latency)
+
+    def _gather_costs(self, latency: float) -> Costs | None:
+        recorders, what = self._recorders, "gathering the measured costs"
+        by_rank = [recorder.medians() for recorder in recorders]
+        overheads: dict[int, list[float]] = defaultdict(list)
+        norms: list[float | None] = []
+        outside: list[tuple[float, float, float]] = []
+        mine = (
+            [recorder.median_overheads() for recorder in recorders],
+            latency,
+            [recorder.median_norm() for recorder in recorders],
+            [around for recorder in recorders if (around := recorder.median_around()) is not None],
+        )
+        for seen_overheads, seen_latency, seen_norms, seen_around in self._collectives.gather(mine, what=what):
+            for stage, seconds in (each for own in seen_overheads for each in own.items()):
+                overheads[stage].append(seconds)
+            latency = max(latency, seen_latency)
+            norms += seen_norms
+            outside += seen_around
+        if len(by_rank) == 1:
+            by_rank = self._collectives.gather_ranks(by_rank[0], what=what)
+        # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
+        norm = min((seconds for seconds in norms if seconds is not None), default=None)
+        if not any(by_rank):
+            return None
+        # Likewise the rank that begins first, and the one that ends last: there what is around a step has no waits.
+        around = sum(min(each) for each in zip(*outside, strict=True))
+        between = {stage: fmean(seconds) for stage, seconds in overheads.items()}
+        return costs_from_medians(by_rank, between, schedule=self._schedule, latency=latency, norm=norm, around=around)
 
     def spread(self) -> Spread | None:
         """See PipelineModule.measured_spread."""
@@ -71,17 +100,18 @@ class Measurement:
             return None
         with self._guard.together():
             table = costs.table_for(self._schedule)
-            return _gather_spread(
-                self._recorders,
-                self._collectives,
-                table,
-                schedule=self._schedule,
-                assemble=self._assemble,
-                clocks=self.clocks,
-            )
+            steps = [recorder.steps() for recorder in self._recorders]
+            records = [recorder.records()[-_most_steps(self._schedule) :] for recorder in self._recorders]
+            if len(self._recorders) == 1:
+                self.clocks.compare()
+                mine = [_placed(record, self.clocks) for record in records[0]]
+                seen = self._collectives.gather_ranks((steps[0], mine), what="gathering the measured durations")
+                steps, records = [each for each, _ in seen], [each for _, each in seen]
+            number = min(map(len, records))
+            together = zip(*(own[len(own) - number :] for own in records), strict=True)
+            return estimate_spread(steps, table, [self._assemble(step) for step in together])
 
     def forget(self) -> None:
-        """See PipelineModule.forget_measurements."""
         for recorder in self._recorders:
             recorder.forget()
 
@@ -98,71 +128,6 @@ def gather_records(
     clocks.compare()
     (record,) = records
     return assemble(collectives.gather_ranks(_placed(record, clocks), what="gathering the timeline"))
-
-
-def _gather_costs(
-    recorders: Sequence[Recorder], collectives: Collectives, *, schedule: Schedule, latency: float
-) -> Costs | None:
-    """Median costs by stage and op, of replicas each rank's own, on every rank; None if nothing was measured yet.
-
-    Arguments:
-        latency: of a message as this rank measured it (0 where it did not) [s].
-    """
-    by_rank = [recorder.medians() for recorder in recorders]
-    overheads: dict[int, list[float]] = defaultdict(list)
-    norms: list[float | None] = []
-    outside: list[tuple[float, float, float]] = []
-    mine = (
-        [recorder.median_overheads() for recorder in recorders],
-        latency,
-        [recorder.median_norm() for recorder in recorders],
-        [around for recorder in recorders if (around := recorder.median_around()) is not None],
-    )
-    for seen_overheads, seen_latency, seen_norms, seen_around in collectives.gather(
-        mine, what="gathering the measured costs"
-    ):
-        for stage, seconds in (each for own in seen_overheads for each in own.items()):
-            overheads[stage].append(seconds)
-        latency = max(latency, seen_latency)
-        norms += seen_norms
-        outside += seen_around
-    if len(by_rank) == 1:
-        by_rank = collectives.gather_ranks(by_rank[0], what="gathering the measured costs")
-    # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
-    norm = min((seconds for seconds in norms if seconds is not None), default=None)
-    if not any(by_rank):
-        return None
-    # Likewise the rank that begins first, and the one that ends last: there what is around a step has no waits in it.
-    around = sum(min(each) for each in zip(*outside, strict=True))
-    between = {stage: fmean(seconds) for stage, seconds in overheads.items()}
-    return costs_from_medians(by_rank, between, schedule=schedule, latency=latency, norm=norm, around=around)
-
-
-def _gather_spread(
-    recorders: Sequence[Recorder],
-    collectives: Collectives,
-    costs: CostTable,
-    *,
-    schedule: Schedule,
-    assemble: Callable[[Sequence[RankRecord]], Timeline],
-    clocks: HostClocks,
-) -> Spread | None:
-    """How the durations of the last steps vary around these costs, on every rank; None where too few were measured.
-
-    Arguments:
-        assemble: see `gather_records`.
-    """
-    steps = [recorder.steps() for recorder in recorders]
-    records = [recorder.records()[-_most_steps(schedule) :] for recorder in recorders]
-    if len(recorders) == 1:
-        clocks.compare()
-        mine = [_placed(record, clocks) for record in records[0]]
-        seen = collectives.gather_ranks((steps[0], mine), what="gathering the measured durations")
-        steps, records = [each for each, _ in seen], [each for _, each in seen]
-    number = min(map(len, records))
-    together = zip(*(own[len(own) - number :] for own in records), strict=True)
-    timelines = [assemble(step) for step in together]
-    return estimate_spread(steps, costs, timelines)
 
 
 def _most_steps(schedule: Schedule) -> int:
@@ -200,7 +165,6 @@ def costs_from_medians(
     stages = range(schedule.num_stages)
 
     def mean(op: Op, stage: int) -> float:
-        """Over the ranks that showed it [s]."""
         return fmean(together.get(((stage,), op), (0.0,)))
 
     seen: dict[Input, float] = {}

@@ -24,7 +24,7 @@ _Stamps = tuple[
 ]
 
 
-class Recorder:
+class RankRecorder:
     """One rank's stamps of the step that runs, and durations of the last ones.
 
     Arguments:
@@ -61,7 +61,6 @@ class Recorder:
         self._entered = self.clock.stamp()
 
     def leave(self) -> None:
-        """All of the step is done."""
         if len(self._step) == 1:
             self._step.append(self.clock.stamp())
 
@@ -108,21 +107,17 @@ class Recorder:
         self._unrecorded = 0
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
-        """An action ran."""
         self._actions.append((action, start, end))
 
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
-        """These messages were waited for, and then there."""
         self._waits += [(message, start, end) for message in messages]
         self._waited.append((len(self._actions), start, end))
 
     def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
-        """A collective was begun on this rank, and was through."""
         self._collectives.append((collective, start, end))
         self._durations[collective.stages, collective.op].append(self.clock.between(start, end))
 
     def norm(self, start: Stamp, end: Stamp) -> None:
-        """The global norm was found and the gradients clipped."""
         self._norms.append(self.clock.between(start, end))
         self._step_norms += self._norms[-1]
 
@@ -131,7 +126,6 @@ class Recorder:
         return statistics.median(self._norms) if self._norms else None
 
     def last_actions(self, count: int = 4) -> list[Action]:
-        """The newest actions of this step, oldest first."""
         return [action for action, _, _ in self._actions[-count:]]
 
     def snapshot(self) -> Callable[[], RankRecord]:

@@ -6,9 +6,11 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
+
+from ..batch.results import Known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,29 +45,6 @@ class StepRecord:
     replan_seconds: float = 0.0
 
 
-class KnownStep(Protocol):
-    """A batch whose loss this process knows."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float | None: ...
-    @property
-    def skipped(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Passed:
-    """A step that was run, and whose loss may not be known yet."""
-
-    seconds: float
-    learning_rates: tuple[float, ...]
-    num_samples: int
-    replan_seconds: float
-
-
 class StepReports:
     """Tells `on_step` of each step once, in order; nothing without it."""
 
@@ -73,7 +52,7 @@ class StepReports:
         self._on_step = on_step
         self._rank = rank
         self._device = device
-        self._passed: dict[int, _Passed] = {}
+        self._passed: dict[int, Callable[..., StepRecord]] = {}  # steps that were run, and whose loss may not be known
 
     def passed(
         self,
@@ -88,31 +67,26 @@ class StepReports:
         if self._on_step is None:
             return
         self._passed = {number: one for number, one in self._passed.items() if number < step}
-        rates = tuple(dict.fromkeys(learning_rates))
-        self._passed[step] = _Passed(
-            seconds=seconds, learning_rates=rates, num_samples=num_samples, replan_seconds=replan_seconds
+        self._passed[step] = partial(
+            StepRecord,
+            step=step,
+            seconds=seconds,
+            learning_rates=tuple(dict.fromkeys(learning_rates)),
+            num_samples=num_samples,
+            rank=self._rank,
+            replan_seconds=replan_seconds,
         )
 
-    def tell(self, known: Iterable[KnownStep]) -> None:
+    def tell(self, known: Iterable[Known]) -> None:
         """Losses are known; those that were told before, and those of steps that nobody asked for, are left out."""
         if self._on_step is None:
             return
         for one in sorted(known, key=lambda one: one.step):
-            passed = self._passed.pop(one.step, None)
-            if passed is not None:
+            record = self._passed.pop(one.step, None)
+            if record is not None:
+                peak = _peak_memory_bytes(self._device)
                 self._on_step(
-                    StepRecord(
-                        step=one.step,
-                        loss=one.loss,
-                        grad_norm=one.grad_norm,
-                        seconds=passed.seconds,
-                        learning_rates=passed.learning_rates,
-                        num_samples=passed.num_samples,
-                        peak_memory_bytes=_peak_memory_bytes(self._device),
-                        rank=self._rank,
-                        skipped=one.skipped,
-                        replan_seconds=passed.replan_seconds,
-                    )
+                    record(loss=one.loss, grad_norm=one.grad_norm, skipped=one.skipped, peak_memory_bytes=peak)
                 )
 
 

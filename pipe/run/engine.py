@@ -19,7 +19,7 @@ from ...comm import PipelineError, Transport
 from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram, Work
-from ..measure.recorder import Recorder
+from ..measure.recorder import RankRecorder
 from .worker import Worker
 
 
@@ -83,7 +83,7 @@ class LocalRank:
 
     worker: Worker
     transport: Transport
-    recorder: Recorder
+    recorder: RankRecorder
 
 
 class Engine:

@@ -176,7 +176,7 @@ def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
     """Bytes that a stage of this process holds, whatever runs; of the optimizer those that are there by now."""
     module = pipeline.parts.train.stages[stage].module
     parameters = list(module.parameters())
-    optimizers = [one.optimizers for one in pipeline.state.update.stages if one.stage == stage]
+    optimizers = [one for one in pipeline.state.update.stages if one.stage == stage]
     return {
         "weights": bytes_of(parameters),
         "gradients": bytes_of(p for p in parameters if p.requires_grad),
@@ -191,9 +191,7 @@ def _summing(pipeline: Pipeline, stage: int, parameters: Sequence[nn.Parameter])
     replicas = len(pipeline.schedule.owners[stage])
     if replicas == 1:
         return 0.0
-    parts = [
-        part for one in pipeline.state.update.stages if one.stage == stage for part in one.optimizers.parts.values()
-    ]
+    parts = [part for one in pipeline.state.update.stages if one.stage == stage for part in one.parts.values()]
     divided = [p for p in parameters if any(part.whole is p for part in parts)]
     whole = [p for p in parameters if not any(part.whole is p for part in parts)]
     if pipeline.schedule.is_asynchronous:  # copies for each of the others, and from each; updated parts

@@ -17,7 +17,7 @@ from ...comm import (
     Transport,
     link_lanes,
 )
-from ...comm.ping_pong import ping_pong, waking_seconds
+from ...comm.links import ping_pong, waking_seconds
 from ...comm.process_group import Link
 from ...partition.graph.forms import Arguments, Tensors
 from ...partition.profiler.clock import clock_for
@@ -28,7 +28,7 @@ from ...schedules.program import RankProgram
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
 from ..context import Run
-from ..measure.recorder import Recorder
+from ..measure.recorder import RankRecorder
 from ..slicing import SlicedLoss
 from ..stages.build import CutModel
 from ..stages.compiled import Compiled, refuse_backward
@@ -37,8 +37,7 @@ from ..stages.reruns import Reruns
 from ..stages.shapes import InferredStages, Signature
 from ..stages.stage import LossOf, LossValue, Stage
 from ..stages.wiring import StageWiring, stage_edges
-from ..update.interface import Update
-from ..update.rank_update import RankUpdate
+from ..update.interface import RankUpdate, Update
 from .engine import Engine, LocalRank
 from .worker import EvaluationWorker, TrainingWorker
 
@@ -102,14 +101,16 @@ class RankLinks:
         clock = clock_for(settings.device)
         window = _OVERLAPPING if run.layout.schedule.num_batches > 1 else 1
         takes_turns = len(place.local_ranks) > 1
-        self.recorders = {rank: Recorder(clock, window=window, takes_turns=takes_turns) for rank in place.local_ranks}
+        self.recorders = {
+            rank: RankRecorder(clock, window=window, takes_turns=takes_turns) for rank in place.local_ranks
+        }
         self.between = between
         self.transports: dict[int, Transport] = {}
         if not place.world.distributed:
             mailbox = Mailbox()
             self.transports |= {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
         else:
-            lanes = link_lanes(sorted(between), place, run.collectives.groups)
+            lanes = link_lanes(sorted(between), run.collectives.groups)
             (rank,) = place.local_ranks
             timeout, least_bytes = settings.timeout, run.layout.tensor.least_bytes
             self.transports[rank] = (
@@ -128,16 +129,13 @@ class RankLinks:
 
         Measured between ranks 0 and 1, known to rank 0; 0 on the others.
         """
-        rank, transport = next(iter(self.transports.items()))
+        transport = next(iter(self.transports.values()))
         if isinstance(transport, InProcessTransport) or not self.between >= {(0, 1), (1, 0)} or not specs:
             return 0.0
         device, timeout = self._settings.device, self._settings.timeout
-        hot, cold = (
-            ping_pong(transport, rank=rank, specs=specs, device=device, timeout=timeout, cold=cold)
-            for cold in (False, True)
-        )
+        hot, cold = (ping_pong(transport, specs, device=device, timeout=timeout, cold=cold) for cold in (False, True))
         # both ends are in the overhead of actions
-        return hot.latency + waking_seconds(hot, cold) if rank == 0 else 0.0
+        return hot.latency + waking_seconds(hot, cold) if transport.rank == 0 else 0.0
 
 
 class Ranks:
@@ -229,7 +227,7 @@ class Ranks:
         def is_trained(leaf: torch.Tensor) -> bool:
             if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
                 return False
-            return settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
+            return settings.optimizer is None or any(one.holds(leaf) for one in update.stages)
 
         sliced = self._sliced_loss
         leaves = UntrainedLeaves(parts.train.stages[-1].module, is_trained)

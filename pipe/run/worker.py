@@ -39,7 +39,7 @@ from ..stages.randomness import Seeder
 from ..stages.slices import KeptSlices
 from ..stages.stage import Stage
 from ..stages.wiring import StageWiring
-from ..update.rank_update import RankUpdate
+from ..update.interface import RankUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,28 +118,27 @@ class Feedback:
     """Error feedback around the steps of optimizers.
 
     Arguments:
-        names: by id of a parameter.
         factors: lambda by name; a tensor without a name is not corrected.
         fresh: lambda of those that are corrected, in steps whose gradients are not late.
     """
 
-    def __init__(self, names: Mapping[int, str], factors: Mapping[str, float], *, fresh: float = 0.0) -> None:
+    def __init__(self, factors: Mapping[str, float], *, fresh: float = 0.0) -> None:
         self.factors = factors
         self._fresh = fresh
-        self._is_fresh = False
-        self._names = names
-
-    def factor(self, parameter: torch.Tensor) -> float:
-        """Lambda of a parameter, in this step."""
-        steady = self.factors.get(self._names.get(id(parameter), ""), 0.0)
-        return self._fresh if self._is_fresh and steady else steady
 
     @contextmanager
-    def around(self, optimizer: torch.optim.Optimizer, *, is_fresh: bool = False) -> Iterator[None]:
-        """Correct the step that the optimizer makes within. Hooks behind that step run behind its correction."""
-        self._is_fresh = is_fresh
+    def around(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, is_fresh: bool = False
+    ) -> Iterator[None]:
+        """Correct the step that the optimizer makes within. Hooks behind that step run behind its correction.
+
+        Arguments:
+            names: by id of a parameter.
+        """
+        steady = {key: factor for key, name in names.items() if (factor := self.factors.get(name, 0.0))}
+        factors = dict.fromkeys(steady, self._fresh) if is_fresh else steady
         groups = [(group, rate) for group in optimizer.param_groups if (rate := float(group.get("lr", 1.0))) != 0.0]
-        before = [self._before(optimizer, group, rate) for group, rate in groups]
+        before = [_decayed(optimizer, group, rate, factors) for group, rate in groups]
         hooks = getattr(optimizer, "_optimizer_step_post_hooks", OrderedDict())  # none where nobody called __init__
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
@@ -147,40 +146,45 @@ class Feedback:
         finally:
             optimizer._optimizer_step_post_hooks = hooks
         for (_, rate), decayed in zip(groups, before, strict=True):
-            self._correct(optimizer, decayed, rate)
+            _correct(optimizer, decayed, rate, factors)
         for hook in list(hooks.values()):  # one that clamps weights has the last word, and what it does is not in d
             hook(optimizer, (optimizer,), {})
 
-    @torch.no_grad()
-    def _before(
-        self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: float
-    ) -> dict[torch.Tensor, torch.Tensor]:
-        """The weights that are to be corrected, decayed as the step will do it: in their own type, like torch."""
-        found = {p: p.detach().clone() for p in group["params"] if p.grad is not None and self.factor(p)}
-        decay = float(group.get("weight_decay") or 0.0) if _decouples_decay(optimizer, group) else 0.0
-        if decay and found:
-            torch._foreach_mul_(list(found.values()), 1.0 - rate * decay)
-        return found
 
-    @torch.no_grad()
-    def _correct(
-        self, optimizer: torch.optim.Optimizer, decayed: Mapping[torch.Tensor, torch.Tensor], rate: float
-    ) -> None:
-        if not decayed:
-            return
-        torch._foreach_sub_(list(decayed.values()), list(decayed))
-        torch._foreach_div_(list(decayed.values()), rate)
-        changed: dict[float, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}  # by lambda
-        for parameter, update in decayed.items():
-            last = optimizer.state[parameter].get(LAST_UPDATE)
-            optimizer.state[parameter][LAST_UPDATE] = update
-            if last is not None:
-                changed.setdefault(self.factor(parameter), []).append((parameter, update, last))
-        for factor, found in changed.items():
-            parameters, updates, last_ones = zip(*found, strict=True)
-            torch._foreach_neg_(last_ones)
-            torch._foreach_add_(last_ones, updates)
-            torch._foreach_sub_(parameters, last_ones, alpha=factor * rate)
+@torch.no_grad()
+def _decayed(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: float, factors: Mapping[int, float]
+) -> dict[torch.Tensor, torch.Tensor]:
+    """The weights that are to be corrected, decayed as the step will do it: in their own type, like torch."""
+    found = {p: p.detach().clone() for p in group["params"] if p.grad is not None and factors.get(id(p))}
+    decay = float(group.get("weight_decay") or 0.0) if _decouples_decay(optimizer, group) else 0.0
+    if decay and found:
+        torch._foreach_mul_(list(found.values()), 1.0 - rate * decay)
+    return found
+
+
+@torch.no_grad()
+def _correct(
+    optimizer: torch.optim.Optimizer,
+    decayed: Mapping[torch.Tensor, torch.Tensor],
+    rate: float,
+    factors: Mapping[int, float],
+) -> None:
+    if not decayed:
+        return
+    torch._foreach_sub_(list(decayed.values()), list(decayed))
+    torch._foreach_div_(list(decayed.values()), rate)
+    changed: dict[float, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}  # by lambda
+    for parameter, update in decayed.items():
+        last = optimizer.state[parameter].get(LAST_UPDATE)
+        optimizer.state[parameter][LAST_UPDATE] = update
+        if last is not None:
+            changed.setdefault(factors[id(parameter)], []).append((parameter, update, last))
+    for factor, found in changed.items():
+        parameters, updates, last_ones = zip(*found, strict=True)
+        torch._foreach_neg_(last_ones)
+        torch._foreach_add_(last_ones, updates)
+        torch._foreach_sub_(parameters, last_ones, alpha=factor * rate)
 
 
 def _decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

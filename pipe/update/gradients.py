@@ -92,7 +92,6 @@ def clip_factor(*, norm: float, max_norm: float) -> float:
 
 
 def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max_norm: float) -> None:
-    """Scale by the clip factor."""
     scale_gradients(gradients, clip_factor(norm=norm, max_norm=max_norm))
 
 
@@ -114,7 +113,6 @@ class Flat:
         self.buckets = tuple(buckets_of(self.like))
 
     def specs(self) -> list[TensorSpec]:
-        """Layouts of the buckets."""
         numels = [sum(self.like[i].numel() for i in bucket) for bucket in self.buckets]
         types = [self.like[bucket[0]].dtype for bucket in self.buckets]
         return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
@@ -154,7 +152,6 @@ class FlatGradients:
         return self._numbers([float(gradient is not None) for gradient in gradients])
 
     def specs(self) -> list[TensorSpec]:
-        """Layouts of the tensors of a message."""
         return [TensorSpec((2 * len(self.parameters) + 1,), (1,), torch.float64, False), *self._flat.specs()]
 
     def pack(self, gradients: Grads, note: Sequence[float]) -> tuple[torch.Tensor, ...]:
@@ -180,7 +177,6 @@ class FlatGradients:
 
 
 def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """One flat copy of tensors of a type."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
 
 

@@ -8,132 +8,46 @@
     step               every stage's optimizer                    U of each stage
     drain              nothing is under way                       what is left of the program
 
-`Update` is what `Training` does around the engine, once a process; `RankUpdate` is what a rank's worker meets
-within a program. Which of the two it is, is chosen once, when the pipeline is assembled.
+`Update` is what `Training` does around the engine, once a process; which of the two it is, is chosen once, when the
+pipeline is built. `RankUpdate` is what a rank's worker meets within a program; of a flush and of evaluation, losses are
+all there is:
+
+    last forward of a group that runs here -> summary -> LOSS to every rank -> the same total on every rank
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.amp import GradScaler
 
-from ...comm import Collectives
-from ...partition.profiler.optimizers import OptimizerFactory
-from ...schedules import Schedule, Timeline
+from ...comm import TensorSpec
+from ...partition.graph.forms import Tensors
+from ...schedules import Collective, Message, Schedule, Timeline
 from ...schedules.messages import Transfer
-from ...schedules.program import RankProgram
+from ...schedules.program import GroupStep, RankProgram
 from ...schedules.timing.records import RankRecord
-from ..batch.batches import Batch
-from ..batch.results import UpdateResult
-from ..measure.recorder import Recorder
-from ..parallel.sharding import Sharding
-from ..stages.build import CutModel
-from ..stages.ownership import Ownership
+from ..batch.batches import (
+    LOWER_OR_CLIP,
+    NO_UPDATE,
+    SUMMARY_SIZE,
+    Batch,
+    GroupLoss,
+    combine_summaries,
+    read_loss_summary,
+    summarize_losses,
+)
+from ..batch.checksum import UNKNOWN, Identity
+from ..batch.results import Known
+from ..stages.stage import LossValue
 from ..stages.weights import WeightVersions
-from .delay_correction import ErrorFeedback
 from .loss_scale import LossScale
-from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
-from .rank_update import RankUpdate
+from .optimizers import StageOptimizers, warn_of_unheld
 from .shards import Shards
 
 Programs = Mapping[int, RankProgram]  # by local rank
 TakeBack = Callable[[Mapping[int, Sequence[tuple[Transfer, bool]]]], None]  # see `Engine.take_back`
-Together = Callable[[], AbstractContextManager[None]]  # see `Guard.together`
-
-
-class Known(NamedTuple):
-    """Result of a batch, once a rank knows it; the norm is the global one before clipping.
-
-    skipped: whether its update was left out, since gradients overflowed in float16.
-    later: of an update that other ranks may still speak against: waits for what became of it, within a guard.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    skipped: bool = False
-    later: Callable[[Together], UpdateResult] | None = None
-
-    def outcome(self, together: Together) -> UpdateResult:
-        """What became of the update."""
-        return UpdateResult(self.grad_norm, self.skipped) if self.later is None else self.later(together)
-
-
-class SetAside(NamedTuple):
-    """Results known but not returned, oldest first, and the newest that was returned."""
-
-    waiting: Sequence[Known]
-    newest: Known | None
-
-
-class StageState(NamedTuple):
-    """Optimizers and weight versions of a stage on one local rank."""
-
-    stage: int
-    optimizers: StageOptimizers
-    versions: WeightVersions | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateParts:
-    """Parts that either update is made of.
-
-    Arguments:
-        recorders: by local rank.
-        optimizer: None: gradients are left to the user.
-        correction: of gradients that are late; None: there is none.
-        sharding: what the ranks that hold a stage divide among themselves.
-    """
-
-    model: CutModel
-    ownership: Ownership
-    collectives: Collectives
-    recorders: Mapping[int, Recorder]
-    optimizer: OptimizerFactory | None
-    scheduler: SchedulerFactory | None
-    correction: ErrorFeedback | None
-    max_grad_norm: float | None
-    sharding: Sharding
-    grad_scaler: GradScaler | None
-    device: torch.device
-
-    def make_optimizers(
-        self,
-        stage: int,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        *,
-        may_hold_others: bool,
-        delays: Sequence[float],
-    ) -> StageOptimizers:
-        """The optimizers of a stage's parameters; see StageOptimizers.
-
-        Arguments:
-            delays: [S] of each stage's gradients [updates].
-        """
-        assert self.optimizer is not None
-        feedback = None
-        if self.correction is not None:
-            feedback = self.correction.factors({name: self.ownership.stages[name] for name, _ in parameters}, delays)
-        made = StageOptimizers(
-            stage,
-            parameters,
-            self.optimizer,
-            self.scheduler,
-            where=f"stage {stage} ({self.model.names[stage]})",
-            model={id(parameter) for parameter in self.model.root.parameters()},
-            may_hold_others=may_hold_others,
-            feedback=feedback,
-            fresh=0.0 if self.correction is None else self.correction.fresh,
-        )
-        made.refuse_to_divide([name for name, _ in parameters if self.ownership.group.is_divided(name)])
-        return made
 
 
 class UpdateGate:
@@ -153,14 +67,139 @@ class UpdateGate:
             wait()
 
 
+class RankUpdate:
+    """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage.
+
+    Attributes:
+        batches: under way, by number: microbatches number * M, number * M + 1, ...
+        loss_scale: None: losses are not scaled, and must be finite.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        loss_scale: LossScale | None = None,
+        shards: Shards | None = None,
+    ) -> None:
+        self.loss_scale = loss_scale
+        self.shards = Shards() if shards is None else shards
+        self.batches: dict[int, Batch] = {}
+        self._rank = rank
+        self._batch_indices = schedule.batch_indices
+        self._group_size = schedule.group_size
+        self._own: dict[int, dict[int, LossValue]] = {}
+        self._summaries: dict[int, dict[int, torch.Tensor]] = {}
+        last, size = schedule.num_stages - 1, schedule.group_size
+        self._last_owners = schedule.owners[last]
+        self._num_own = [  # microbatches of each group of a batch whose last forward runs here
+            sum(schedule.owner(last, k) == rank for k in range(begin, begin + size))
+            for begin in range(0, schedule.batch_indices, size)
+        ]
+
+    def enter(self, batch: Batch) -> None:
+        """The one batch, whose program counts from microbatch 0."""
+        self.drop()
+        self.batches[0] = batch
+
+    def version(self, stage: int, index: int) -> int:
+        return 0
+
+    def scale_of(self, group: int) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def begin(self, collective: Collective) -> None:
+        """The program has come to what ranks of several processes do together: it goes on beside compute."""
+        self.shards.begin(collective)
+
+    def settle(self) -> None:
+        """Block until what was begun is through: the program is."""
+        if self.shards.apart:
+            self.shards.settle()
+
+    def finish(self, step: GroupStep) -> None:
+        raise AssertionError(f"{step} in a program without updates")
+
+    def step(self, stage: int, index: int) -> None:
+        raise AssertionError(f"an update of stage {stage} in a program without updates")
+
+    def note_loss(self, index: int, loss: LossValue) -> None:
+        """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
+        number, k = divmod(index, self._batch_indices)
+        group, within = index // self._group_size, k // self._group_size
+        losses = self._own.setdefault(group, {})
+        losses[k] = loss
+        if len(losses) == self._num_own[within]:
+            summary = summarize_losses(losses, self.batches[number], group=within)
+            self._summaries.setdefault(group, {})[self._rank] = summary
+
+    def loss_gradient(self, index: int) -> torch.Tensor:
+        """Gradient of the group's loss with respect to that of microbatch `index`."""
+        number, k = divmod(index, self._batch_indices)
+        batch = self.batches[number]
+        value, count = self._own[index // self._group_size][k]
+        # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
+        weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
+        return torch.full_like(value, weight * self.scale_of(index // self._group_size))
+
+    def specs(self, message: Message) -> list[TensorSpec]:
+        return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
+
+    def put(self, message: Message, tensors: Tensors) -> None:
+        """Such a message arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
+        batch = self.batches[message.index * self._group_size // self._batch_indices]
+        self._compare_batches(batch, message.src, tensors[0])
+        self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
+
+    def take(self, message: Message) -> Tensors:
+        return (self._summaries[message.index][self._rank],)
+
+    def total(self, group: int) -> tuple[GroupLoss, float]:
+        """The loss of a group, and what its gradients must be multiplied with.
+
+        Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
+        cannot be divided by.
+        """
+        number, within = divmod(group * self._group_size, self._batch_indices)
+        batch = self.batches[number]
+        summaries = self._summaries[group]
+        combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
+        outcome, advice = self._after_bad_loss(group)
+        loss = read_loss_summary(
+            combined, step=batch.step, must_be_finite=self.loss_scale is None, outcome=outcome, advice=advice
+        )
+        return loss, loss.scale(batch.group_items(within // self._group_size))
+
+    def _after_bad_loss(self, group: int) -> tuple[str, str]:
+        """Updates that were made where the loss of this group is not finite, and what to do then, for people."""
+        return NO_UPDATE, LOWER_OR_CLIP
+
+    def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
+        """Compare the call of a rank of the last stage with this rank's; data replicas have batches of their own."""
+        own, (replica, num_replicas) = batch.identity, batch.replica
+        if own.number == UNKNOWN:  # of one process, which need not wait for its device
+            return
+        its = Identity(*summary[-len(own) :].tolist())
+        if self._last_owners.index(rank) % num_replicas != replica:
+            its = Identity(*its[:2])
+        own.refuse_other(its, step=batch.step, name=f"rank {self._rank}", its_name=f"rank {rank}")
+
+    def forget(self, group: int) -> None:
+        self._own.pop(group, None)
+        self._summaries.pop(group, None)
+
+    def drop(self) -> None:
+        self.batches.clear()
+        self._own.clear()
+        self._summaries.clear()
+
+
 class Update(ABC):
     """The updates of one process, between two batches at rest unless said otherwise.
 
     Arguments:
-        schedule: as it runs.
         ranks: by local rank.
         stages: of all local ranks, in order; none without an optimizer.
-        loss_scale: None without a GradScaler.
         shards: what its rank has of the parameters that it divides with others.
 
     Attributes:
@@ -174,18 +213,18 @@ class Update(ABC):
         self,
         schedule: Schedule,
         ranks: Mapping[int, RankUpdate],
-        stages: Sequence[StageState],
+        stages: Sequence[StageOptimizers],
+        shards: Shards,
         loss_scale: LossScale | None = None,
-        shards: Shards | None = None,
     ) -> None:
         self.gate = UpdateGate()
         self.loss_scale = loss_scale
-        self.shards = Shards() if shards is None else shards
+        self.shards = shards
         self.schedule = schedule
         self.ranks = ranks
         self.stages = stages
         self._lost: str | None = None
-        warn_of_unheld(one.optimizers for one in stages)
+        warn_of_unheld(stages)
 
     @property
     def is_lost(self) -> bool:
@@ -209,7 +248,7 @@ class Update(ABC):
 
     def learning_rates(self) -> list[float]:
         """By parameter group of each local stage, as they stand."""
-        groups = [group for one in self.stages for made in one.optimizers.optimizers for group in made.param_groups]
+        groups = [group for one in self.stages for made in one.optimizers for group in made.param_groups]
         return [float(group["lr"]) for group in groups if "lr" in group]
 
     # One batch, in this order
@@ -231,7 +270,7 @@ class Update(ABC):
         return
 
     def passes(self, batch: Batch, programs: Programs, take_back: TakeBack) -> Iterator[tuple[Programs, bool]]:
-        """What `begin` answered, as it is run: programs one after the other, each with whether it goes on."""
+        """The programs that `begin` answered, as they are run: one after the other, each with whether it goes on."""
         yield programs, False
 
     @property
@@ -284,13 +323,9 @@ class Update(ABC):
         """The results that `rest` would return; they stay."""
         return ()
 
-    def set_aside(self) -> SetAside:
-        """Results that `rest` and `step` would return, for `put_back`; none are left."""
-        return SetAside([], None)
-
-    def put_back(self, aside: SetAside) -> None:
-        """Results are known again that were set aside."""
-        return
+    def set_aside(self) -> Callable[[], None]:
+        """Take away the results that `rest` and `step` would return; the answer puts them back."""
+        return lambda: None
 
     # State and measurement
 

@@ -52,7 +52,6 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The factor of losses."""
         return self._scale.value
 
     def update(self, *, overflowed: bool) -> None:
@@ -94,11 +93,9 @@ class LossScale:
         self._scale = self._published = _read(self._scaler)
 
     def content(self) -> ScaleState:
-        """For `load`."""
         return self._scale
 
     def load(self, content: Sequence[float]) -> None:
-        """Go on from `content`."""
         value, good = content
         self._scale = ScaleState(value, int(good))
         self.publish()

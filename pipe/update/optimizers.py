@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
 from ..parallel.shard import Shard
 from ..parallel.split import ShardedParameter
+from ..stages.weights import WeightVersions
 from .delay_correction import Feedback
 from .options import BatchOptions, option_number
 
@@ -41,12 +42,11 @@ class StageOptimizers:
     """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
 
     Arguments:
-        parameters: that they are made of, with their names.
         scheduler: called once an optimizer.
         model: ids of all of the model's parameters.
-        may_hold_others: whether an optimizer may hold a tensor beside the model's.
-        feedback: lambda of each parameter by name, where late gradients are corrected; None: they are not.
-        fresh: lambda of these in updates whose gradients are not late.
+        versions: of the stage's weights, under an asynchronous schedule: then no optimizer may hold a tensor beside
+            the model's.
+        feedback: corrects late gradients.
 
     Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
 
@@ -55,8 +55,6 @@ class StageOptimizers:
             depend on shapes and names, and hold parts of them where `divide` says so.
         schedulers: of each optimizer; empty without `scheduler`.
         names: by id of a parameter, and of a part that stands in its place.
-        parts: by name.
-        options: of the optimizers, by batch.
     """
 
     def __init__(
@@ -68,19 +66,19 @@ class StageOptimizers:
         *,
         where: str,
         model: Collection[int],
-        may_hold_others: bool,
-        feedback: Mapping[str, float] | None = None,
-        fresh: float = 0.0,
+        versions: WeightVersions | None = None,
+        feedback: Feedback | None = None,
     ) -> None:
         self.stage = stage
+        self.versions = versions
         self.names = {id(parameter): name for name, parameter in parameters}
         self._parameters = [parameter for _, parameter in parameters]
-        self._feedback = None if feedback is None else Feedback(self.names, feedback, fresh=fresh)
+        self._feedback = feedback
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
         self.parts: Mapping[str, ShardedParameter] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
-        self._refuse_others(where, model, may_hold_others)
+        self._refuse_others(where, model)
         self._refuse_twice(where)
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
         self.options = BatchOptions(self.optimizers)
@@ -184,7 +182,6 @@ class StageOptimizers:
             self._take = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether one of them updates this very tensor."""
         return any(parameter is tensor for parameter in self._held())
 
     def unheld(self) -> list[str]:
@@ -193,7 +190,6 @@ class StageOptimizers:
         return [name for name in dict.fromkeys(self.names.values()) if name not in held]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The optimizers' state."""
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
@@ -226,7 +222,8 @@ class StageOptimizers:
                 self._take(name, own.grad)
         elif not skipped:
             for optimizer in self.optimizers:
-                with nullcontext() if self._feedback is None else self._feedback.around(optimizer, is_fresh=is_fresh):
+                feedback = self._feedback
+                with nullcontext() if feedback is None else feedback.around(optimizer, self.names, is_fresh=is_fresh):
                     optimizer.step()
             for scheduler in self.schedulers:
                 if not required_arguments(type(scheduler).step):
@@ -248,10 +245,10 @@ class StageOptimizers:
             yield from _parameters(optimizer)
         yield from (whole for _, _, whole in self._away)
 
-    def _refuse_others(self, where: str, model: Collection[int], may_hold_others: bool) -> None:
+    def _refuse_others(self, where: str, model: Collection[int]) -> None:
         for parameter in self._held():
             is_models = id(parameter) in model
-            if id(parameter) not in self.names and (is_models or not may_hold_others):
+            if id(parameter) not in self.names and (is_models or self.versions is not None):
                 holder = next(one for one in self.optimizers if any(parameter is p for p in _parameters(one)))
                 what = f", one of the model's, but not of {where}" if is_models else ""
                 raise ValueError(
@@ -303,7 +300,6 @@ def _known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
 
 
 def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
-    """Say once which parameters nobody trains."""
     names = sorted({name for one in stages for name in one.unheld()})
     if names:
         shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -54,7 +54,7 @@ class BatchOptions:
         self.forget()
 
     def forget(self) -> None:
-        """What is there now counts for all updates."""
+        """Begin anew: the options as they stand count for all updates."""
         self._waiting: list[tuple[int, list[Group]]] = []  # changes, and the batch that they begin with
         self._shown = self._used = options_of(self._optimizers)
 
@@ -90,7 +90,6 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def copied_option(value: Any) -> Any:
-    """A value of its own."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -101,21 +100,19 @@ class SameOptions:
     update used. Each rank tells it with the gradients of a later update group; nothing waits for it.
 
     Arguments:
-        names: of the shared parameters, by position.
         num_stages: of the rank: its updates of a group.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], *, num_stages: int) -> None:
+    def __init__(self, rank: int, *, num_stages: int) -> None:
         self._rank = rank
-        self._names = names
         self._num_stages = num_stages
         self._newest = -1
-        self._used: dict[int, dict[int, int]] = {}  # update group -> position -> option number
+        self._used: dict[int, dict[str, int]] = {}  # update group -> parameter -> option number
         self._stages_done: dict[int, int] = {}
-        self._told: list[tuple[int, int, dict[int, int]]] = []  # (peer, update group, position -> number)
+        self._told: list[tuple[int, int, dict[str, int]]] = []  # (peer, update group, parameter -> number)
 
-    def used(self, index: int, numbers: Mapping[int, int]) -> None:
-        """An update of a stage used these option numbers, by position.
+    def used(self, index: int, numbers: Mapping[str, int]) -> None:
+        """An update of a stage used these option numbers, by parameter.
 
         Raises ValueError that names a parameter for which another rank has used other ones.
         """
@@ -129,19 +126,17 @@ class SameOptions:
             del self._used[old]
         self._compare()
 
-    def note(self, positions: Sequence[int]) -> list[float]:
-        """Numbers to tell a rank with which these positions are shared: [n + 1]."""
+    def note(self, names: Sequence[str]) -> list[float]:
+        """Numbers to tell a rank with which these parameters are shared: [n + 1]."""
         known = self._used.get(self._newest, {})
-        return [float(self._newest), *(float(known.get(position, 0)) for position in positions)]
+        return [float(self._newest), *(float(known.get(name, 0)) for name in names)]
 
-    def told(self, peer: int, positions: Sequence[int], note: Sequence[float]) -> None:
-        """A note of a peer."""
+    def told(self, peer: int, names: Sequence[str], note: Sequence[float]) -> None:
         index, *numbers = map(int, note)
         if index >= 0:
-            self._told.append((peer, index, dict(zip(positions, numbers, strict=True))))
+            self._told.append((peer, index, dict(zip(names, numbers, strict=True))))
 
     def drop(self) -> None:
-        """Forget all."""
         self._newest = -1
         self._used.clear()
         self._stages_done.clear()
@@ -150,7 +145,7 @@ class SameOptions:
     def _compare(self) -> None:
         for peer, index, numbers in self._told:
             own = self._used.get(index, {}) if index <= self._newest else {}
-            differing = [self._names[at] for at, number in numbers.items() if own.get(at, number) != number]
+            differing = [name for name, number in numbers.items() if own.get(name, number) != number]
             if differing:
                 raise ValueError(differing_options(differing, sorted((self._rank, peer))))
         self._told = [one for one in self._told if one[1] > self._newest]

@@ -1,6 +1,4 @@
-"""What this process's rank has of the parameters that it divides with others.
-
-stage's parameters -> a split a rank proposes -> kept where every holder of a parameter divides it -> parts
+"""Parameters that the ranks of a stage divide among themselves, and this process's parts of them.
 
 gradients   [all of them] --exchange--> sum of this part                     (a reduce-scatter)
 optimizer   steps the part
@@ -20,17 +18,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from ...comm import Collectives
 from ...partition.profiler.clock import Stamp
-from ...schedules import Collective, Op, Schedule
-from ..measure.recorder import Recorder
-from ..parallel.sharding import Sharding
-from ..parallel.split import ParameterSplit, ShardedParameter, split_parameters
-from ..stages.ownership import BETWEEN_BATCHES, Ownership
+from ...schedules import Collective, Op
+from ..measure.recorder import RankRecorder
+from ..parallel.split import ShardedParameter
+from ..stages.ownership import Ownership
 from .gradients import buckets_of, flatten, unflatten
-from .optimizers import StageOptimizers
 
 Wait = Callable[[], None]
 
@@ -180,8 +175,6 @@ def _by_bucket(
 
 
 def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
-    """Wait for all of them."""
-
     def wait() -> None:
         while waits:
             waits.pop(0)()  # with what it holds
@@ -193,9 +186,6 @@ class Shards:
     """Parameters that a rank has parts of; none by default.
 
     Arguments:
-        stages: the parts of each stage that has any, in order.
-        parts: all of them, by name.
-        recorder: of the rank.
         apart: whether weights are let go between two batches.
 
     Attributes:
@@ -206,7 +196,7 @@ class Shards:
         self,
         stages: Sequence[StageShards] = (),
         parts: Mapping[str, ShardedParameter] | None = None,
-        recorder: Recorder | None = None,
+        recorder: RankRecorder | None = None,
         *,
         apart: bool = False,
     ) -> None:
@@ -225,7 +215,6 @@ class Shards:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parts, and gradients of them."""
         parts = [part.parameter for part in self.parts.values()]
         return [*parts, *(part.grad for part in parts if part.grad is not None)]
 
@@ -309,79 +298,3 @@ class Shards:
         self.awaited.clear()
         for stage in self.stages.values():
             stage.let_go(all_of_them=True)
-
-
-def shard_stages(
-    rank: int,
-    optimizers: Sequence[StageOptimizers],
-    *,
-    schedule: Schedule,
-    sharding: Sharding,
-    ownership: Ownership,
-    collectives: Collectives,
-    recorder: Recorder,
-) -> Shards:
-    """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes.
-
-    Raises ValueError for an optimizer that cannot be given parts.
-    """
-    if not sharding.is_any:
-        return Shards()
-    proposed: dict[str, ParameterSplit] = {}
-    stage_of: dict[str, int] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    for one in optimizers:
-        count = sharding.shards[one.stage]
-        if count > 1:
-            own = dict(ownership.stage_parameters(one.stage, frozen=sharding.weights))
-            ranks = sorted(schedule.owners[one.stage])
-            proposed |= split_parameters(own, ranks=ranks, count=count, whole=one.whole_names())
-            parameters |= own
-            stage_of |= dict.fromkeys(own, one.stage)
-    parts = {
-        name: ShardedParameter(name, parameters[name], split, rank, apart=sharding.weights)
-        for name, split in _agreed(rank, proposed, ownership, collectives).items()
-    }
-    if sharding.weights:
-        ownership.refuse_plain_state([part.whole for part in parts.values()], BETWEEN_BATCHES)
-    stages: list[StageShards] = []
-    for one in optimizers:
-        own_parts = {name: part for name, part in parts.items() if stage_of[name] == one.stage}
-        if own_parts:
-            one.divide({name: part for name, part in own_parts.items() if part.whole.requires_grad})
-            several = [n for n in own_parts if len({*ownership.stages[n]} & {*schedule.placement[rank]}) > 1]
-            stages.append(StageShards(one.stage, rank, own_parts, collectives, several=several))
-            stages[-1].let_go(all_of_them=True)
-    return Shards(stages, parts, recorder, apart=sharding.weights)
-
-
-def _agreed(
-    rank: int, mine: Mapping[str, ParameterSplit], ownership: Ownership, collectives: Collectives
-) -> dict[str, ParameterSplit]:
-    """What this rank divides: a parameter that some holder has to keep whole (tied weights), all keep whole.
-
-    Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways.
-    """
-    proposed = collectives.by_rank(dict(mine), what="agreeing on the parts of optimizers")
-    found = {}
-    for name in dict.fromkeys(name for own in proposed.values() for name in own):
-        by_rank = {holder: proposed[holder].get(name) for holder in ownership.holders(name)}
-        if _is_agreed(name, by_rank) and name in mine:
-            shards = {holder: split.shards[holder] for holder, split in by_rank.items() if split is not None}
-            found[name] = ParameterSplit(ranks=mine[name].ranks, shards=shards)
-    return {name: found[name] for name in mine if name in found}
-
-
-def _is_agreed(name: str, found: Mapping[int, ParameterSplit | None]) -> bool:
-    """Whether every holder of a parameter divides it, with those that hold the same stage."""
-    for rank, split in found.items():
-        others = () if split is None else split.ranks
-        if split is None or any((each := found[other]) is None or each.ranks != others for other in others):
-            return False
-        differing = next((other for other in others if found[other] != split), None)
-        if differing is not None:
-            raise ValueError(
-                f"the optimizers of ranks {rank} and {differing} would divide parameter {name!r} in different ways: "
-                f"expected an optimizer= that returns the same on all replicas of a stage"
-            )
-    return True

@@ -22,10 +22,10 @@ from ...schedules import Collective, Op, Schedule
 from ..batch.batches import Batch
 from ..parallel.split import ShardedParameter
 from .gradients import FlatGradients, flatten, scale_gradients, unflatten
-from .interface import UpdateParts
+from .interface import RankUpdate
 from .loss_scale import LossScale
 from .options import differing_options
-from .rank_update import RankUpdate
+from .parts import UpdateParts
 from .shards import Shards, begin_sum
 
 
@@ -33,7 +33,6 @@ class SharedSum:
     """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch.
 
     Arguments:
-        ranks: that take part.
         parameters: whose gradients they are, with their names, in the same order on all of them.
         parts: where each rank needs a part of the sums alone: this rank's of these parameters; else none.
     """
@@ -105,7 +104,6 @@ class SharedSum:
         return {name for name, count in zip(self._flat.names, there, strict=True) if count}
 
     def drop(self) -> None:
-        """Forget what is under way (after an error)."""
         self._waits, self._totals = [], []
 
     def _put_back(self, bucket: Sequence[int], total: torch.Tensor, there: Sequence[float]) -> None:
@@ -142,7 +140,6 @@ class FlushRank(RankUpdate):
     batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
 
     Arguments:
-        sums: of this rank.
         option_numbers: of the optimizers of this process, see `SharedSum.begin`.
         replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
     """
@@ -163,7 +160,7 @@ class FlushRank(RankUpdate):
         self._sums = sums
         self._option_numbers = option_numbers
         self._replicas = replicas
-        self._collectives = parts.collectives
+        self._collectives = parts.run.collectives
         self._recorder = parts.recorders[rank]
         self._device = parts.device
         self._begun: dict[Collective, list[Stamp]] = {}  # when it began, and when it was through
@@ -205,7 +202,6 @@ class FlushRank(RankUpdate):
         super().settle()
 
     def finish_sums(self) -> set[str]:
-        """The sums become the gradients; returns the names of the parameters that have one."""
         present = {name for collective in self._begun for each in self._sums[collective] for name in each.finish()}
         self._begun.clear()
         return present

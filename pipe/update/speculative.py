@@ -19,92 +19,52 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...partition.graph.forms import copied
-from ...schedules import Schedule
-from ...schedules.lowering.warm_up import WarmUp, cut_behind_warm_up
 from ..batch.batches import Batch, NonFiniteLossError
-from ..batch.results import UpdateResult
+from ..batch.results import Known, Together, UpdateResult
 from ..parallel.sharding import Sharding
-from .flush import FlushExecution, FlushUpdate, batch_programs
+from .flush import FlushPrograms, FlushUpdate
 from .gradients import clip_factor, norm_of, norm_part, scale_gradients
-from .interface import Known, Programs, TakeBack, Together, UpdateParts
+from .interface import Programs, TakeBack
 from .loss_scale import unscale
 from .optimizers import StageOptimizers
 from .options import Group, copied_option, differences, options_of, set_options
+from .parts import UpdateParts
 
 _Gradients = Sequence[tuple[nn.Parameter, torch.Tensor | None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeExecution(FlushExecution):
-    """One batch at a time, by the same programs in two parts: updates are confirmed between them."""
-
-    warm_up: WarmUp
-
-    def ordered(self, schedule: Schedule) -> SpeculativeExecution:
-        """The same work in the order of another schedule."""
-        return replace(
-            self,
-            schedule=schedule,
-            programs=batch_programs(schedule, self.sharing),
-            warm_up=cut_behind_warm_up(schedule, sharing=self.sharing),
-        )
-
-    def make_update(self, parts: UpdateParts) -> SpeculativeUpdate:
-        """With an optimizer for each local stage."""
-        return SpeculativeUpdate(self, parts)
-
-
-def speculative(execution: FlushExecution, sharding: Sharding) -> SpeculativeExecution:
-    """The same with updates that are confirmed later.
-
-    Raises ValueError where ranks divide optimizer state or weights: what each has updated goes to the others at once.
-    """
+def refuse_sharding(sharding: Sharding) -> None:
+    """ValueError where ranks divide optimizer state or weights: what each has updated goes to the others at once."""
     if sharding.is_any:
         raise ValueError(
             "post_validation=True beside data_parallel='zero1' or 'fsdp': the ranks of a stage tell each other their "
             "parts of the new weights right behind the update, which could not be taken back. Expected "
             "data_parallel='replicate', or post_validation=False"
         )
-    return SpeculativeExecution(
-        schedule=execution.schedule,
-        programs=execution.programs,
-        data_groups=execution.data_groups,
-        sharing=execution.sharing,
-        warm_up=cut_behind_warm_up(execution.schedule, sharing=execution.sharing),
-    )
 
 
-class _Buffer(NamedTuple):
-    module: nn.Module
-    name: str
-    buffer: torch.Tensor
-    before: torch.Tensor
-
-
-class _Buffers:
-    """Buffers of a model's modules as they were before a warm-up, since forwards may change them."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._places = [
-            _Buffer(module, name, buffer, buffer.detach().clone())
-            for module in root.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
+def _buffers_of(root: nn.Module) -> Callable[[], None]:
+    """Copies of the buffers of a model's modules, since forwards may change them; the answer puts them back."""
+    places = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """They are as they were, and the same objects."""
-        for module, name, buffer, before in self._places:
+    def put_back() -> None:
+        for module, name, buffer, before in places:
             buffer.copy_(before)
-            module._buffers[name] = buffer
+            module._buffers[name] = buffer  # the same objects
+
+    return put_back
 
 
 @dataclass(slots=True)
@@ -133,7 +93,6 @@ class _Pending:
         return self.result
 
     def factor(self) -> float:
-        """Factor that clipping multiplies gradients with."""
         norm = self.outcome().grad_norm
         return 1.0 if norm is None or self.max_norm is None else clip_factor(norm=norm, max_norm=self.max_norm)
 
@@ -141,9 +100,8 @@ class _Pending:
 class SpeculativeUpdate(FlushUpdate):
     """The updates of one process under a flush schedule, ahead of the norm of all gradients."""
 
-    def __init__(self, execution: SpeculativeExecution, parts: UpdateParts) -> None:
-        super().__init__(execution, parts)
-        self._parts = parts
+    def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
+        super().__init__(programs, parts)
         self._pending: _Pending | None = None
         self._waits = False  # for the norm of the next batch before its step
         self._writes_gradients: bool | None = None  # whether a step does; None before the first
@@ -169,12 +127,11 @@ class SpeculativeUpdate(FlushUpdate):
         if self._pending is None:
             yield programs, False
             return
-        assert isinstance(self._execution, SpeculativeExecution)
-        begun = self._execution.warm_up
+        begun = self._programs.warm_up
         first = {rank: begun.first[rank] for rank in programs}
         under_way = {rank: begun.under_way[rank] for rank in programs}
         parts = [part._replace(target=copied(part.target)) for part in batch.parts]  # a loss may change them in place
-        buffers = _Buffers(self._parts.model.root)
+        put_buffers_back = _buffers_of(self._parts.model.root)
         yield first, True
         try:
             is_right = self._confirm()
@@ -183,9 +140,9 @@ class SpeculativeUpdate(FlushUpdate):
             take_back(under_way)
             raise
         if not is_right:
-            buffers.put_back()
+            put_buffers_back()
             take_back(under_way)
-            for recorder in self._recorders.values():
+            for recorder in self._parts.recorders.values():
                 recorder.begin_again()
             batch.parts[:] = parts
             yield first, True
@@ -196,12 +153,12 @@ class SpeculativeUpdate(FlushUpdate):
         assert self._known is not None
         known = self._known
         pending = self._pending = self._begin(known)
-        for parameter in self._gradients.parameters:
+        for parameter in self._parameters:
             parameter.grad = None
         if self._waits:
             self._resolve()
             return self._confirmed[-1]
-        pending.kept = _BeforeUpdate([one.optimizers for one in self.stages])
+        pending.kept = _BeforeUpdate(self.stages)
         if self._writes_gradients is not False:
             given = pending.gradients
             pending.gradients = [(p, None if g is None else g.clone()) for p, g in given]
@@ -234,7 +191,7 @@ class SpeculativeUpdate(FlushUpdate):
         self._confirmed.clear()
 
     def _confirm(self) -> bool:
-        recorder = next(iter(self._recorders.values()))
+        recorder = next(iter(self._parts.recorders.values()))
         start = recorder.clock.stamp()
         is_right = self._resolve()
         recorder.norm(start, recorder.clock.stamp())
@@ -259,11 +216,11 @@ class SpeculativeUpdate(FlushUpdate):
             self.loss_scale.update(overflowed=outcome.skipped)
             self.loss_scale.publish()
         if not is_right:
-            held = [parameter.grad for parameter in self._gradients.parameters]
+            held = [parameter.grad for parameter in self._parameters]
             self._apply(pending.gradients, pending.known, factor, skipped=outcome.skipped)
             if pending.kept is not None:
                 pending.kept.change_again()
-            for parameter, gradient in zip(self._gradients.parameters, held, strict=True):
+            for parameter, gradient in zip(self._parameters, held, strict=True):
                 parameter.grad = gradient
         self._confirmed.append(pending.known._replace(grad_norm=outcome.grad_norm, skipped=outcome.skipped))
         return is_right
@@ -271,7 +228,7 @@ class SpeculativeUpdate(FlushUpdate):
     def _refuse_changed_weights(self, pending: _Pending) -> None:
         changed = None if pending.kept is None else pending.kept.changed_outside()
         if changed is not None:
-            name = self._gradients.name_of(changed) or "of an optimizer"
+            name = next((name for name, each in self._named.items() if each is changed), "of an optimizer")
             raise ValueError(
                 f"parameter {name!r} was changed in place behind an update that is not confirmed, and may be taken "
                 f"back with the change: expected pipe.flush() before the change, or post_validation=False"
@@ -280,24 +237,24 @@ class SpeculativeUpdate(FlushUpdate):
     def _begin(self, known: Known) -> _Pending:
         overflowed = torch.zeros((), dtype=torch.float64, device=self._parts.device)
         if self.loss_scale is not None:
-            overflowed += unscale(_grads(self._gradients.parameters), self.loss_scale.value, device=self._parts.device)
+            overflowed += unscale(_grads(self._parameters), self.loss_scale.value, device=self._parts.device)
         part = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
-        if self._parts.max_grad_norm is not None:
-            part = norm_part(_grads(self._gradients.counted), device=self._parts.device)
+        if self._max_grad_norm is not None:
+            part = norm_part(_grads(self._counted), device=self._parts.device)
         sums = torch.cat([part, overflowed[None]])
         return _Pending(
             known=known,
             sums=sums,
-            wait=self._parts.collectives.begin_all_reduce(sums, what="summing the gradient norm"),
-            gradients=[(parameter, parameter.grad) for parameter in self._gradients.parameters],
-            max_norm=self._parts.max_grad_norm,
+            wait=self._parts.run.collectives.begin_all_reduce(sums, what="summing the gradient norm"),
+            gradients=[(parameter, parameter.grad) for parameter in self._parameters],
+            max_norm=self._max_grad_norm,
         )
 
     def _apply(self, gradients: _Gradients, known: Known, factor: float, *, skipped: bool) -> None:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         if not skipped:
-            scale_gradients(_grads(self._gradients.parameters), factor)
+            scale_gradients(_grads(self._parameters), factor)
         self.gate.enter()
         self._step_optimizers(known.loss, skipped)
 
@@ -327,7 +284,6 @@ class _BeforeUpdate:
         self._changed: list[Group] = []
 
     def updated(self) -> None:
-        """The update was made."""
         for optimizer, before in zip(self._optimizers, self._others, strict=True):
             name = next((name for name, value in _numbers(optimizer).items() if before.get(name) != value), None)
             if name is not None:
@@ -346,7 +302,6 @@ class _BeforeUpdate:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """All of it is as it was."""
         self._changed = differences(self._after, options_of(self._optimizers))
         for parameter, value in self._values:
             parameter.copy_(value)
@@ -380,7 +335,6 @@ def _grads(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
 
 
 def _are_same(some: _Gradients, others: _Gradients) -> bool:
-    """Whether they hold the same numbers."""
     return all(
         one is None or (other is not None and (one.is_sparse or torch.equal(one, other)))
         for (_, one), (_, other) in zip(some, others, strict=True)

@@ -10,51 +10,42 @@ versions, what travels, and who adds up what.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from ...comm import Collectives
 from ...schedules import Schedule, Timeline, check
 from ...schedules.lowering.course import Course, make_course
 from ...schedules.messages import Sharing
-from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_stream
 from ...schedules.transform import defer_updates
 from ..batch.batches import Batch
+from ..batch.results import Known
+from ..context import Run
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
 from .gradients import refuse_sparse_modules
-from .interface import Known, Programs, SetAside, StageState, Update, UpdateParts
-from .shards import Shards, shard_stages
-from .stream_rank import ParameterPlace, SharedGradient, StreamRank
+from .interface import Programs, Update
+from .parts import UpdateParts
+from .stream_rank import StreamRank
 
 _SCHEDULED = {"lr", "betas", "momentum"}  # what torch's schedules change
 
 
 class StreamUpdate(Update):
-    """The stream of one process.
+    """The stream of one process."""
 
-    Arguments:
-        course: the schedule, call by call.
-        ranks: of this process.
-    """
-
-    def __init__(self, course: Course, ranks: Mapping[int, StreamRank], collectives: Collectives) -> None:
-        stages = [
-            StageState(stage, one.optimizers[stage], one.weights[stage])
-            for one in ranks.values()
-            for stage in sorted(one.weights)
-        ]
+    def __init__(self, course: Course, parts: UpdateParts) -> None:
+        ranks = _make_ranks(course, parts)
+        stages = [one.stages[stage] for one in ranks.values() for stage in sorted(one.stages)]
         shards = next(iter(ranks.values())).shards  # nothing is divided where a process has several ranks
-        super().__init__(course.schedule, ranks, stages, shards=shards)
+        super().__init__(course.schedule, ranks, stages, shards)
         self._ranks = ranks
         for rank in ranks.values():
             rank.gate = self.gate
         self._course = course
-        self._collectives = collectives
+        self._collectives = parts.run.collectives
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
         self._last = -1
         self._newest: Known | None = None
@@ -136,14 +127,15 @@ class StreamUpdate(Update):
         *_, speaker = self._ranks.values()
         return tuple(speaker.known)
 
-    def set_aside(self) -> SetAside:
-        newest = self._newest
-        return SetAside(self.rest(), newest)
+    def set_aside(self) -> Callable[[], None]:
+        newest, waiting = self._newest, self.rest()
 
-    def put_back(self, aside: SetAside) -> None:
-        *_, speaker = self._ranks.values()
-        speaker.known.extendleft(reversed(aside.waiting))
-        self._newest = aside.newest
+        def put_back() -> None:
+            *_, speaker = self._ranks.values()
+            speaker.known.extendleft(reversed(waiting))
+            self._newest = newest
+
+        return put_back
 
     def refuse_reading(self, what: str) -> None:
         """ValueError where parts of weights are still on their way from the ranks that updated them."""
@@ -170,7 +162,7 @@ class StreamUpdate(Update):
             rank.drop()
             rank.known.clear()
         for one in self.stages:
-            one.optimizers.options.forget()
+            one.options.forget()
         self._first, self._newest = None, None
         super().restart()
 
@@ -206,88 +198,27 @@ class StreamUpdate(Update):
                 weights.adopt(changed)
 
     def _read_options(self, batch: int, *, is_next: bool = False) -> None:
-        """What the user changed counts from this batch on; ValueError where a schedule changes it in flight, too."""
+        """Changes by the user count from this batch on; ValueError where a schedule changes the same in flight."""
         for one in self.stages:
-            names = one.optimizers.options.read(batch) & _SCHEDULED
-            if is_next and names and one.optimizers.schedulers:
+            names = one.options.read(batch) & _SCHEDULED
+            if is_next and names and one.schedulers:
                 self.refuse_changes(f"{min(names)!r} of an optimizer that has an lr_scheduler= was changed")
 
     def _weights(self) -> list[WeightVersions]:
         return [weights for rank in self._ranks.values() for weights in rank.weights.values()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamExecution:
-    """Batch after batch, call by call."""
-
-    course: Course
-
-    @property
-    def programs(self) -> Sequence[RankProgram]:
-        """One call and the drain, of all ranks."""
-        return tuple(self.course.programs)
-
-    def make_update(self, parts: UpdateParts) -> StreamUpdate:
-        """With weight versions and optimizers of each local rank."""
-        schedule = self.course.schedule
-        refuse_sparse_modules(parts.model.root, {name for name, _ in parts.ownership.tied()})
-        peaks = check(schedule).peak_versions
-        taken: set[str] = set()  # parameters that another rank of this process has already
-        ranks: dict[int, StreamRank] = {}
-        delays = [self.course.stream.delay(stage) for stage in range(schedule.num_stages)]
-        for rank in parts.recorders:
-            count = schedule.rule.versions_kept(peaks[rank])
-            weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
-            taken.update(name for one in weights.values() for name in one.names)
-            optimizers = {
-                stage: parts.make_optimizers(
-                    stage, list(zip(one.names, one.own, strict=True)), may_hold_others=False, delays=delays
-                )
-                for stage, one in weights.items()
-            }
-            shards = shard_stages(
-                rank,
-                list(optimizers.values()),
-                schedule=schedule,
-                sharding=parts.sharding,
-                ownership=parts.ownership,
-                collectives=parts.collectives,
-                recorder=parts.recorders[rank],
-            )
-            for one in weights.values():
-                one.divide(shards.parts)
-            shared, counted = _shared_and_counted(rank, parts.ownership, weights, shards)
-            ranks[rank] = StreamRank(
-                rank,
-                course=self.course,
-                weights=weights,
-                optimizers=optimizers,
-                shards=shards,
-                shared=shared,
-                counted=counted,
-                parts=parts,
-            )
-        return StreamUpdate(self.course, ranks, parts.collectives)
-
-
-def make_stream_execution(
-    schedule: Schedule,
-    ownership: Ownership,
-    collectives: Collectives,
-    *,
-    sharding: Sharding,
-    max_grad_norm: float | None,
-    flush_first: int,
-) -> StreamExecution:
+def stream_course(run: Run, schedule: Schedule, ownership: Ownership) -> Course:
     """Calls of an asynchronous schedule, behind so many batches with a flush. Collective over the processes.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
     """
-    sharing = _sharing_of(schedule, ownership, sharding, max_grad_norm=max_grad_norm)
+    settings = run.settings
+    sharing = _sharing_of(schedule, ownership, run.layout.sharding, max_grad_norm=settings.max_grad_norm)
     for ranks in sharing.parts:
-        collectives.subgroup(ranks)  # for what is done with an empty pipeline
+        run.collectives.subgroup(ranks)  # for what is done with an empty pipeline
     late = _with_late_updates(schedule, sharing)
-    return StreamExecution(course=make_course(schedule, sharing=sharing, flush_first=flush_first, late=late))
+    return make_course(schedule, sharing=sharing, flush_first=settings.flush_first, late=late)
 
 
 def _sharing_of(
@@ -323,10 +254,31 @@ def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
     return late
 
 
+def _make_ranks(course: Course, parts: UpdateParts) -> dict[int, StreamRank]:
+    schedule = course.schedule
+    refuse_sparse_modules(parts.model.root, {name for name, _ in parts.ownership.tied()})
+    peaks = check(schedule).peak_versions
+    taken: set[str] = set()  # parameters that another rank of this process has already
+    ranks: dict[int, StreamRank] = {}
+    delays = [course.stream.delay(stage) for stage in range(schedule.num_stages)]
+    for rank in parts.recorders:
+        count = schedule.rule.versions_kept(peaks[rank])
+        weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
+        taken.update(name for one in weights.values() for name in one.names)
+        stages = {
+            stage: parts.make_optimizers(stage, list(zip(one.names, one.own, strict=True)), versions=one, delays=delays)
+            for stage, one in weights.items()
+        }
+        shards = parts.shard(rank, list(stages.values()), schedule)
+        for one in weights.values():
+            one.divide(shards.parts)
+        ranks[rank] = StreamRank(rank, course=course, stages=stages, shards=shards, parts=parts)
+    return ranks
+
+
 def _weights_of(
     rank: int, schedule: Schedule, parts: UpdateParts, *, taken: Collection[str], count: int
 ) -> dict[int, WeightVersions]:
-    """The weight versions of the stages of a rank, `count` of each."""
     weights: dict[int, WeightVersions] = {}
     for stage in schedule.placement[rank]:
         held = parts.ownership.held_parameters(stage)
@@ -345,20 +297,3 @@ def _weights_of(
             copied={name for name, _ in held if name in taken},
         )
     return weights
-
-
-def _shared_and_counted(
-    rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions], shards: Shards
-) -> tuple[Sequence[SharedGradient], Sequence[ParameterPlace]]:
-    """Gradients that this rank adds up with others, by name in one order everywhere; those that its norm counts."""
-    ranks_of = dict(ownership.tied())
-    places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
-    shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]
-    parts = {part.name for part in shards.counted(ownership)}
-    counted = [
-        place
-        for name, place in places.items()
-        if (name in parts if name in shards.parts else rank == min(ranks_of.get(name, (rank,))))
-        and ownership.group.counts(name)
-    ]
-    return shared, counted

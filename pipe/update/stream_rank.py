@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -21,27 +20,13 @@ from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
-from ..stages.weights import WeightVersions
+from ..batch.results import Known
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
-from .interface import Known, UpdateGate, UpdateParts
+from .interface import RankUpdate, UpdateGate
 from .optimizers import StageOptimizers
 from .options import SameOptions
-from .rank_update import RankUpdate
+from .parts import UpdateParts
 from .shards import Shards
-
-
-class ParameterPlace(NamedTuple):
-    """Parameter `number` of the versions of `stage`."""
-
-    stage: int
-    number: int
-
-
-class SharedGradient(NamedTuple):
-    """A parameter whose gradient is the sum over `ranks` (ascending)."""
-
-    at: ParameterPlace
-    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -49,7 +34,7 @@ class _UpdateGroup:
     """One update group under way."""
 
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
-    added: set[int] = field(default_factory=set)  # positions of shared gradients that are whole
+    added: set[str] = field(default_factory=set)  # shared gradients that are whole
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
@@ -58,31 +43,15 @@ class _UpdateGroup:
 
 
 class StreamRank(RankUpdate):
-    """The update groups of one rank.
-
-    Arguments:
-        weights: of its stages.
-        optimizers: of its stages.
-        shared: the gradients that it adds up with other ranks, in the same order on all of them.
-        counted: the parameters that count in this rank's part of the global norm; of a divided one, the part.
-    """
+    """The update groups of one rank."""
 
     def __init__(
-        self,
-        rank: int,
-        *,
-        course: Course,
-        weights: Mapping[int, WeightVersions],
-        optimizers: Mapping[int, StageOptimizers],
-        shared: Sequence[SharedGradient],
-        counted: Sequence[ParameterPlace],
-        shards: Shards,
-        parts: UpdateParts,
+        self, rank: int, *, course: Course, stages: Mapping[int, StageOptimizers], shards: Shards, parts: UpdateParts
     ) -> None:
-        schedule = course.schedule
+        schedule, ownership = course.schedule, parts.ownership
         super().__init__(rank, schedule, shards=shards)
-        self.weights = weights
-        self.optimizers = optimizers
+        self.stages = stages
+        self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
         self.gate = UpdateGate()  # that of the process, once it has all its ranks
         self.failure: Exception | None = None  # of a batch alone in the pipeline, which runs to its end without updates
@@ -90,30 +59,34 @@ class StreamRank(RankUpdate):
         self._course = course
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
-        self._shared = tuple(shared)
-        self._counted = tuple(counted)
-        self._max_grad_norm = parts.max_grad_norm
-        self._tensor_group = parts.ownership.group
+        self._max_grad_norm = parts.run.settings.max_grad_norm
+        self._tensor_group = ownership.group
         self._device = parts.device
         self._first_batch = 0
         self._groups: dict[int, _UpdateGroup] = {}
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
-        names = [self.weights[at.stage].names[at.number] for at, _ in self._shared]
-        self._same_options = SameOptions(rank, names, num_stages=len(self.weights))
-        peers = {other for one in self._shared for other in one.ranks} - {rank}
-        self._with = {
-            peer: [position for position, one in enumerate(self._shared) if peer in one.ranks] for peer in peers
-        }
-        self._names = names
+        self._same_options = SameOptions(rank, num_stages=len(stages))
+        # By parameter, its stage and its number among the versions there.
+        self._places = {name: (stage, i) for stage, one in self.weights.items() for i, name in enumerate(one.names)}
+        tied, counted_parts = dict(ownership.tied()), {part.name for part in shards.counted(ownership)}
+        # The ranks that hold a parameter, too, in the same order on all of them: its gradient is their sum.
+        self._shared = {name: ranks for name, ranks in tied.items() if name in self._places}
+        self._counted = [  # in this rank's part of the global norm; of a divided one, the part
+            name
+            for name in self._places
+            if (name in counted_parts if name in shards.parts else rank == min(tied.get(name, (rank,))))
+            and ownership.group.counts(name)
+        ]
+        peers = {other for ranks in self._shared.values() for other in ranks} - {rank}
+        self._with = {peer: [name for name, ranks in self._shared.items() if peer in ranks] for peer in peers}
         # By peer, what of each shared gradient goes there, and what comes from there.
-        self._to = {peer: self._flat(positions, of=peer) for peer, positions in self._with.items()}
-        self._from = {peer: self._flat(positions, of=rank) for peer, positions in self._with.items()}
+        self._to = {peer: self._flat(names, of=peer) for peer, names in self._with.items()}
+        self._from = {peer: self._flat(names, of=rank) for peer, names in self._with.items()}
         self._parts = {
             peer: [part for part in shards.parts.values() if peer in part.split.ranks]
             for peer in range(self._num_ranks)
             if peer != rank
         }
-        self._stage_of = {name: stage for stage, one in self.weights.items() for name in one.names}
         self._updated: dict[int, dict[int, Tensors]] = {}  # by update group and rank: parts that it has updated
         self._made: dict[tuple[int, int], int] = {}  # (stage, update group) -> the version that its update made
 
@@ -165,14 +138,13 @@ class StreamRank(RankUpdate):
             case MessageKind.LOSS:
                 return super().take(message)
             case MessageKind.SUM:
-                positions = self._with[message.dst]
+                names = self._with[message.dst]
+                own = [self._gradient(name, message.index) for name in names]
                 gradients = [
-                    None
-                    if (own := self._gradient(self._shared[at].at, message.index)) is None
-                    else self._part(at, message.dst, own)
-                    for at in positions
+                    None if gradient is None else self._part(name, message.dst, gradient)
+                    for name, gradient in zip(names, own, strict=True)
                 ]
-                return self._to[message.dst].pack(gradients, self._same_options.note(positions))
+                return self._to[message.dst].pack(gradients, self._same_options.note(names))
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
             case _:
@@ -200,11 +172,9 @@ class StreamRank(RankUpdate):
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
         gradients = self._gradients(step.index)
         scale_gradients(gradients, scale)
-        names = [name for weights in self.weights.values() for name in weights.names]
-        self._tensor_group.compare_gradients(dict(zip(names, gradients, strict=True)))
+        self._tensor_group.compare_gradients(dict(zip(self._places, gradients, strict=True)))
 
     def step(self, stage: int, index: int) -> None:
-        """The optimizer step of a stage: it makes the stage's next weight version."""
         if self.failure is not None:
             self.weights[stage].skip(index)
             return
@@ -215,7 +185,7 @@ class StreamRank(RankUpdate):
             assert group.norm is not None
             clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
             group.clipped = True
-        optimizers = self.optimizers[stage]
+        optimizers = self.stages[stage]
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
@@ -236,7 +206,6 @@ class StreamRank(RankUpdate):
                 self.known.append(Known(self.batches.pop(batch).step, loss, norm))
 
     def drop(self) -> None:
-        """Forget all batches and groups under way (after an error)."""
         super().drop()
         self.failure = None
         self._groups.clear()
@@ -268,7 +237,7 @@ class StreamRank(RankUpdate):
     def _find_norm(self, index: int) -> None:
         group = self._group(index)
         self._add_shared(index)
-        counted = [self._gradient(at, index) for at in self._counted]
+        counted = [self._gradient(name, index) for name in self._counted]
         own = group.norms[self._rank] = norm_part(counted, device=self._device)
         self._tensor_group.add_up(own)
         if self._rank == 0:
@@ -286,27 +255,24 @@ class StreamRank(RankUpdate):
         for peer, message in updated.items():
             parts = self._parts[peer]
             for part, value in zip(parts, self._flat_parts(peer, of=peer).unpack(message), strict=True):
-                stage = self._stage_of[part.name]
+                stage, _ = self._places[part.name]
                 whole = self.weights[stage].kept(versions[stage], part.name)
                 if whole is not None and value.numel():
                     part.of(whole, rank=peer).copy_(value)
         for weights in self.weights.values():
             weights.note()
 
-    def _flat(self, positions: Sequence[int], *, of: int) -> FlatGradients:
+    def _flat(self, names: Sequence[str], *, of: int) -> FlatGradients:
         """The parts of shared gradients that a rank needs."""
-        parameters = [(self._names[at], self._parameter(self._shared[at].at)) for at in positions]
-        return FlatGradients(
-            [(n, self._part(at, of, _like(p))) for at, (n, p) in zip(positions, parameters, strict=True)]
-        )
+        return FlatGradients([(name, self._part(name, of, _like(self._parameter(name)))) for name in names])
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
         """The parts of a rank, among what this one and `peer` divide."""
         return Flat([part.of(_like(part.whole), rank=of) for part in self._parts[peer]])
 
-    def _part(self, position: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What a rank needs of a shared gradient: its part, or all of it."""
-        part = self.shards.parts.get(self._names[position])
+    def _part(self, name: str, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A rank's part of a shared gradient; all of it where it is not divided."""
+        part = self.shards.parts.get(name)
         return tensor if part is None else part.of(tensor, rank=rank)
 
     def _batch_loss(self, batch: int) -> float:
@@ -322,22 +288,22 @@ class StreamRank(RankUpdate):
         group = self._group(index)
         if not group.sums:
             return
-        parts: dict[int, dict[int, torch.Tensor | None]] = {}  # position -> rank -> gradient
+        parts: dict[str, dict[int, torch.Tensor | None]] = {}  # parameter -> rank -> gradient
         for peer, message in group.sums.items():
             gradients, note = self._from[peer].unpack(message)
             if peer not in group.notes:
                 group.notes.add(peer)
                 self._same_options.told(peer, self._with[peer], note)
-            for position, gradient in zip(self._with[peer], gradients, strict=True):
-                parts.setdefault(position, {})[peer] = gradient
-        for position, by_rank in parts.items():
-            (stage, number), ranks = self._shared[position]
-            if position in group.added or len(by_rank) < len(ranks) - 1:
+            for name, gradient in zip(self._with[peer], gradients, strict=True):
+                parts.setdefault(name, {})[peer] = gradient
+        for name, by_rank in parts.items():
+            (stage, number), ranks = self._places[name], self._shared[name]
+            if name in group.added or len(by_rank) < len(ranks) - 1:
                 continue
-            group.added.add(position)
+            group.added.add(name)
             own = self.weights[stage].gradients(index)
             mine = own[number]
-            whole = by_rank | {self._rank: None if mine is None else self._part(position, self._rank, mine)}
+            whole = by_rank | {self._rank: None if mine is None else self._part(name, self._rank, mine)}
             present = [gradient for rank in ranks if (gradient := whole[rank]) is not None]
             own[number] = None  # `parts` holds none of this rank's: each goes when its sum is there
             if present and present[0].numel():
@@ -349,17 +315,18 @@ class StreamRank(RankUpdate):
     def _gradients(self, index: int) -> list[torch.Tensor | None]:
         return [gradient for weights in self.weights.values() for gradient in weights.gradients(index)]
 
-    def _option_numbers(self, stage: int) -> dict[int, int]:
-        """Gradients for the shared parameters of a stage, by position."""
-        numbers = self.optimizers[stage].option_numbers()
-        places = [(position, one.at) for position, one in enumerate(self._shared) if one.at.stage == stage]
-        return {position: numbers.get(id(self._parameter(at)), 0) for position, at in places}
+    def _option_numbers(self, stage: int) -> dict[str, int]:
+        numbers = self.stages[stage].option_numbers()
+        names = [name for name in self._shared if self._places[name][0] == stage]
+        return {name: numbers.get(id(self._parameter(name)), 0) for name in names}
 
-    def _parameter(self, at: ParameterPlace) -> torch.nn.Parameter:
-        return self.weights[at.stage].own[at.number]
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        stage, number = self._places[name]
+        return self.weights[stage].own[number]
 
-    def _gradient(self, at: ParameterPlace, index: int) -> torch.Tensor | None:
-        return self.weights[at.stage].gradients(index)[at.number]
+    def _gradient(self, name: str, index: int) -> torch.Tensor | None:
+        stage, number = self._places[name]
+        return self.weights[stage].gradients(index)[number]
 
     def _group(self, index: int) -> _UpdateGroup:
         return self._groups.setdefault(index, _UpdateGroup())

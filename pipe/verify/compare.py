@@ -123,7 +123,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
-    """What they were computed by, each node once."""
+    """Nodes that they were computed by, each once."""
     pending = [x.grad_fn for x in tensors]
     found: dict[Node, None] = {}
     while pending:
@@ -135,6 +135,6 @@ def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
 
 
 def tolerance_of(nodes: Iterable[Node]) -> float:
-    """That of the shortest type that is computed in: rounding to it may go either way."""
+    """Tolerance of the shortest type that is computed in: rounding to it may go either way."""
     types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
     return max((_tolerance(dtype) for dtype in types if dtype.is_floating_point), default=0.0)

@@ -32,15 +32,17 @@ class Microbatch:
     """One microbatch.
 
     Arguments:
-        arguments, target: as the model and the loss take them.
-        samples: n_k.
         number: k, of the batch.
     """
 
     arguments: Arguments
     target: object
-    samples: int
     number: int
+
+    @property
+    def samples(self) -> int:
+        """n_k."""
+        return self.arguments.num_samples
 
 
 class PlainModule:
@@ -103,7 +105,6 @@ class PlainModule:
         return {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
     def unload(self) -> None:
-        """Let go of them."""
         for tensor in self._state().values():
             tensor.data = tensor.data.new_empty(0)
             tensor.grad = None
@@ -134,18 +135,13 @@ class PlainModule:
         step: int,
         group_size: int,
         loss_scale: float,
-        evaluated: Sequence[Microbatch],
-        join: Callable[..., Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
-        """Train on all microbatches; before that, the outputs of an evaluation of some, put together by `join`.
+        """Train on all microbatches.
 
         Arguments:
             entering: how the model tells of its units; see `Cut`.
             loss_scale: that gradients are computed with, and then divided by.
         """
-        columns = self._evaluate(evaluated, seeder, entering=entering, step=step)
-        joined = join(columns, like=evaluated[0].arguments)
-        outputs = [x for one in joined for x in (one if isinstance(one, list) else [one])]
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
@@ -173,19 +169,17 @@ class PlainModule:
                 mean += float(scaled.detach())
             divisor = 1.0 if count is None else counts
             _add_up(gradients, self.root, divisor * loss_scale)
-            _add_up(
-                gradients, self._original, divisor * loss_scale
-            )  # a loss may compute with the user's own parameters
+            # A loss may compute with the user's own parameters.
+            _add_up(gradients, self._original, divisor * loss_scale)
             share_of_batch = float(samples) if count is None else counts
             total += mean / divisor * share_of_batch
             weight += share_of_batch
         for parameter, gradient in kept:
             parameter.grad = gradient
-        return Outcome(
-            loss=total / weight, gradients=gradients, buffers=dict(self.root.named_buffers()), outputs=outputs
-        )
+        buffers = dict(self.root.named_buffers())
+        return Outcome(loss=total / weight, gradients=gradients, buffers=buffers, outputs=None)
 
-    def _evaluate(
+    def evaluate(
         self, microbatches: Sequence[Microbatch], seeder: Seeder, *, entering: Entering, step: int
     ) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""

@@ -180,7 +180,6 @@ class _Outcome:
 
 
 def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
-    """Forwards and backwards of modules, one after the other, in evaluation mode."""
     outcome = _Outcome()
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]

@@ -133,8 +133,7 @@ class Verifier:
             batches = self._gather_batches(given)
             verdict: str | None = None
             if self._plain is not None:
-                flat = [x for one in outputs for x in (one if isinstance(one, list) else [one])]
-                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=flat)
+                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=_each(outputs))
                 verdict = self._judge_it(
                     self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
                 )
@@ -198,17 +197,20 @@ class Verifier:
         share = share_of_sum(loss_fn, group_size)
         with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
+            entering = watch.entering(self._parts.entering)
+            evaluated = [one for one in microbatches if last[one.number % len(last)] in mine]
+            columns = plain.evaluate(evaluated, self._seeder, entering=entering, step=step)
+            outputs = _each(self._evaluation.join(columns, like=evaluated[0].arguments))
             outcome = plain.run(
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
                 self._seeder,
-                entering=watch.entering(self._parts.entering),
+                entering=entering,
                 step=step,
                 group_size=group_size,
                 loss_scale=self._loss_scale(),
-                evaluated=[one for one in microbatches if last[one.number % len(last)] in mine],
-                join=self._evaluation.join,
             )
+            outcome = replace(outcome, outputs=outputs)
             if drew_apart:  # masks of divided activations are others: each region was looked at without them
                 outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
                 piped = replace(piped, gradients={}, buffers={})
@@ -237,12 +239,7 @@ class Verifier:
             if loss is not None:
                 targets = loss.weigh(microbatches)
             found += [
-                Microbatch(
-                    arguments=microbatch,
-                    target=target,
-                    samples=microbatch.num_samples,
-                    number=j * len(batches) + replica,
-                )
+                Microbatch(arguments=microbatch, target=target, number=j * len(batches) + replica)
                 for j, (microbatch, target) in enumerate(zip(microbatches, targets, strict=True))
             ]
         return sorted(found, key=lambda one: one.number)
@@ -269,7 +266,7 @@ class Verifier:
             }
         with ExitStack() as stack:
             for position, one in enumerate(self._update.stages):
-                stack.enter_context(one.optimizers.held_back(partial(take, position)))
+                stack.enter_context(one.held_back(partial(take, position)))
             results = [self._training.step(given, is_reported=False), *self._training.flush()]
         result = next(result for result in reversed(results) if result.loss_step == step)
         assert result.loss is not None
@@ -355,7 +352,7 @@ class Verifier:
             (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
         ]
         scale = None if update.loss_scale is None else update.loss_scale.content()
-        known, step = update.set_aside(), training.num_steps
+        put_results_back, step = update.set_aside(), training.num_steps
         for parameter, _ in gradients:
             parameter.grad = None
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
@@ -373,7 +370,11 @@ class Verifier:
                 if update.loss_scale is not None and scale is not None:
                     update.loss_scale.load(scale)
                 update.restart()
-                update.put_back(known)
+                put_results_back()
+
+
+def _each(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [x for one in outputs for x in (one if isinstance(one, list) else [one])]
 
 
 def _copies(older: Mapping[int, Mapping[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ def compared(rank: int, size: int, machines: str) -> dict[str, Any]:
         return AHEAD[mine] + (1 + DRIFT[mine]) * t
 
     collectives = Collectives(place, device=torch.device("cpu"), timeout=120.0)
-    clocks = HostClocks(collectives, place=place, now=now, timeout=120.0, machine=mine)
+    clocks = HostClocks(collectives, now=now, machine=mine)
     clocks.compare()
     time.sleep(0.3)
     between = time.perf_counter()

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from support.inside import (
     SIZES,
     SUM_BYTES,
-    LinkLevel,
+    MeasuredLevel,
     MeasuredLinks,
     Topology,
     _as_levels,
     _between,
     _inside,
     _level,
+    _Sums,
     cluster_of,
     fit_line,
     measure_links,
@@ -80,9 +81,9 @@ def test_pairs(hosts: list[list[int]], inside: list[tuple[int, int]], between: l
     assert _between(hosts) == between
 
 
-def level(name: str, size: int, bandwidth: float) -> LinkLevel:
+def level(name: str, size: int, bandwidth: float) -> MeasuredLevel:
     fit = fit_line([1, 2], [1 / bandwidth, 2 / bandwidth])
-    return LinkLevel(
+    return MeasuredLevel(
         name=name,
         size=size,
         bandwidth=bandwidth,
@@ -122,8 +123,8 @@ def test_a_message_takes_both_ends_and_the_way() -> None:
     pairs = [[*hot, cold]] * 2
     way += waking
     hops, step, part = 2, 2 * way, SUM_BYTES / 1e9
-    sums = {"small_sum_seconds": hops * step, "sum_seconds": hops * step + part, "busy_seconds": part / 4}
-    found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, **sums, rings="levels")
+    sums = _Sums(hops * step, hops * step + part, part / 4)
+    found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, sums=sums, rings="levels")
     assert found.sum_busy == pytest.approx(part / 4 / (hops * step + part))
     assert found.reduce_latency == pytest.approx(step)
     assert found.message_seconds == pytest.approx(3 * busy)
@@ -137,7 +138,7 @@ def test_sums_over_a_cluster_take_as_long_as_they_were_measured() -> None:
     sizes, pairs = (1000, 2000), [[PingPong(1e-4, 1e-5)] * 3]
     small, large = (4 * 4e-3, 2e-5 * 2), (0.1, 4e-3)  # three hosts, two ranks each
     network, host = (
-        _level(name, n, [(0, 1)], sizes, pairs, small_sum_seconds=a, sum_seconds=b, busy_seconds=0, rings="flat")
+        _level(name, n, [(0, 1)], sizes, pairs, sums=_Sums(a, b, 0), rings="flat")
         for name, n, a, b in (("network", 3, small[0], large[0]), ("host", 2, small[1], large[1]))
     )
     found = _as_levels((host, network), {"a": [0, 1], "b": [2, 3], "c": [4, 5]}, 6)
@@ -155,8 +156,8 @@ def test_the_bandwidth_of_a_long_link_is_not_blamed_for_the_waits_of_many_small_
     and one latency was taken off."""
     sizes, pairs = (1000, 2000), [[PingPong(1e-4, 1e-5)] * 3]
     wire, step = SUM_BYTES / 1.25e8, 4e-3
-    sums = {"small_sum_seconds": 2 * step, "sum_seconds": 2 * step + wire, "busy_seconds": 0.0}
-    found = _level("network", 2, [(0, 1)], sizes, pairs, **sums, rings="flat")
+    sums = _Sums(2 * step, 2 * step + wire, 0.0)
+    found = _level("network", 2, [(0, 1)], sizes, pairs, sums=sums, rings="flat")
     assert found.reduce_bandwidth == pytest.approx(1.25e8)
 
 

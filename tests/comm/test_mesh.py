@@ -86,7 +86,7 @@ def speak_as_ranks() -> list[str]:
     """A message from rank 0 to rank 1, a sum over ranks 0 and 1, a copy from rank 1, under the odd order."""
     place = MeshPlace(world=World(rank=dist.get_rank(), size=4), mesh=BACKWARDS)
     (rank,) = place.local_ranks
-    lanes = link_lanes([(0, 1)], place, Groups(place, device=CPU, timeout=120.0))
+    lanes = link_lanes([(0, 1)], Groups(place, device=CPU, timeout=120.0))
     transport = ProcessGroupTransport(rank, lanes, device=CPU, timeout=120.0)
     tensor = torch.tensor([7.0])
     message, specs = Message(MessageKind.ACT, 0, 1, 0), [TensorSpec.of(tensor)]

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.inside import Place, gloo_address, reach, refusals
+from support.inside import Place, gloo_address, reach, read_place, refusals
 from support.pool import Pool
 
 from stagewright.comm import PeerLost, join_world
@@ -51,9 +51,10 @@ def test_the_address_is_the_interfaces_or_the_names(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_place_is_told() -> None:
-    found = Place.here()
-    assert Place.from_json(found.to_json()) == found
-    assert json.loads(found.to_json())["host"] == socket.gethostname()
+    found = Place(socket.gethostname(), gloo_address())
+    assert read_place(json.dumps(found)) == found
+    with pytest.raises(ValueError, match="at the rendezvous is no place of a rank"):
+        read_place("{}")
 
 
 def join_as_two_hosts() -> list[str]:

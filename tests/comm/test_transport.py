@@ -122,7 +122,7 @@ def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:
 
 def transport(timeout: float = 120.0) -> ProcessGroupTransport:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    lanes = link_lanes(LINKS, MeshPlace.line(world), Groups(MeshPlace.line(world), device=CPU, timeout=120.0))
+    lanes = link_lanes(LINKS, Groups(MeshPlace.line(world), device=CPU, timeout=120.0))
     return ProcessGroupTransport(world.rank, lanes, device=CPU, timeout=timeout)
 
 

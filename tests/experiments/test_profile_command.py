@@ -154,10 +154,10 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
 
 
 def test_levels_become_a_cluster() -> None:
-    from support.inside import LinkLevel, MeasuredLinks, cluster_of
+    from support.inside import MeasuredLevel, MeasuredLinks, cluster_of
 
-    def level(name: str, size: int, bandwidth: float) -> LinkLevel:
-        return LinkLevel(
+    def level(name: str, size: int, bandwidth: float) -> MeasuredLevel:
+        return MeasuredLevel(
             name=name,
             size=size,
             bandwidth=bandwidth,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import Checkpoint, Piece
+from support.inside import Checkpoint, TensorPiece
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -107,7 +107,7 @@ def chain(folder: str) -> list[tuple[list[float], int]]:
     read: list[int] = []
     check = Checkpoint._check
 
-    def count(self: Checkpoint, key: str, piece: Piece) -> None:
+    def count(self: Checkpoint, key: str, piece: TensorPiece) -> None:
         read[-1] += prod(piece.sizes) * 8
         check(self, key, piece)
 

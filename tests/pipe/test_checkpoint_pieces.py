@@ -11,9 +11,9 @@ from support.inside import (
     Checkpoint,
     HeldPiece,
     OwnCheckpoints,
-    Piece,
     Shard,
     Snapshot,
+    TensorPiece,
     model_key,
     persist,
     tensor_bytes,
@@ -59,7 +59,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     read: list[tuple[int, ...]] = []
     check = Checkpoint._check
 
-    def count(self: Checkpoint, key: str, piece: Piece) -> None:
+    def count(self: Checkpoint, key: str, piece: TensorPiece) -> None:
         read.append(piece.start)
         check(self, key, piece)
 

@@ -16,7 +16,7 @@ import torch
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
 from support.cases import same
-from support.inside import LAST_UPDATE, Sharing, StageOptimizers, make_stream
+from support.inside import LAST_UPDATE, Feedback, Sharing, StageOptimizers, make_stream
 from support.pool import Pool
 from support.reference import copied
 from torch import Tensor, nn
@@ -98,8 +98,7 @@ def _held(make: Any, parameters: list[nn.Parameter], feedback: dict[str, float] 
         None,
         where="stage 0",
         model=[id(p) for p in parameters],
-        may_hold_others=False,
-        feedback=feedback,
+        feedback=None if feedback is None else Feedback(feedback),
     )
 
 

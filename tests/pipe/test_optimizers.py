@@ -202,16 +202,16 @@ def test_a_schedule_that_needs_more_than_the_loss_is_refused() -> None:
 
 def test_options_of_a_run_before_a_checkpoint_was_loaded_are_forgotten() -> None:
     """Its updates have the same numbers."""
-    options = SameOptions(0, ["weight"], num_stages=1)
+    options = SameOptions(0, num_stages=1)
     for index in range(6):
-        options.used(index, {0: 1})
-    options.told(1, [0], [6.0, 1.0])  # of an update that this rank has not made yet
+        options.used(index, {"weight": 1})
+    options.told(1, ["weight"], [6.0, 1.0])  # of an update that this rank has not made yet
     options.drop()
     for index in range(2, 8):
-        options.used(index, {0: 7})
-    options.told(1, [0], [7.0, 8.0])
+        options.used(index, {"weight": 7})
+    options.told(1, ["weight"], [7.0, 8.0])
     with pytest.raises(ValueError, match=r"the ranks \[0, 1\] hold copies .* for 'weight'"):
-        options.used(8, {0: 7})
+        options.used(8, {"weight": 7})
 
 
 def _change_a_rate(who: list[int]) -> str:
@@ -293,7 +293,7 @@ class _Own(torch.optim.SGD):
 )
 def test_an_optimizer_that_tensor_groups_cannot_divide_is_told_why(optimizer: Any, reason: str) -> None:
     named = [("up.weight", nn.Parameter(torch.ones(4, 4)))]
-    held = StageOptimizers(0, named, optimizer, None, where="stage 0", model=[id(named[0][1])], may_hold_others=False)
+    held = StageOptimizers(0, named, optimizer, None, where="stage 0", model=[id(named[0][1])])
     with pytest.raises(ValueError, match=r"'up\.weight', which is divided over a tensor group") as caught:
         held.refuse_to_divide({"up.weight"})
     assert reason in str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.inside import HostClock, Ran, Recorder
+from support.inside import HostClock, Ran, RankRecorder
 
 from stagewright.schedules import Action, Collective, Message, MessageKind, Op
 
@@ -16,7 +16,7 @@ def ran(action: str, seconds: float) -> Ran:
     return Ran(Action.parse(action), seconds)
 
 
-def _step(recorder: Recorder, begin: float) -> None:
+def _step(recorder: RankRecorder, begin: float) -> None:
     """0F0 takes 1, 0F1 begins 0.5 later, of which 0.3 was spent waiting; 0B0 begins 0.25 after that."""
     recorder.begin()
     recorder.action(Action(0, Op.F, 0), begin, begin + 1.0)
@@ -26,7 +26,7 @@ def _step(recorder: Recorder, begin: float) -> None:
 
 
 def test_time_between_actions_counts_for_the_one_before_and_waits_do_not() -> None:
-    recorder = Recorder(HostClock())
+    recorder = RankRecorder(HostClock())
     _step(recorder, 0.0)
     _step(recorder, 100.0)  # the time between steps is nobody's
     assert recorder.median_overheads() == pytest.approx({0: 0.2, 2: 0.25})
@@ -47,7 +47,7 @@ class HandClock(HostClock):
         return self.at
 
 
-def _whole_step(recorder: Recorder, begin: float, *, norm: float) -> None:
+def _whole_step(recorder: RankRecorder, begin: float, *, norm: float) -> None:
     """1 s in front of 0F0, and a wait; 2 s between the sum and 0U0, waits and the norm apart; 0.5 s behind it."""
     clock = recorder.clock
     assert isinstance(clock, HandClock)
@@ -68,7 +68,7 @@ def _whole_step(recorder: Recorder, begin: float, *, norm: float) -> None:
 
 @pytest.mark.parametrize("norm", [0.0, 4.0])
 def test_what_is_around_a_step_is_found_without_waits_sums_and_norms(norm: float) -> None:
-    recorder = Recorder(HandClock())
+    recorder = RankRecorder(HandClock())
     assert recorder.median_around() is None
     _whole_step(recorder, 0.0, norm=norm)
     assert recorder.median_around() == pytest.approx((1.0, 2.0, 0.5))
@@ -85,7 +85,7 @@ def test_what_is_around_a_step_is_found_without_waits_sums_and_norms(norm: float
 
 def test_what_begins_sums_is_around_the_step_and_nothing_around_an_action() -> None:
     """Two chunks: gradients of the last one are copied and sent off before the backward of the first."""
-    recorder = Recorder(HandClock())
+    recorder = RankRecorder(HandClock())
     clock = recorder.clock
     assert isinstance(clock, HandClock)
     clock.at = 0.0
@@ -107,10 +107,10 @@ def test_what_begins_sums_is_around_the_step_and_nothing_around_an_action() -> N
 
 
 def test_a_process_of_several_ranks_and_one_backward_in_two_parts_say_nothing_of_it() -> None:
-    turns = Recorder(HostClock(), takes_turns=True)
+    turns = RankRecorder(HostClock(), takes_turns=True)
     _step(turns, 0.0)
     assert turns.median_overheads() == {}
-    fused = Recorder(HostClock())
+    fused = RankRecorder(HostClock())
     fused.begin()
     fused.runs_as_one([Action(0, Op.I, 0)])
     fused.action(Action(0, Op.I, 0), 0.0, 1.0)
@@ -120,7 +120,7 @@ def test_a_process_of_several_ranks_and_one_backward_in_two_parts_say_nothing_of
 
 
 def test_a_step_that_began_anew_counts_once() -> None:
-    recorder = Recorder(HostClock())
+    recorder = RankRecorder(HostClock())
     _step(recorder, 0.0)
     recorder.begin_again()
     recorder.action(Action(0, Op.F, 0), 10.0, 11.0)
@@ -129,7 +129,7 @@ def test_a_step_that_began_anew_counts_once() -> None:
 
 
 def test_steps_have_each_action_with_what_came_behind_it() -> None:
-    recorder = Recorder(HostClock())
+    recorder = RankRecorder(HostClock())
     _step(recorder, 0.0)
     recorder.action(Action(0, Op.U, 0), 7.0, 7.5)  # behind a wait for the norm, which is no overhead of 0B0
     usual = (0.2 + 0.25) / 2
@@ -154,7 +154,7 @@ def test_steps_have_each_action_with_what_came_behind_it() -> None:
 
 
 def test_a_backward_that_ran_as_one_is_halved_in_steps() -> None:
-    recorder = Recorder(HostClock())
+    recorder = RankRecorder(HostClock())
     recorder.begin()
     recorder.runs_as_one([Action(0, Op.I, 0)])
     recorder.action(Action(0, Op.I, 0), 0.0, 1.0)
@@ -164,13 +164,13 @@ def test_a_backward_that_ran_as_one_is_halved_in_steps() -> None:
 
 
 def test_ranks_that_take_turns_have_nothing_between_actions() -> None:
-    recorder = Recorder(HostClock(), takes_turns=True)
+    recorder = RankRecorder(HostClock(), takes_turns=True)
     _step(recorder, 0.0)
     assert recorder.steps() == [(ran("0F0", 1.0), ran("2F1", 1.0), ran("0B0", 2.25))]
 
 
 def test_what_evaluates_does_not_count() -> None:
-    recorder = Recorder(HostClock())
+    recorder = RankRecorder(HostClock())
     recorder.begin(counts=False)
     recorder.action(Action(0, Op.F, 0), 0.0, 0.1)
     assert recorder.steps() == []
@@ -182,7 +182,7 @@ def test_what_evaluates_does_not_count() -> None:
 
 def test_windows_of_overlapping_batches_have_each_step_once() -> None:
     """Four steps together; the one that runs counts, evaluation begins a window anew, and so does forgetting."""
-    recorder = Recorder(HostClock(), window=4)
+    recorder = RankRecorder(HostClock(), window=4)
 
     def run(steps: range) -> list[list[int]]:
         for step in steps:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import PipeTrainingTraining as Training
-from support.inside import Recorder, measure_runtime_seconds, runtime_seconds
+from support.inside import RankRecorder, measure_runtime_seconds, runtime_seconds
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -32,7 +32,7 @@ def test_what_an_action_and_a_step_take_is_found(monkeypatch: pytest.MonkeyPatch
     clock = FakeTime()
     monkeypatch.setattr(runtime_seconds, "time", clock)
     monkeypatch.setattr(runtime_seconds, "_ROUNDS", 2)
-    took, batch, step = Recorder.action, Training.accumulate, Training.step
+    took, batch, step = RankRecorder.action, Training.accumulate, Training.step
     plain = runtime_seconds._plain
 
     def action(self, what, *about):
@@ -51,7 +51,7 @@ def test_what_an_action_and_a_step_take_is_found(monkeypatch: pytest.MonkeyPatch
         clock.seconds += 2.0 * num_microbatches
         plain(modules, num_microbatches)
 
-    monkeypatch.setattr(Recorder, "action", action)
+    monkeypatch.setattr(RankRecorder, "action", action)
     monkeypatch.setattr(Training, "accumulate", accumulate)
     monkeypatch.setattr(Training, "step", whole_step)
     monkeypatch.setattr(runtime_seconds, "_plain", loop)

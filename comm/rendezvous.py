@@ -1,4 +1,4 @@
-"""Whether hosts reach each other where gloo will connect their ranks; asked before gloo tries.
+"""How processes meet: at the store of MASTER_ADDR, and whether gloo will be able to connect them.
 
 gloo connects each rank with all others at the address that the name of its host has there, or that of
 GLOO_SOCKET_IFNAME. If that is a loopback address, or a firewall stands between, it tries five times, each as long as
@@ -18,43 +18,129 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
-from torch.distributed.distributed_c10d import Store
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
+from .failures import PeerLost, short_reason
+from .groups import backend_for
+from .mesh import World
+
+_LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _PATIENCE = 5.0  # [s] for connecting: TCP asks again after 1 s and 3 s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a rank is.
+def join_world(*, device: torch.device, timeout: float) -> World:
+    """Use the process group that is present; else, with WORLD_SIZE above 1, make one; else be alone.
 
-    Arguments:
-        host: its name.
-        address: at which gloo will listen there.
+    Raises RuntimeError that names the address, and the ranks that are missing, when the rendezvous fails within
+    `timeout` [s]; PeerLost that names hosts which gloo cannot connect, and what to type; ValueError for a
+    GLOO_SOCKET_IFNAME that is no interface.
     """
+    if dist.is_initialized():
+        return World(rank=dist.get_rank(), size=dist.get_world_size())
+    size = _environment("WORLD_SIZE", default=1)
+    if size <= 1:
+        return World(rank=0, size=1)
+    world = World(rank=_environment("RANK"), size=size)
+    limit, gloo = timedelta(seconds=timeout), backend_for(device) == "gloo"
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    place = json.dumps(Place(socket.gethostname(), gloo_address())) if gloo else ""
+    try:
+        store, places = _meet(world, limit, place)
+    except Exception as error:
+        raise RuntimeError(
+            f"rank {world.rank} of {size} found no rendezvous at {address} within {timeout:g} s "
+            f"({short_reason(error)}): expected all {size} ranks to be started with the same MASTER_ADDR and "
+            f"MASTER_PORT, each with its own RANK"
+        ) from error
+    story = unreached(store, [read_place(each) for each in places], world.rank, limit=timeout) if gloo else ""
+    if story:
+        raise PeerLost(f"rank {world.rank} of {size} cannot be connected with all others: {story}")
+    try:
+        dist.init_process_group(backend_for(device), store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        connected = [f"connected/{rank}" for rank in range(size)]
+        store.set(connected[world.rank], "")
+        store.wait(connected, limit)  # whose caller fails at once must not leave while others still connect
+    except Exception as error:
+        raise RuntimeError(
+            f"rank {world.rank} of {size} met all others at {address}, but could not be connected with them within "
+            f"{timeout:g} s ({short_reason(error)})"
+        ) from error
+    return world
+
+
+def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
+    """The store at MASTER_ADDR, which all ranks have reached, and what each has said of itself: torch's env://
+    rendezvous, which names who is missing.
+
+    An agent that started the ranks hosts it, else rank 0: on loopback alone, unless the job spans hosts.
+    """
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(f"{name} is not set")
+    host, port, listens = os.environ["MASTER_ADDR"], _environment("MASTER_PORT"), None
+    is_master = world.rank == 0 and not has_agent
+    if not has_agent and _is_one_host(host, world):
+        host = _LOOPBACK
+        with suppress(OSError):  # this process listens there already, or the store tells who does
+            listens = socket.create_server((host, port), backlog=128 + world.size).detach() if is_master else None
+    store = TCPStore(
+        host,
+        port,
+        world.size,
+        is_master=is_master,
+        master_listen_fd=listens,
+        timeout=limit,
+        wait_for_workers=False,
+        multi_tenant=not has_agent,
+    )
+    visit = store.add(f"stagewright/visits of {world.rank}", 1)  # a process group may be made again
+    places = [f"stagewright/visit {visit}/{rank}" for rank in range(world.size)]
+    store.set(places[world.rank], mine)
+    try:
+        store.wait(places, limit)
+    except RuntimeError:
+        missing = [str(rank) for rank, place in enumerate(places) if not store.check([place])]
+        raise RuntimeError(f"missing: rank {', '.join(missing)}") from None
+    said = [each.decode() for each in store.multi_get(places)]
+    return PrefixStore(f"default_pg/{visit}", store), said
+
+
+def _is_one_host(host: str, world: World) -> bool:
+    """Whether all ranks are on this one: no other means it by that address, or whoever started them has said so."""
+    return host in ("localhost", "::1", _LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
+
+
+def _environment(name: str, *, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the environment: expected a whole number; start with torchrun") from None
+
+
+class Place(NamedTuple):
+    """Where a rank is: its host, and the address at which gloo will listen there."""
 
     host: str
     address: str
 
-    @classmethod
-    def here(cls) -> Place:
-        """The place of this process. Raises ValueError for a GLOO_SOCKET_IFNAME that names no interface."""
-        return cls(host=socket.gethostname(), address=gloo_address())
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Place:
-        """Back from `to_json`. Raises ValueError for another text."""
-        try:
-            return cls(**json.loads(text))
-        except (TypeError, ValueError):
-            raise ValueError(f"{text!r:.80} at the rendezvous is no place of a rank") from None
+def read_place(text: str) -> Place:
+    """A place as JSON. Raises ValueError for another text."""
+    try:
+        return Place(*json.loads(text))
+    except (TypeError, ValueError):
+        raise ValueError(f"{text!r:.80} at the rendezvous is no place of a rank") from None
 
 
 def gloo_address() -> str:
@@ -77,7 +163,7 @@ def gloo_address() -> str:
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.bind((at[0], 0))
                 return str(at[0])
-    return "127.0.0.1"
+    return _LOOPBACK
 
 
 def interfaces() -> dict[str, str]:
