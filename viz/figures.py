@@ -12,16 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schedules import Timeline
+from ..schedules import Change, Op, PredictionCheck, Timeline
+from ..schedules.wording import duration
 from .exhibit import Exhibit
-from .panels import Panel, TimelinePanel, panels_of
+from .palette import OP_HUES
+from .panels import Panel, TimelinePanel, panels_of, time_unit
 from .sheet import FigureStyle, Sheet
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from .shown_figure import ShownFigure
 
 FIGURE_SUFFIXES = (".png", ".svg")
-_USUAL = FigureStyle()
+_USUAL, _WATERFALL = FigureStyle(), FigureStyle(width=9.0)
+_MORE, _LESS, _WHOLE, _EDGE = "#D55E00", OP_HUES[Op.I], OP_HUES[Op.F], "#5C5C5C"
+_WORDS = 1.65  # room for the words behind a bar [inch]
+_ROW = 0.34  # height of a bar with what is around it [inch]
 
 
 def timeline_figure(timeline: Timeline, *, caption: str | None = None, style: FigureStyle = _USUAL) -> ShownFigure:
@@ -60,14 +67,14 @@ def render_comparison(
 
     Raises ValueError when both are None.
     """
-    given = [(c, t) for c, t in (("predicted", predicted), ("measured", measured)) if t is not None]
-    if not given:
-        raise ValueError("predicted=None, measured=None: expected at least one Timeline")
-    panels = [TimelinePanel(caption=caption, timeline=timeline) for caption, timeline in given]
-    if len(panels) == 2:
-        panels[1] = TimelinePanel(
-            caption="measured", timeline=panels[1].timeline, reference=panels[0], is_predicted=True
+    first = None if predicted is None else TimelinePanel(caption="predicted", timeline=predicted)
+    panels = [] if first is None else [first]
+    if measured is not None:
+        panels.append(
+            TimelinePanel(caption="measured", timeline=measured, reference=first, is_predicted=first is not None)
         )
+    if not panels:
+        raise ValueError("predicted=None, measured=None: expected at least one Timeline")
     write_figure(_figure(panels, style), path)
 
 
@@ -86,3 +93,76 @@ def _figure(panels: Sequence[Panel], style: FigureStyle) -> ShownFigure:
     figure = ShownFigure.of_size(style.width, sheet.height / 100, dpi=style.dpi)
     sheet.draw(figure)
     return figure
+
+
+# --- from a prediction to what was measured ---
+
+
+def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = _WATERFALL) -> ShownFigure:
+    """A predicted step and a measured one as bars, and between them what each cause adds or takes.
+
+        predicted |==============================|
+        compute                                  |##|
+        messages                                    |#|
+        update                                     |-|
+        measured  |================================|
+
+    Arguments:
+        title: above it; nothing where the style has no titles.
+    """
+    from .shown_figure import ShownFigure
+
+    bars = [("predicted", 0.0, check.predicted), *check.causes, ("measured", 0.0, check.step_seconds)]
+    scale = style.font / FigureStyle().font
+    height = (_ROW * len(bars) + 1.0) * scale
+    figure = ShownFigure.of_size(style.width, height, dpi=style.dpi)
+    left, foot, head = 1.5 * scale / style.width, 0.55 * scale / height, 0.35 * scale / height
+    width = 1.0 - left - 0.1 * scale / style.width
+    axes = figure.add_axes((left, foot, width, 1.0 - foot - head))
+    _draw_waterfall(axes, bars, check.predicted, style.font, words=min(0.8, _WORDS * scale / (width * style.width)))
+    if style.title and title:
+        figure.text(left, 1.0 - 0.1 * scale / height, title, ha="left", va="top", fontsize=style.font)
+    return figure
+
+
+def _draw_waterfall(
+    axes: Axes, bars: Sequence[Change | tuple[str, float, float]], predicted: float, font: float, *, words: float
+) -> None:
+    """Bars from the top, the wholes from 0 and each change from where the one before ended.
+
+    Arguments:
+        words: share of the width that stays free behind the longest bar.
+    """
+    ends = [each for _, before, after in bars for each in (before, after) if each > 0]
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    name, unit = time_unit(high)
+    # The changes are what is looked at: the axis begins where they have room, and the wholes are cut there.
+    first = max(0.0, low - 2 * (high - low)) if high - low < low / 2 else 0.0
+    room = (high - first) or unit
+    for row, (_, before, after) in enumerate(bars):
+        is_whole = row in (0, len(bars) - 1)
+        start, end = (first, after) if is_whole else sorted((before, after))
+        colour = _WHOLE if is_whole else _MORE if after > before else _LESS
+        axes.barh(
+            row, (end - start) / unit, left=start / unit, height=0.66, color=colour, edgecolor=_EDGE, linewidth=0.5
+        )
+        told = duration(after) if is_whole else _change(after - before, predicted)
+        axes.text((end + 0.01 * room) / unit, row, told, va="center", ha="left", fontsize=font)
+        if row + 1 < len(bars):
+            axes.plot([after / unit] * 2, [row + 0.33, row + 0.67], color=_EDGE, linewidth=0.8)
+    axes.set_yticks(range(len(bars)), [each[0] for each in bars], fontsize=font)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlim(first / unit, (first + room / (1.0 - words)) / unit)
+    axes.tick_params(axis="x", labelsize=font)
+    cut = f", from {duration(first)} on" if first > 0 else ""
+    axes.set_xlabel(f"a step [{name}]{cut}", fontsize=font)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _change(seconds: float, predicted: float) -> str:
+    if seconds == 0:
+        return "0"
+    sign = "+" if seconds > 0 else "-"
+    share = f" ({100 * seconds / predicted:+.1f}%)" if predicted > 0 else ""
+    return f"{sign}{duration(abs(seconds))}{share}"

@@ -17,7 +17,7 @@ from ..schedules import Action, CriticalPath, Op, Timeline
 from ..schedules.versions import derive_versions
 from .idle import IdleFill, draw_idle
 from .palette import ink
-from .rows import Box, bars_of, boxes_of
+from .rows import ActionBox, bars_of, boxes_of
 from .scale import LANES, LANES_HEIGHT, TOP, Scale, corners, points, style_rows
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _ABOVE_BOXES = 1.8  # and below the numbers
 _ROW_OF_NAMES = 14.0  # least height from name to name [inch / 100]
 
 
-def _boxes(timeline: Timeline) -> list[Box]:
+def _boxes(timeline: Timeline) -> list[ActionBox]:
     return [box for rank in range(len(timeline.ranks)) for box in boxes_of(timeline, rank)]
 
 
@@ -66,7 +66,7 @@ def name_rows(axes: Axes, names: Sequence[str], scale: Scale) -> None:
     axes.tick_params(axis="y", length=0, labelsize=size)
 
 
-def _draw_boxes(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
+def _draw_boxes(axes: Axes, boxes: Sequence[ActionBox], scale: Scale) -> None:
     from matplotlib.collections import PolyCollection
 
     narrow = [b for b in boxes if b.op is Op.U and scale.on_page(b.width) < _NARROW]
@@ -118,12 +118,12 @@ def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
     return Labels(size=size, ops=ops if size <= highest else frozenset())
 
 
-def _largest_font(box: Box, scale: Scale) -> float:
+def _largest_font(box: ActionBox, scale: Scale) -> float:
     ems = _DIGIT * len(box.number) + (_LETTER if box.op is Op.U else 0)
     return _FILL * points(scale.on_page(box.width)) / ems
 
 
-def _draw_labels(axes: Axes, boxes: Sequence[Box], scale: Scale, labels: Labels) -> None:
+def _draw_labels(axes: Axes, boxes: Sequence[ActionBox], scale: Scale, labels: Labels) -> None:
     for box in boxes:
         # Equal durations differ in the last bits.
         if box.op in labels.ops and _largest_font(box, scale) >= 0.99 * labels.size:

@@ -46,16 +46,13 @@ class MemoryPanel:
 
     @property
     def length(self) -> float:
-        """Seconds that it shows."""
         return self.timeline.makespan
 
     @property
     def num_rows(self) -> int:
-        """Number of ranks."""
         return len(self.timeline.ranks)
 
     def title(self, unit_name: str, unit: float) -> str:
-        """The fullest rank."""
         del unit_name, unit
         if not self.curves:
             return f"{self.caption}, memory:  nothing was recorded"
@@ -118,12 +115,10 @@ def ceiling_of(panels: Sequence[MemoryPanel]) -> float:
 
 
 def parts_of(panels: Sequence[MemoryPanel]) -> set[MemoryPart]:
-    """Parts of any curve."""
     return {part for panel in panels for curve in panel.curves.values() for part in curve.parts}
 
 
 def lines_of(panels: Sequence[MemoryPanel]) -> list[str]:
-    """Names of the lines that are drawn."""
     ceiling = ceiling_of(panels)
     drawn = {name for panel in panels for name, _, value in panel.lines() if value <= ceiling}
     return [name for name in LINE_STYLES if name in drawn]

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ..schedules import CriticalPath, Op, StepSamples, Timeline, critical_path
 from .exhibit import Exhibit
-from .gantt import Labels, draw_timeline
-from .idle import IdleFill
 from .memory_panel import MemoryPanel
 from .rows import batch_of, num_chunks, ops_of
-from .scale import Scale
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
@@ -39,7 +32,6 @@ class TimelinePanel:
 
     @property
     def length(self) -> float:
-        """Seconds that it shows."""
         return self.timeline.makespan
 
     @property
@@ -49,7 +41,6 @@ class TimelinePanel:
 
     @property
     def num_rows(self) -> int:
-        """Number of ranks."""
         return len(self.timeline.ranks)
 
     @property
@@ -65,16 +56,16 @@ class TimelinePanel:
         )
 
     def title(self, unit_name: str, unit: float) -> str:
-        """Figures of this panel."""
         t = self.timeline
         if not ops_of(t):
             return f"{self.caption}:  nothing ran"
         drawn = "" if self.sampled is None else f"{self.sampled},  drawn with durations at their medians: "
         if t.schedule.is_asynchronous:
             return f"{self.caption}:  {drawn}{self._steady_state(unit_name, unit)}"
-        ratio = (
-            "" if self.reference is None else _times(t.batch_seconds, self._makespan_of(self.reference), self.reference)
-        )
+        ratio = ""
+        if (other := self.reference) is not None:
+            before = other.timeline.makespan if other.timeline.schedule.is_asynchronous else other.seconds
+            ratio = _times(t.batch_seconds, before, other)
         return (
             f"{self.caption}:  {drawn}makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
             f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
@@ -83,21 +74,13 @@ class TimelinePanel:
     def _steady_state(self, unit_name: str, unit: float) -> str:
         """Figures of a batch among others; a measured timeline shows a few batches only."""
         t, ratio = self.timeline, ""
+        forwards = (span.what for rank in t.ranks for span in rank.compute if span.what.op is Op.F)
         if self.reference is not None and self.reference.timeline.schedule.is_asynchronous:
             ratio = _times(t.batch_seconds, self.reference.seconds, self.reference)
         return (
             f"a batch every {t.batch_seconds / unit:.4g} {unit_name}{ratio},  steady-state bubble {t.bubble:.1%},  "
-            f"{self._num_batches()} batches in {t.makespan / unit:.4g} {unit_name}"
+            f"{len({batch_of(t, a) for a in forwards})} batches in {t.makespan / unit:.4g} {unit_name}"
         )
-
-    def _makespan_of(self, other: TimelinePanel) -> float:
-        """Seconds of a panel whose batches may overlap, to hold this one's against."""
-        return other.timeline.makespan if other.timeline.schedule.is_asynchronous else other.seconds
-
-    def _num_batches(self) -> int:
-        """Number of batches of which a forward is shown."""
-        spans = (span.what for rank in self.timeline.ranks for span in rank.compute)
-        return len({batch_of(self.timeline, a) for a in spans if a.op is Op.F})
 
     @cached_property
     def path(self) -> CriticalPath:
@@ -121,10 +104,6 @@ class TimelinePanel:
             return None
         low, high = self.reference.sampled.range()
         return low - self.reference.timeline.around, high - self.reference.timeline.around
-
-    def draw(self, axes: Axes, scale: Scale, labels: Labels, idle: IdleFill) -> None:
-        """Draw its rows."""
-        draw_timeline(axes, self.timeline, scale, labels, idle=idle)
 
 
 def _times(seconds: float, before: float, reference: TimelinePanel) -> str:

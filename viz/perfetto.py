@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..schedules import Action, Collective, Message, Op, Span, Timeline
 from ..schedules.messages import STAGE_KINDS
@@ -101,14 +102,6 @@ def _facts(timeline: Timeline) -> Event:
     }
 
 
-class _Place(NamedTuple):
-    """Place of a slice: its thread, start and end [ticks]."""
-
-    tid: int
-    start: int
-    end: int
-
-
 class _Trace:
     """The events of one timeline: metadata, then slices, then flows.
 
@@ -121,34 +114,37 @@ class _Trace:
         self.first_pid = first_pid
         self.first_arrow = first_arrow
         self.num_arrows = 0
-        self._origin, self._words = timeline.start, _SliceWords(timeline)
-        self._places: list[dict[Action | Message | Collective, _Place]] = [{} for _ in timeline.ranks]
+        self._origin = timeline.start
+        self._versions = derive_versions(timeline.schedule) if timeline.schedule.is_asynchronous else None
+        # Of each rank's slices the thread, start and end [ticks].
+        self._places: list[dict[Action | Message | Collective, tuple[int, int, int]]] = [{} for _ in timeline.ranks]
         slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
         self.events = [*self._metadata(name), *slices, *self._flows()]
 
-    def _slices(self, rank: int, gaps: dict[Action, Gap]) -> Iterator[Event]:
+    def _slices(self, rank: int, gaps: Mapping[Action, Gap]) -> Iterator[Event]:
         trace = self.timeline.ranks[rank]
-        tell = self._words
-        compute = lambda what: tell.of_action(rank, what, gaps.get(what))  # noqa: E731
-        yield from self._lane(rank, _COMPUTE, trace.compute, compute)
-        yield from self._lane(rank, _RECEIVE, trace.comm, tell.of_message)
-        yield from self._lane(rank, _TOGETHER, trace.collectives, tell.of_collective)
-        yield from self._lane(rank, _MOVES, trace.moves, tell.of_move)
+        yield from self._lane(rank, _COMPUTE, trace.compute, partial(self._action_args, rank, gaps))
+        yield from self._lane(rank, _RECEIVE, trace.comm, self._message_args)
+        yield from self._lane(rank, _TOGETHER, trace.collectives, _collective_args)
+        yield from self._lane(rank, _MOVES, trace.moves, lambda move: {"stage": move.stage, **self._part(move.index)})
 
     def _lane(
-        self, rank: int, first_tid: int, spans: Sequence[Span[What]], describe: Callable[[What], Event]
+        self, rank: int, first_tid: int, spans: Sequence[Span[What]], args: Callable[[What], Event]
     ) -> Iterator[Event]:
-        """Spans on as many tracks as it takes to have none overlap."""
+        """Spans on as many tracks as it takes to have none overlap; `args`: what a reader sees who clicks on one."""
         ticks = [(self._ticks(start), self._ticks(end)) for _, start, end in spans]
         for (what, _, _), (start, end), lane in zip(spans, ticks, assign_lanes(ticks), strict=True):
-            self._places[rank][what] = _Place(first_tid + lane, start, end)
-            times = {"ts": start / _TICKS_PER_US, "dur": (end - start) / _TICKS_PER_US}
+            self._places[rank][what] = (first_tid + lane, start, end)
+            kind = what.kind if isinstance(what, Message) else what.op
             yield {
                 "ph": "X",
                 "pid": self.first_pid + rank,
                 "tid": first_tid + lane,
-                **times,
-                **describe(what),
+                "ts": start / _TICKS_PER_US,
+                "dur": (end - start) / _TICKS_PER_US,
+                "name": f"{kind.value} {what.index}",
+                "cat": _LANES[first_tid],
+                "args": args(what),
             }
 
     def _ticks(self, seconds: float) -> int:
@@ -162,7 +158,7 @@ class _Trace:
             pid = self.first_pid + rank
             yield record("process_name", _COMPUTE, name=f"{name} rank {rank}".strip())
             yield record("process_sort_index", _COMPUTE, sort_index=pid)
-            for tid in sorted({_COMPUTE, *(place.tid for place in places.values())}):
+            for tid in sorted({_COMPUTE, *(tid for tid, _, _ in places.values())}):
                 first = max(each for each in _LANES if each <= tid)
                 kind, lane = _LANES[first], tid - first
                 yield record("thread_name", tid, name=f"{kind} {lane + 1}" if lane else kind)
@@ -171,16 +167,12 @@ class _Trace:
     def _flows(self) -> Iterator[Event]:
         """Two events per arrow: `s` in the last tick of the maker's slice, `f` at the consumer's start."""
         for arrow in find_arrows(self.timeline):
-            maker = self._places[arrow.sender][arrow.maker]
-            consumer = self._places[arrow.receiver][arrow.user]
-            leaves = max(maker.start, min(maker.end - 1, consumer.start))
-            if leaves > consumer.start:
+            sender, start, end = self._places[arrow.sender][arrow.maker]
+            receiver, used, _ = self._places[arrow.receiver][arrow.user]
+            leaves = max(start, min(end - 1, used))
+            if leaves > used:
                 continue  # clocks of two hosts that disagree: an arrow back in time can't be drawn
-            ends = (
-                ("s", arrow.sender, maker.tid, leaves),
-                ("f", arrow.receiver, consumer.tid, consumer.start),
-            )
-            for phase, rank, tid, at in ends:
+            for phase, rank, tid, at in (("s", arrow.sender, sender, leaves), ("f", arrow.receiver, receiver, used)):
                 yield {
                     "ph": phase,
                     "pid": self.first_pid + rank,
@@ -193,53 +185,33 @@ class _Trace:
                 }
             self.num_arrows += 1
 
-
-class _SliceWords:
-    """Name, category and args of the slices of one timeline: what a reader sees who clicks on one."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        schedule = timeline.schedule
-        self._versions = derive_versions(schedule) if schedule.is_asynchronous else None
-        self._clock_error = timeline.clock_error
-        self._num_slices = schedule.num_slices
-
-    def of_action(self, rank: int, action: Action, gap: Gap | None) -> Event:
-        """An action, with the idle time before it [us] and its cause, the version of the weights that it uses, and by
-        how much the clock of its rank may be wrong [us]."""
+    def _action_args(self, rank: int, gaps: Mapping[Action, Gap], action: Action) -> Event:
+        """With the idle time before it [us] and its cause, the version of the weights that it uses, and by how much the
+        clock of its rank may be wrong [us]."""
         stage, op, index = action
         args: Event = {"action": str(action), "stage": stage}
         args |= {"update_group": index} if op is Op.U else self._part(index)
-        if gap is not None:
+        if (gap := gaps.get(action)) is not None:
             args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
         if op is not Op.U and self._versions is not None:
             args["weight_version"] = self._versions.read_by(action)
-        if self._clock_error:
-            args["clock_error_us"] = round(self._clock_error[rank] * 1e6, 3)
-        return {"name": f"{op.value} {index}", "cat": "compute", "args": args}
+        if self.timeline.clock_error:
+            args["clock_error_us"] = round(self.timeline.clock_error[rank] * 1e6, 3)
+        return args
 
-    def of_message(self, message: Message) -> Event:
-        """A message that arrives."""
+    def _message_args(self, message: Message) -> Event:
         kind, src, dst, index = message
-        args: Event = {"message": str(message)}
         if kind in STAGE_KINDS:
-            args |= {"from_stage": src, "to_stage": dst, **self._part(index)}
-        else:
-            args |= {"from_rank": src, "to_rank": dst, "update_group": index}
-        return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
-
-    def of_move(self, move: Action) -> Event:
-        """Activations that leave the rank, or come."""
-        stage, op, index = move
-        return {"name": f"{op.value} {index}", "cat": "moves", "args": {"stage": stage, **self._part(index)}}
+            return {"message": str(message), "from_stage": src, "to_stage": dst, **self._part(index)}
+        return {"message": str(message), "from_rank": src, "to_rank": dst, "update_group": index}
 
     def _part(self, index: int) -> Event:
         """The microbatch of an index, and its slice of the sequence where there are several."""
-        if self._num_slices == 1:
+        num_slices = self.timeline.schedule.num_slices
+        if num_slices == 1:
             return {"microbatch": index}
-        return {"microbatch": index // self._num_slices, "sequence_slice": index % self._num_slices}
+        return {"microbatch": index // num_slices, "sequence_slice": index % num_slices}
 
-    def of_collective(self, collective: Collective) -> Event:
-        """A step that ranks take together."""
-        stages, op, index = collective
-        args: Event = {"collective": str(collective), "stages": list(stages), "update_group": index}
-        return {"name": f"{op.value} {index}", "cat": "together", "args": args}
+
+def _collective_args(collective: Collective) -> Event:
+    return {"collective": str(collective), "stages": list(collective.stages), "update_group": collective.index}

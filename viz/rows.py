@@ -15,12 +15,11 @@ from ..schedules.needs import Delivery, Needs
 from .palette import COLLECTIVE_HUES, MESSAGE_HUES, OTHER_HUE, RGB, box_colour
 
 
-class Box(NamedTuple):
+class ActionBox(NamedTuple):
     """One action on its rank, from `start` to `end` [s], which count from the timeline's own start.
 
     width: end less start as they were stamped [s].
     number: of its microbatch or update; empty for an update where there is one alone.
-    chunk: of the rank; odd: 1 in every other batch, where batches are told apart.
     """
 
     rank: int
@@ -29,13 +28,10 @@ class Box(NamedTuple):
     end: float
     width: float
     number: str
-    chunk: int
-    odd: int
     colour: RGB
 
     @property
     def op(self) -> Op:
-        """Op of the action."""
         return self.action.op
 
 
@@ -49,8 +45,7 @@ class Bar(NamedTuple):
     lane: int
 
 
-def boxes_of(timeline: Timeline, rank: int) -> list[Box]:
-    """Boxes of a rank, in the order of its program."""
+def boxes_of(timeline: Timeline, rank: int) -> list[ActionBox]:
     chunk_of = {stage: chunk for chunk, stage in enumerate(timeline.schedule.placement[rank])}
     several, chunks, origin = shows_batches(timeline), num_chunks(timeline), timeline.start
     boxes = []
@@ -58,7 +53,7 @@ def boxes_of(timeline: Timeline, rank: int) -> list[Box]:
         chunk, odd = chunk_of.get(action.stage, 0), batch_of(timeline, action) % 2 if several else 0
         number = "" if action.op is Op.U and not several else str(action.index)
         colour = box_colour(action.op, chunk=chunk, num_chunks=chunks, batch=odd)
-        boxes.append(Box(rank, action, start - origin, end - origin, end - start, number, chunk, odd, colour))
+        boxes.append(ActionBox(rank, action, start - origin, end - origin, end - start, number, colour))
     return boxes
 
 
@@ -112,23 +107,19 @@ def num_chunks(timeline: Timeline) -> int:
 
 
 def shows_batches(timeline: Timeline) -> bool:
-    """Whether batches are told apart."""
     return timeline.schedule.num_batches > 1
 
 
 def batch_of(timeline: Timeline, action: Action) -> int:
-    """The batch to which an action belongs."""
     schedule = timeline.schedule
     return action.index // (schedule.groups_per_batch if action.op is Op.U else schedule.batch_indices)
 
 
 def ops_of(timeline: Timeline) -> set[Op]:
-    """The ops that were run."""
     return {span.what.op for trace in timeline.ranks for span in trace.compute}
 
 
 def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
-    """The messages that arrived."""
     return {span.what.kind for trace in timeline.ranks for span in trace.comm}
 
 

@@ -15,14 +15,27 @@ It is laid out in hundredths of an inch, from the top, so that nothing can overl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .gantt import draw_path, path_words, plan_labels, shows_versions
+from ..schedules import Idle, MemoryPart, MessageKind, Op
+from .gantt import PATH_INK, draw_path, draw_timeline, path_words, plan_labels, shows_versions
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
-from .legend import RANGE_BAND, Shown, draw_line, legend_lines, line_height
-from .memory_panel import MemoryPanel, ceiling_of, lines_of, parts_of
+from .memory_panel import LINE_INK, LINE_STYLES, MemoryPanel, ceiling_of, lines_of, parts_of
+from .palette import (
+    CAUSE_HUES,
+    COLLECTIVE_HUES,
+    COLLECTIVE_WORDS,
+    IDLE_FILL,
+    IDLE_HATCH,
+    MEMORY_HUES,
+    MESSAGE_HUES,
+    MESSAGE_WORDS,
+    OP_WORDS,
+    OTHER_HUE,
+    box_colour,
+)
 from .panels import Panel, TimelinePanel, time_unit
 from .rows import collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches
 from .scale import UNITS_AN_INCH, Scale, points
@@ -30,6 +43,9 @@ from .scale import UNITS_AN_INCH, Scale, points
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
+Key = tuple[Any, str]  # of the legend: a handle of any of matplotlib's kinds, and its words
 
 _USUAL_FONT = 9.5  # [points]; what follows fits it, and grows and shrinks with it [inch / 100]
 _LEFT, _RIGHT = 66, 24
@@ -39,6 +55,11 @@ _HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0
 _NARROWEST, _SMALLEST_FONT = 3.0, 4.0
 _BOLD = 0.66  # width of a bold character, of the font's size
 _RANGE_HEIGHT = 0.05  # of a panel's
+_RANGE_BAND: dict[str, Any] = {"facecolor": "#202020", "alpha": 0.55, "linewidth": 0}
+_INK = "#303030"  # of the legend; what follows is in font sizes
+_HEADING = 8.0  # width of the column of headings
+_LETTER = 0.54  # mean width of a letter of DejaVu Sans
+_AROUND = 4.2  # width of a key beside its words: handle, padding and gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +125,8 @@ class Sheet:
         self.lines = self._legend()
         rows = sum(panel.num_rows for panel in panels) * self.scale.row
         gaps = (_PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1) + _TIME_AXIS + _FOOT) * self.times
-        self.foot = line_height(style.font) * len(self.lines)
+        self.line_height = 1.82 * style.font / 72 * UNITS_AN_INCH
+        self.foot = self.line_height * len(self.lines)
         self.height = round(self._top() + gaps + rows + self.foot)
 
     @staticmethod
@@ -120,24 +142,60 @@ class Sheet:
     def _top(self) -> float:
         return (_TITLE if self.style.title else _NO_TITLE) * self.times
 
-    def _legend(self) -> list[Any]:
-        ts = self.timelines
-        shown = Shown(
-            ops={op for t in ts for op in ops_of(t)},
-            kinds={kind for t in ts for kind in message_kinds_of(t)},
-            together={op for t in ts for op in collectives_of(t)},
-            causes=self.causes,
-            chunks=max(num_chunks(t) for t in ts),
-            batches=any(map(shows_batches, ts)),
-            versions=any(shows_versions(t, self.scale, self.labels) for t in ts),
-            paths=[f"{p.caption}: {path_words(p.path)}" for p in self._paths()],
-            memory=parts_of(self.memories),
-            memory_lines=lines_of(self.memories),
-            marks_end=any(isinstance(p, TimelinePanel) and p.predicted_end is not None for p in self.panels),
-            marks_range=any(isinstance(p, TimelinePanel) and p.predicted_ends is not None for p in self.panels),
-        )
-        width = points(self.width - self.left)
-        return legend_lines(shown, idle=self.style.idle, font=self.style.font, width=width)
+    def _legend(self) -> list[tuple[str, list[Key]]]:
+        """Lines of keys, the first ones of a group behind its heading."""
+        from matplotlib.patches import Patch
+
+        causes = [(Patch(facecolor=CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in self.causes]
+        frame = Patch(facecolor="none", edgecolor=PATH_INK, linewidth=1.6)
+        groups = {
+            "timeline:": self._timeline_keys(),
+            "idle by cause:": causes,
+            "memory:": self._memory_keys(),
+            "critical path:": [(frame, f"{panel.caption}: {path_words(panel.path)}") for panel in self._paths()],
+        }
+        room = points(self.width - self.left) / self.style.font - _HEADING
+        return [line for heading, keys in groups.items() for line in _broken(heading, keys, room)]
+
+    def _timeline_keys(self) -> Iterator[Key]:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        timelines = self.timelines
+        chunks, batches = max(map(num_chunks, timelines)), 2 if any(map(shows_batches, timelines)) else 1
+        shades = [f"chunk 0 to {chunks - 1}"] * (chunks > 1) + ["even, odd batches"] * (batches > 1)
+        for number, op in enumerate(_in_order(Op, map(ops_of, timelines))):
+            colours = (
+                box_colour(op, chunk=chunk, num_chunks=chunks, batch=batch)
+                for chunk in range(chunks)
+                for batch in range(batches)
+            )
+            words = OP_WORDS.get(op, op.value)
+            handle = tuple(Patch(facecolor=colour) for colour in colours)
+            yield handle, f"{words} ({'; '.join(shades)})" if shades and number == 0 else words
+        if self.causes and self.style.idle == "hatch":
+            yield Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle"
+        if any(shows_versions(each, self.scale, self.labels) for each in timelines):
+            yield Line2D([], [], linestyle="", marker=r"$\mathrm{v1}$", color=_INK, markersize=11), "weight version"
+        for kind in _in_order(MessageKind, map(message_kinds_of, timelines)):
+            yield Line2D([], [], color=MESSAGE_HUES[kind], linewidth=3), MESSAGE_WORDS[kind]
+        for op in _in_order(Op, map(collectives_of, timelines)):
+            words = COLLECTIVE_WORDS.get(op, op.value)
+            yield Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words
+        compared = [panel for panel in self.panels if isinstance(panel, TimelinePanel)]
+        if any(panel.predicted_end is not None for panel in compared):
+            yield Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end"
+        if any(panel.predicted_ends is not None for panel in compared):
+            yield Patch(**_RANGE_BAND), "90% of predicted ends"
+
+    def _memory_keys(self) -> Iterator[Key]:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        for part in _in_order(MemoryPart, [parts_of(self.memories)]):
+            yield Patch(facecolor=MEMORY_HUES[part]), part.value
+        for name in lines_of(self.memories):
+            yield Line2D([], [], color=LINE_INK, linestyle=LINE_STYLES[name], linewidth=0.9), name
 
     def _paths(self) -> list[TimelinePanel]:
         """Panels whose critical path is marked."""
@@ -149,12 +207,10 @@ class Sheet:
         return figure.add_axes(box)
 
     def text(self, figure: Figure, baseline: float, text: str, **font: Any) -> None:
-        """A line of text at the left margin."""
         x, y = self.left / self.width, 1 - baseline / self.height
         figure.text(x, y, text, color="#202020", parse_math=False, **font)
 
     def draw(self, figure: Figure) -> None:
-        """Draw everything."""
         if self.style.title:
             headings = list(dict.fromkeys(p.heading for p in self.panels if not isinstance(p, MemoryPanel)))
             size = 1.47 * self.style.font
@@ -163,10 +219,30 @@ class Sheet:
         top: float = self._top()
         for panel in self.panels:
             top = self._draw_panel(figure, panel, top) + _PANEL_GAP * self.times
-        step = line_height(self.style.font)
-        for number, line in enumerate(self.lines):
-            middle = (self.foot + 0.5 * _FOOT * self.times - (number + 0.5) * step) / self.height
-            draw_line(figure, line, font=self.style.font, left=self.left / self.width, middle=middle)
+        for number, (heading, keys) in enumerate(self.lines):
+            middle = (self.foot + 0.5 * _FOOT * self.times - (number + 0.5) * self.line_height) / self.height
+            self._draw_keys(figure, heading, keys, middle)
+
+    def _draw_keys(self, figure: Figure, heading: str, keys: Sequence[Key], middle: float) -> None:
+        """One line of the legend, `middle` a fraction of the figure."""
+        from matplotlib.legend_handler import HandlerTuple
+
+        font, left = self.style.font, self.left / self.width
+        figure.text(left, middle, heading, size=font, va="center", color=_INK)
+        figure.legend(
+            [handle for handle, _ in keys],
+            [words for _, words in keys],
+            loc="center left",
+            bbox_to_anchor=(left + _HEADING * font / 72 / figure.get_figwidth(), middle),
+            ncols=len(keys),
+            fontsize=font,
+            labelcolor=_INK,
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+            frameon=False,
+            borderaxespad=0.0,
+            handletextpad=0.5,
+            columnspacing=1.6,
+        )
 
     def _draw_panel(self, figure: Figure, panel: Panel, top: float) -> float:
         """Draw one panel below `top`; returns where it ends."""
@@ -177,12 +253,12 @@ class Sheet:
         height = panel.num_rows * scale.row
         axes = self.axes(figure, self.left, top, scale.width, height)
         if isinstance(panel, TimelinePanel):
-            panel.draw(axes, scale, self.labels, self.style.idle)
+            draw_timeline(axes, panel.timeline, scale, self.labels, idle=self.style.idle)
             if panel in self._paths():
                 draw_path(axes, panel.timeline, panel.path, scale)
             if panel.predicted_ends is not None:
                 low, high = panel.predicted_ends  # a bar on the time axis: actions keep their colours
-                axes.axvspan(low / self.unit, high / self.unit, ymax=_RANGE_HEIGHT, zorder=3, **RANGE_BAND)
+                axes.axvspan(low / self.unit, high / self.unit, ymax=_RANGE_HEIGHT, zorder=3, **_RANGE_BAND)
             if panel.predicted_end is not None:
                 axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
             if self.causes and panel.length > 0:
@@ -207,6 +283,27 @@ class Sheet:
     def _bar_limit(self) -> float:
         """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
         return 100 * 1.25 * max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
+
+
+def _in_order(kinds: Iterable[T], found: Iterable[Collection[T]]) -> list[T]:
+    """Members of an enumeration that are in any of what was found."""
+    present = set().union(*found)
+    return [kind for kind in kinds if kind in present]
+
+
+def _broken(heading: str, keys: Iterable[Key], room: float) -> Iterator[tuple[str, list[Key]]]:
+    """Lines of keys, for which there is so much room [font sizes]."""
+    line: list[Key] = []
+    left = room
+    for key in keys:
+        size = _AROUND + _LETTER * len(key[1])
+        if line and size > left:
+            yield heading, line
+            heading, line, left = "", [], room
+        line.append(key)
+        left -= size
+    if line:
+        yield heading, line
 
 
 def one_line(headings: list[str], *, most: float) -> str:

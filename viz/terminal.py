@@ -27,7 +27,7 @@ from .exhibit import Exhibit
 from .idle import causes_of, idle_shares, idle_stretches
 from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, RGB, ink
 from .panels import TimelinePanel, panels_of, time_unit
-from .rows import Box, boxes_of, ops_of
+from .rows import boxes_of, ops_of
 
 _NARROWEST = 40
 _IDLE = {  # without colours, by cause
@@ -64,11 +64,7 @@ class _Piece(NamedTuple):
     label: str = ""
 
 
-class _Row(NamedTuple):
-    name: str
-    pieces: list[_Piece]
-    idle: Idle | None
-    note: str = ""
+_Row = tuple[list[_Piece], Idle | None]  # of a rank; idle None: it was not recorded
 
 
 def render_terminal(exhibits: Sequence[Exhibit], *, width: int | None = None, colour: bool | None = None) -> str:
@@ -112,11 +108,11 @@ class _Page:
             file=io.StringIO(), width=width, force_terminal=True, no_color=False, legacy_windows=False
         )
         self.colour = colour and self.console.color_system is not None
-        self.rows = [list(_rows(panel)) for panel in panels]
+        self.rows = [_rows(panel) for panel in panels]
         self.length = max((panel.length for panel in panels), default=0.0)
         self.unit_name, self.unit = time_unit(self.length)
-        self.most = max((sum(row.idle) for rows in self.rows for row in rows if row.idle is not None), default=0.0)
-        names = [row.name for rows in self.rows for row in rows]
+        self.most = max((sum(idle) for rows in self.rows for _, idle in rows if idle is not None), default=0.0)
+        names = [_name(rank) for rows in self.rows for rank in range(len(rows))]
         self.names = min(max(map(len, names), default=0), width // 5)
         # Room for "33%", a bar, or the causes with most of it.
         self.side = 5 if width < 60 else 20 if width < 100 or self.colour else 32
@@ -130,7 +126,7 @@ class _Page:
                 lines += [Text(part, style="bold") for part in self._wrapped(_visible(panel.heading))]
             said = panel.heading
             lines += [Text(part) for part in self._wrapped(_visible(panel.title(self.unit_name, self.unit)))]
-            lines += [self._line(row) for row in rows]
+            lines += [self._line(_name(rank), *row) for rank, row in enumerate(rows)]
             lines.append(Text(""))
         lines[-1] = self._axis()
         lines += self._legend()
@@ -157,16 +153,13 @@ class _Page:
 
     # --- rows ---
 
-    def _line(self, row: _Row) -> Text:
-        line = Text(f"{row.name[: self.names]:<{self.names}} |")
-        if row.note:
-            return line.append(f"{row.note:<{self.columns}}"[: self.columns] + "|")
-        for style, text in self._runs(row.pieces):
+    def _line(self, name: str, pieces: Sequence[_Piece], idle: Idle | None) -> Text:
+        line = Text(f"{name[: self.names]:<{self.names}} |")
+        if idle is None:
+            return line.append(f"{'not recorded':<{self.columns}}"[: self.columns] + "|")
+        for style, text in self._runs(pieces):
             line.append(text, style=style if self.colour else None)
-        line.append("|")
-        if row.idle is not None:
-            line.append_text(self._side(row.idle))
-        return line
+        return line.append("|").append_text(self._side(idle))
 
     def _runs(self, pieces: Sequence[_Piece]) -> Iterator[tuple[str, str]]:
         """Neighbouring columns that show the same piece (or one look, of many small ones), as (style, text)."""
@@ -192,7 +185,7 @@ class _Page:
             # Numbers of several digits need a column between them.
             text = label if len(label) < room or len(label) == 1 == room else ""
             return text.ljust(room, coloured)
-        text = f"{letter}{label}" if len(letter) + len(label) <= room else letter
+        text = letter + label if len(letter) + len(label) <= room else letter
         return text.ljust(room, fill)[:room]
 
     def _side(self, idle: Idle) -> Text:
@@ -275,26 +268,23 @@ def _columns(pieces: Sequence[_Piece], column: float, count: int) -> list[_Piece
     return found
 
 
-def _rows(panel: TimelinePanel) -> Iterator[_Row]:
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _rows(panel: TimelinePanel) -> list[_Row]:
     timeline = panel.timeline
-    shares, idle = idle_shares(timeline), idle_stretches(timeline)
-    for rank in range(len(timeline.ranks)):
-        if rank in timeline.missing:
-            yield _Row(f"rank {rank}", [], None, "not recorded")
-            continue
-        pieces = [_Piece(box.start, box.end, _box_look(box), box.number) for box in boxes_of(timeline, rank)]
-        pieces += [
-            _Piece(start - timeline.start, end - timeline.start, _idle_look(cause)) for cause, start, end in idle[rank]
+    rows: list[_Row] = []
+    for rank, (shares, idle) in enumerate(zip(idle_shares(timeline), idle_stretches(timeline), strict=True)):
+        pieces = [
+            _Piece(box.start, box.end, _Look(box.op.value[0], "-", _on(box.colour)), box.number)
+            for box in boxes_of(timeline, rank)
         ]
-        yield _Row(f"rank {rank}", pieces, shares[rank])
-
-
-def _box_look(box: Box) -> _Look:
-    return _Look(box.op.value[0], "-", _on(box.colour))
-
-
-def _idle_look(cause: str) -> _Look:
-    return _Look(_IDLE[cause], _IDLE[cause], _cause_style(cause), _SHADE)
+        for cause, start, end in idle:
+            look = _Look(_IDLE[cause], _IDLE[cause], _cause_style(cause), _SHADE)
+            pieces.append(_Piece(start - timeline.start, end - timeline.start, look))
+        rows.append((pieces, None if rank in timeline.missing else shares))
+    return rows
 
 
 def _cause_style(cause: str) -> str:

@@ -23,9 +23,8 @@ from ...schedules.timing.inputs import Cause
 from ...schedules.timing.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size
-from ...viz import FigureStyle, write_figure
-from ...viz.figures import FIGURE_SUFFIXES
-from ...viz.waterfall import waterfall_figure
+from ...viz import write_figure
+from ...viz.figures import FIGURE_SUFFIXES, waterfall_figure
 from ..options import check_out, plain_help, read
 from ..training.options import DEFAULT_CLIP
 from .checked_run import CheckedRun, check_run
@@ -60,7 +59,6 @@ class CheckOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read run and plan, compare, print, draw."""
     options = read(CheckOptions, argv, "plan")
     for path in options.out:
         if path.suffix.lower() not in FIGURE_SUFFIXES:
@@ -68,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
         check_out("-o", path)
     found = check_run(options.check)
     for path in options.out:
-        write_figure(waterfall_figure(found.check, title=heading(found), style=FigureStyle(width=9.0)), path)
+        write_figure(waterfall_figure(found.check, title=heading(found)), path)
     if options.json:
         print(json.dumps(as_json(found) | {"written": list(map(str, options.out))}))
         return 0
@@ -79,7 +77,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def as_json(found: CheckedRun) -> dict[str, object]:
-    """Everything, by name; seconds and bytes."""
     check = found.check
     return {
         "run": found.name,
@@ -126,7 +123,6 @@ def heading(found: CheckedRun) -> str:
 
 
 def table(found: CheckedRun) -> None:
-    """Print it all."""
     check, out = found.check, console()
     out.print(heading(found), markup=False, soft_wrap=True)
     out.print()

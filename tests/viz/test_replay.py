@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from support.inside import Programs, replay_data, timeline_panel
+from support.inside import TimelineColumns, replay_data
 from support.replay_cases import Case, cases
 
 from stagewright.schedules import Op, Timeline, simulate
@@ -61,7 +61,7 @@ def panel(case: Case, *, varied: bool = False) -> dict[str, Any]:
     """Python's panel of a case, in a page whose tick is that of the fixture's."""
     costs, links = case.varied if varied else (case.costs, case.links)
     timeline = simulate(case.schedule, costs, links)
-    return timeline_panel(Exhibit(name="any", predicted=timeline, links=links), timeline, TICK, Programs())
+    return TimelineColumns(Exhibit(name="any", predicted=timeline, links=links), timeline, TICK, {}).columns()
 
 
 def expected(timeline: Timeline) -> dict[str, Any]:

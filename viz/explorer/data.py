@@ -54,14 +54,26 @@ _BYTE_STEPS = 20_000  # from nothing to the highest line: finer than any row is 
 _TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the deepest zoom that anyone reads
 
 Columns = dict[str, Any]
+# Of ranks, by actions and the version of weights that each uses (an update: makes; none where there is one alone): each
+# program has a number once, since the steps of a run repeat them.
+Programs = dict[tuple[tuple[Action, ...], tuple[int, ...]], int]
 
 
 def page_data(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
     """Data that the scripts read (`model.js` says how)."""
-    tick = _tick(max(map(_length, exhibits)))
-    programs = Programs()
+    tick = _tick(max(timeline.makespan for exhibit in exhibits for timeline in _timelines(exhibit)))
+    programs: Programs = {}
     shown = [_exhibit(exhibit, tick, programs) for exhibit in exhibits]
-    return {"tick": tick, "palette": _palette(), "programs": programs.columns, "exhibits": shown}
+    columns = [
+        {
+            "ops": "".join(action.op.value for action in actions),
+            "stages": [action.stage for action in actions],
+            "indices": [action.index for action in actions],
+            "versions": list(versions),
+        }
+        for actions, versions in programs
+    ]
+    return {"tick": tick, "palette": _palette(), "programs": columns, "exhibits": shown}
 
 
 def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any]:
@@ -70,11 +82,11 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
         "name": exhibit.name,
         "notes": list(exhibit.notes),
         "figures": [list(figure) for figure in headline(exhibit)],
-        "predicted": None if predicted is None else timeline_panel(exhibit, predicted, tick, programs),
+        "predicted": None if predicted is None else TimelineColumns(exhibit, predicted, tick, programs).columns(),
         "measured": [
             {
                 "step": step.number,
-                **timeline_panel(exhibit, step.timeline, tick, programs),
+                **TimelineColumns(exhibit, step.timeline, tick, programs).columns(),
                 "difference": _difference_columns(predicted, step.timeline),
             }
             for step in exhibit.measured
@@ -82,10 +94,9 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
     }
 
 
-def _length(exhibit: Exhibit) -> float:
-    timelines = [step.timeline for step in exhibit.measured]
-    timelines += [] if exhibit.predicted is None else [exhibit.predicted]
-    return max(timeline.makespan for timeline in timelines)
+def _timelines(exhibit: Exhibit) -> list[Timeline]:
+    predicted = [] if exhibit.predicted is None else [exhibit.predicted]
+    return [*predicted, *(step.timeline for step in exhibit.measured)]
 
 
 def _tick(longest: float) -> float:
@@ -107,39 +118,9 @@ def _palette() -> dict[str, Any]:
     }
 
 
-class Programs:
-    """Programs of ranks, each kept once: the steps of a run repeat them."""
-
-    def __init__(self) -> None:
-        self.columns: list[Columns] = []
-        self._number: dict[tuple[tuple[Action, ...], tuple[int, ...]], int] = {}
-
-    def number(self, actions: tuple[Action, ...], versions: tuple[int, ...]) -> int:
-        """Number of a program.
-
-        Arguments:
-            versions: of the weights that each action uses (an update: makes); empty where there is one alone.
-        """
-        key = (actions, versions)
-        if key not in self._number:
-            self._number[key] = len(self.columns)
-            self.columns.append(
-                {
-                    "ops": "".join(action.op.value for action in actions),
-                    "stages": [action.stage for action in actions],
-                    "indices": [action.index for action in actions],
-                    "versions": list(versions),
-                }
-            )
-        return self._number[key]
-
-
-def timeline_panel(exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> Columns:
+class TimelineColumns:
     """Everything that is drawn of one timeline."""
-    return _Panel(exhibit, timeline, tick, programs).columns()
 
-
-class _Panel:
     def __init__(self, exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> None:
         self.exhibit, self.timeline, self.tick, self.programs = exhibit, timeline, tick, programs
         self.schedule = timeline.schedule
@@ -193,7 +174,7 @@ class _Panel:
             at = stop
         return {
             "stages": list(self.schedule.placement[rank]),
-            "program": self.programs.number(trace.actions, self._used(trace)),
+            "program": self.programs.setdefault((trace.actions, self._used(trace)), len(self.programs)),
             "times": times,
             "idle": [] if rank in self.timeline.missing else self._idle(idle),
             "together": [
@@ -216,7 +197,6 @@ class _Panel:
         return {op.value: [colours(op, chunk) for chunk in range(chunks)] for op in sorted(ops)}
 
     def _used(self, trace: RankTrace) -> tuple[int, ...]:
-        """The weight version of each action, where there are several."""
         versions = self.versions
         if versions is None:
             return ()
@@ -266,8 +246,7 @@ class _Panel:
         for message, arrow in arrows.items():
             if message not in seen:
                 add(message, arrow.receiver, ends[arrow.maker], ends[arrow.maker], _NONE)
-        names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end", "lane")
-        columns: Columns = dict(zip(names, map(list, zip(*rows, strict=True)) if rows else [[]] * 10, strict=True))
+        columns = _transposed("kind src dst index maker user receiver start end lane", rows)
         columns["bytes"] = [[_KINDS.index(kind), src, dst, size] for (kind, src, dst), size in sizes.items()]
         return columns
 
@@ -302,8 +281,6 @@ def _path_columns(
         )
         for step in path.steps
     ]
-    names = ("kind", "action", "rank", "sender", "start", "end")
-    columns: Columns = dict(zip(names, map(list, zip(*steps, strict=True)) if steps else [[]] * 6, strict=True))
     links = {f"rank {src} to rank {dst}": seconds for (src, dst), seconds in path.by_link.items()}
     sums = {f"gradients of stage{'s' * (len(s) > 1)} {', '.join(map(str, s))}": x for s, x in path.by_sum.items()}
     groups = {
@@ -314,28 +291,31 @@ def _path_columns(
     shares = {
         name: [[text, round(seconds / whole, 6)] for text, seconds in group.items()] for name, group in groups.items()
     }
-    return {**columns, "shares": shares}
+    return {**_transposed("kind action rank sender start end", steps), "shares": shares}
+
+
+def _transposed(names: str, rows: Sequence[Sequence[int]]) -> Columns:
+    columns = map(list, zip(*rows, strict=True)) if rows else ([] for _ in names.split())
+    return dict(zip(names.split(), columns, strict=True))
 
 
 def _memory_columns(exhibit: Exhibit, timeline: Timeline, ticks: Callable[[float], int]) -> Columns | None:
     """Curves, limits and peaks by rank; None where nothing is known of them."""
     curves = exhibit.curves(timeline)
+    if curves is None:
+        return None
+    unit = max([1.0, *(curve.peak / _BYTE_STEPS for curve in curves)])
     lines = {
         "limit": exhibit.memory_limit,
         "predicted_peak": exhibit.predicted_peak,
         "measured_peak": exhibit.measured_peak,
     }
-    known = {name: values for name, values in lines.items() if values is not None}
-    if curves is None:
-        return None
-    most = max([0.0, *(curve.peak for curve in curves)])
-    unit = max(1.0, most / _BYTE_STEPS)
     return {
         "unit": unit,
         "rows": [
             None if rank in timeline.missing else _memory_row(curve, unit, ticks) for rank, curve in enumerate(curves)
         ],
-        **{name: [round(value) for value in values] for name, values in known.items()},
+        **{name: list(map(round, values)) for name, values in lines.items() if values is not None},
     }
 
 

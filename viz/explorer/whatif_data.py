@@ -4,25 +4,22 @@ them. `replay.js` plays it with other costs: change both together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
-from ...schedules import Costs, Links, Op, Schedule
+from ...schedules import FAMILIES, Costs, Family, Links, Op, Schedule, build
 from ...schedules.ir import MOVE_OPS
 from ...schedules.timing.costs import CostTable
-from ...schedules.timing.wiring import OPS, Output, Wiring
+from ...schedules.timing.wiring import OPS, Meeting, Output, Wiring
+from ...schedules.transform import defer_updates, replicate
 from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
-from .other_sizes import builder_of
 
-_STEPS = tuple(
-    Fraction(*each) for each in ((1, 4), (1, 2), (3, 4), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))
-)
+_QUARTERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the number of microbatches: other numbers
 _MAX_ACTIONS = 200_000  # of the prediction: about 3 MB of page, and half a second a change
 _MAX_MORE = 60_000  # of the other numbers of microbatches together
-
-
 _STAYS = -1
 
 Columns = dict[str, Any]
@@ -54,7 +51,8 @@ def _others(schedule: Schedule, costs: Costs) -> tuple[list[Schedule], str]:
         return [], "M is fixed: this order is not one that a built-in schedule has, so nobody knows it for another M."
     found: list[Schedule] = []
     left = _MAX_MORE
-    for number in _near(schedule.num_microbatches):
+    numbers = {schedule.num_microbatches * step // 4 for step in _QUARTERS if schedule.num_microbatches * step % 4 == 0}
+    for number in sorted(numbers - {schedule.num_microbatches}):
         try:
             other = build(number)
         except ValueError:
@@ -63,11 +61,6 @@ def _others(schedule: Schedule, costs: Costs) -> tuple[list[Schedule], str]:
             break
         found.append(other)
     return found, "" if found else "M is fixed: schedules of other numbers of microbatches are too large for this page."
-
-
-def _near(number: int) -> Iterable[int]:
-    """Other numbers, the smallest first."""
-    return sorted({int(number * step) for step in _STEPS if (number * step).denominator == 1} - {number})
 
 
 def _size(schedule: Schedule) -> int:
@@ -81,12 +74,10 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
     """
     table = costs.table_for(schedule)
     wiring = Wiring(schedule, table, links)
-    numbers: dict[int, int] = {}  # by base, of an output
-    outputs: list[Output] = []
+    outputs: dict[int, Output] = {}  # by base
     for output in (each for of_code in wiring.outputs for each in of_code):
-        if output.base not in numbers:
-            numbers[output.base] = len(outputs)
-            outputs.append(output)
+        outputs.setdefault(output.base, output)
+    numbers = {base: number for number, base in enumerate(outputs)}
     return {
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
@@ -104,17 +95,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "programs": [{"codes": codes, "indices": indices} for codes, indices in wiring.programs],
         "inputs": wiring.inputs,
         "outputs": [[numbers[each.base] for each in of_code] for of_code in wiring.outputs],
-        "wires": [
-            {
-                "base": each.base,
-                "kind": each.wire.kind.value,
-                "src": each.wire.src,
-                "dst": each.wire.dst,
-                "passages": _folded([_STAYS if number is None else number for number in each.passages]),
-                "last": None if each.last is None else _folded(each.last),
-            }
-            for each in outputs
-        ],
+        "wires": [_wire(output) for output in outputs.values()],
         "passages": [
             {
                 "sender": each.sender,
@@ -127,19 +108,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
             }
             for each in wiring.passages
         ],
-        "meetings": [
-            {
-                "stages": list(each.stages),
-                "op": each.op.value,
-                "ranks": len(each.ranks),
-                "seconds": each.seconds,
-                "share": 0.0 if each.op in MOVE_OPS else max(table.sum_busy[stage] for stage in each.stages),
-                "channels": list(each.channels),
-                "fills": [[group, list(slots)] for group, slots in each.fills.items()],
-                "after": each.after,
-            }
-            for each in wiring.meetings
-        ],
+        "meetings": [_meeting(each, table) for each in wiring.meetings],
         "begins": [
             [[position, *begun] for position, several in of_rank.items() for begun in several]
             for of_rank in wiring.begins
@@ -150,6 +119,30 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "versions": _versions(schedule),
         "slots": wiring.num_slots,
         "channels": wiring.num_channels,
+    }
+
+
+def _wire(output: Output) -> Columns:
+    return {
+        "base": output.base,
+        "kind": output.wire.kind.value,
+        "src": output.wire.src,
+        "dst": output.wire.dst,
+        "passages": _folded([_STAYS if number is None else number for number in output.passages]),
+        "last": None if output.last is None else _folded(output.last),
+    }
+
+
+def _meeting(meeting: Meeting, table: CostTable) -> Columns:
+    return {
+        "stages": list(meeting.stages),
+        "op": meeting.op.value,
+        "ranks": len(meeting.ranks),
+        "seconds": meeting.seconds,
+        "share": 0.0 if meeting.op in MOVE_OPS else max(table.sum_busy[stage] for stage in meeting.stages),
+        "channels": list(meeting.channels),
+        "fills": [[group, list(slots)] for group, slots in meeting.fills.items()],
+        "after": meeting.after,
     }
 
 
@@ -171,3 +164,59 @@ def _costs(table: CostTable) -> Columns:
 def _folded(numbers: Sequence[Number]) -> Number | list[Number]:
     """One number where all are equal."""
     return numbers[0] if numbers and len(set(numbers)) == 1 else list(numbers)
+
+
+# --- other numbers of microbatches ---
+
+
+def builder_of(schedule: Schedule) -> Callable[[int], Schedule] | None:
+    """How to build `schedule` with any number of microbatches, all else being as it was; None where no family and
+    options give just this one.
+
+    What it returns raises ValueError for numbers that do not fit.
+    """
+    family = FAMILIES.get(schedule.name)
+    for attempt in () if family is None else _attempts(schedule, family):
+        with suppress(ValueError):  # not with these options
+            if attempt(schedule.num_microbatches) == schedule:
+                return attempt
+    return None
+
+
+def _attempts(schedule: Schedule, family: Family) -> Iterator[Callable[[int], Schedule]]:
+    own = family.weight_copies
+    counts = [len(ranks) // own for ranks in schedule.owners]
+    copies = counts[0] if len(set(counts)) == 1 and counts[0] else 1
+    options: dict[str, Any] = {}
+    if family.takes_chunks:
+        options["num_chunks"] = schedule.num_stages * copies * own // schedule.num_ranks
+    if family.takes_slices:
+        options["num_slices"] = schedule.num_slices
+    if "num_batches" in family.options:
+        options["num_batches"] = schedule.num_batches
+    if "vertical_sync" in family.options:
+        options["vertical_sync"] = schedule.weight_rule == "vertical-sync"
+    for form in ({"warmup": "plain"}, {"warmup": "eager"}) if "warmup" in family.options else ({},):
+        given = {**options, **form}
+        for is_late in (False, True):
+            if copies > 1:
+                yield partial(_build, schedule, family, given, copies, is_late=is_late)
+            if family.takes_replicas or copies == 1:
+                replicas = {"replicas": counts} if max(counts) > 1 else {}
+                yield partial(_build, schedule, family, given | replicas, 1, is_late=is_late)
+
+
+def _build(
+    schedule: Schedule, family: Family, options: dict[str, Any], copies: int, num_microbatches: int, *, is_late: bool
+) -> Schedule:
+    if num_microbatches % copies:
+        raise ValueError(f"{num_microbatches} microbatches for {copies} replicas: expected a multiple of {copies}")
+    if "update_every" in family.options:
+        every_batch = schedule.group_size == schedule.num_microbatches
+        group = num_microbatches if every_batch else schedule.group_size
+        options = {**options, "update_every": group // copies}
+    num_ranks = schedule.num_ranks // copies
+    built = build(family.name, num_ranks=num_ranks, num_microbatches=num_microbatches // copies, **options)
+    if is_late:
+        built = defer_updates(built)
+    return replicate(built, copies).with_edges(schedule.stage_edges)

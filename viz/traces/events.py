@@ -56,24 +56,22 @@ class TraceFile:
     @property
     def rank(self) -> int | None:
         """Rank of the process that wrote it, where it says so."""
-        rank = self._distributed.get("rank")
-        return rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
+        return self._said("rank", least=0)
 
     @property
     def world_size(self) -> int | None:
         """Number of processes, likewise."""
-        size = self._distributed.get("world_size")
-        return size if isinstance(size, int) and not isinstance(size, bool) and size >= 1 else None
+        return self._said("world_size", least=1)
 
     @property
     def host(self) -> str:
         """Name of its host; empty where it does not say so."""
         return str(self.about.get("host_name", ""))
 
-    @property
-    def _distributed(self) -> Mapping[str, Any]:
-        found = self.about.get("distributedInfo")
-        return found if isinstance(found, Mapping) else {}
+    def _said(self, name: str, *, least: int) -> int | None:
+        distributed = self.about.get("distributedInfo")
+        number = distributed.get(name) if isinstance(distributed, Mapping) else None
+        return number if type(number) is int and number >= least else None
 
 
 def is_trace(text: str) -> bool:
