@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Module of a command, and its summary in one line."""
-
     module: str
     summary: str
 

@@ -51,7 +51,6 @@ def physical_bytes() -> int:
 
 
 def processor() -> str:
-    """The processor's name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -60,7 +59,6 @@ def processor() -> str:
 
 
 def package_versions(*names: str) -> dict[str, str]:
-    """Installed versions by package."""
     versions = {}
     for name in names:
         try:
@@ -93,7 +91,6 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """The peak so far."""
         return max(0, _status_bytes("VmHWM") - self.at_start)
 
 

@@ -159,7 +159,6 @@ class _Watchdog:
         self._seen = 0.0
 
     def barks(self) -> bool:
-        """Whether they have stood still for too long."""
         if self._patience is None:
             return False
         now, taken = time.monotonic(), sum(rank.cpu_seconds() for rank in self._ranks)
@@ -170,7 +169,6 @@ class _Watchdog:
         return self._still > self._patience
 
     def report(self) -> str:
-        """Where each rank stands."""
         running = [rank for rank in self._ranks if not rank.poll()]
         asked = [rank for rank in running if rank.ask_where()]
         before: list[str] = []

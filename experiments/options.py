@@ -28,7 +28,6 @@ _CALLS = {"model": (0, ()), "data": (0, ("batch_size",)), "loss": (2, ()), "opti
 
 
 def read(options: type[T], argv: Sequence[str], command: str, **others: Any) -> T:
-    """The options of `stagewright COMMAND` as they were typed."""
     typed: T = tyro.cli(options, args=argv, prog=f"stagewright {command}", **others)
     return typed
 
@@ -165,7 +164,6 @@ def read_tensor_parallel(given: str) -> str | dict[str, str]:
 
 
 def read_file(path: Path, read: Callable[[Path], T]) -> T:
-    """The file as `read` returns it."""
     try:
         return read(path)
     except OSError as error:
@@ -175,7 +173,6 @@ def read_file(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def write_out(path: Path, text: str) -> None:
-    """Write what --out asks for."""
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:

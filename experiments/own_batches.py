@@ -81,7 +81,6 @@ class OwnBatches(Iterator[Batch]):
             self._batches = self._stream(to_skip=0 if within is not None else self._passed)
 
     def _begin(self) -> Iterable[Any]:
-        """Batches of the next epoch."""
         seed_generators(self._seed + self._epoch)
         if self._made is None or isinstance(self._made, Iterator):
             self._made = self._make()

@@ -51,7 +51,6 @@ class Batch:
         return self.map(lambda x: x[:num_samples] if x.dim() else x)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same with other tensors."""
         return Batch(
             args=pytree.tree_map_only(Tensor, change, self.args),
             kwargs=pytree.tree_map_only(Tensor, change, dict(self.kwargs)),
@@ -92,7 +91,6 @@ def make_loss(options: OwnOptions, batch: Batch) -> Loss:
 
 
 def describe_loss(options: OwnOptions, batch: Batch) -> str:
-    """Its name for people."""
     loss = make_loss(options, batch)
     if loss == OWN_LOSS:
         return "the model's own"

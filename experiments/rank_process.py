@@ -53,7 +53,6 @@ class RankProcess:
 
     @property
     def done(self) -> bool:
-        """Whether its results are out."""
         return (self.folder / f"{self.number}.done").exists()
 
     @property

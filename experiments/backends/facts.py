@@ -42,7 +42,6 @@ class NodeFacts:
 
     @classmethod
     def here(cls) -> NodeFacts:
-        """The facts of this host."""
         return cls(
             host=socket.gethostname(),
             python=platform.python_version(),
@@ -54,7 +53,6 @@ class NodeFacts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
         return asdict(self)
 
     @classmethod

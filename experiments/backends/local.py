@@ -24,11 +24,9 @@ class LocalBackend:
         self._say = say
 
     def check(self, nodes: Nodes) -> None:
-        """ValueError for links that are shaped: loopback is as it is."""
         refuse_shape(self.name, nodes)
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        """Run the work on all nodes; whatever happens, none of their processes is left."""
         self.check(nodes)
         starts = [
             NodeStart(name=f"node {rank}", command=STARTER, interface=_loopback()) for rank in range(nodes.num_nodes)

@@ -68,7 +68,6 @@ class NetnsBackend:
         self._capacities: dict[bool, float] = {}
 
     def check(self, nodes: Nodes) -> None:
-        """ValueError where this machine cannot give such nodes, and what to type instead."""
         _check_numbers(nodes)
         if missing := what_is_missing():
             raise ValueError(

@@ -60,7 +60,6 @@ class Order:
     silence: float = 0.0
 
     def to_json(self) -> str:
-        """One line."""
         work = asdict(replace(self.work, environment=dict(self.work.environment))) | {"folder": str(self.work.folder)}
         nodes = [self.nodes.num_nodes, self.nodes.ranks_per_node]
         rest = {"folder": self.folder, "interface": self.interface, "silence": self.silence}
@@ -68,7 +67,6 @@ class Order:
 
     @classmethod
     def from_json(cls, line: str) -> Order:
-        """Back from `to_json`."""
         read = json.loads(line)
         work, meeting, (num_nodes, ranks_per_node) = read["work"], read["meeting"], read["nodes"]
         return cls(
@@ -82,7 +80,6 @@ class Order:
 
 
 def main() -> int:
-    """Carry out the order on stdin."""
     facts = NodeFacts.here()
     _say("up", facts=facts.to_json())
     line = sys.stdin.buffer.readline()

@@ -55,7 +55,6 @@ class Meeting:
 
     @property
     def place(self) -> str:
-        """Address and port, for people."""
         return f"{self.address}:{self.port}"
 
 

@@ -35,7 +35,6 @@ class Shape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is shaped."""
         return self == Shape()
 
 
@@ -49,7 +48,6 @@ class Nodes:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
 

@@ -69,7 +69,6 @@ class SlurmBackend:
         self._say = say
 
     def check(self, nodes: Nodes) -> None:
-        """ValueError without submitit or Slurm's commands, and for shaped links."""
         refuse_shape(self.name, nodes)
         if importlib.util.find_spec("submitit") is None:
             raise ValueError("--backend slurm needs submitit: type pip install 'stagewright[slurm]'")
@@ -81,7 +80,6 @@ class SlurmBackend:
             )
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        """Submit the work, follow it to its end, and cancel the job where this side ends first."""
         self.check(nodes)
         work = replace(work, folder=work.folder.absolute())
         for text in (str(work.folder), *map(str, self._options.values())):
@@ -177,7 +175,6 @@ class _Watch:
         self.running_since = 0.0
 
     def is_over(self) -> bool:
-        """Whether the job has ended."""
         now = time.monotonic()
         if now > self._asked + (_LOOK if self._cluster == "slurm" else 0.0) and self.state not in _OVER:
             self._asked = now
@@ -221,7 +218,6 @@ class _Told:
         self.name = self.name or f"node {self.rank}"
 
     def read(self) -> None:
-        """Take in what is new."""
         for line in self._new("events"):
             event = json.loads(line)
             match event["event"]:
@@ -241,7 +237,6 @@ class _Told:
 
     @property
     def log(self) -> Path:
-        """Where all that it said is."""
         return self.folder / f"node{self.rank}.log"
 
     def _new(self, ending: str) -> list[str]:

@@ -52,7 +52,6 @@ class SshBackend:
         self._say = say
 
     def check(self, nodes: Nodes) -> None:
-        """ValueError without ssh, for shaped links, for more nodes than hosts or more ranks than slots."""
         refuse_shape(self.name, nodes)
         if shutil.which("ssh") is None:
             raise ValueError("--backend ssh: no `ssh` on the PATH: install OpenSSH's client, or type --backend local")
@@ -69,7 +68,6 @@ class SshBackend:
                 )
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        """Run the work on all hosts; when it ends, none of its processes is left on any that can be reached."""
         self.check(nodes)
         hosts = self._hosts[: nodes.num_nodes]
         starts = [

@@ -180,7 +180,6 @@ class _Running:
 
     @property
     def has_started(self) -> bool:
-        """Whether its ranks run, or have run."""
         return bool(self.words)
 
     @property
@@ -200,7 +199,6 @@ class _Running:
         return True
 
     def story(self) -> str:
-        """How it failed."""
         if self.problem:
             return self.problem
         if self.facts is None:

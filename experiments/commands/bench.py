@@ -135,7 +135,6 @@ class LaunchedRanks:
         """See `Backend.check`: loopback is as it is, and all ranks stand on it."""
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        """See `Backend.run`."""
         # -P: the folder that the user stands in may hold modules with any name.
         command = [sys.executable, "-P", "-m", work.module, *work.arguments]
         result = launch(command, num_ranks=nodes.num_ranks, timeout=work.timeout, environment=work.environment)

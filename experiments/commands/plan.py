@@ -114,7 +114,6 @@ class PlanOptions(OwnOptions):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read, plan, write, print; or, with --check, compare."""
     if any(word.partition("=")[0] == "--check" for word in argv):
         from . import plan_check
 

@@ -86,7 +86,6 @@ class ProfileOptions(GptOptions):
     """Print JSON and no tables."""
 
     def check(self) -> None:
-        """ValueError for numbers and options that cannot be meant together."""
         for option in ("microbatch", "length", "microbatches", "tensor"):
             if getattr(self, option) < 1:
                 raise ValueError(f"--{option} {getattr(self, option)}: expected at least 1")
@@ -112,7 +111,6 @@ class ProfileOptions(GptOptions):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, or read, then show and write."""
     options = read(ProfileOptions, argv, "profile")
     options.check()
     if options.links:

@@ -44,7 +44,6 @@ class ScheduleOptions(SynthesisOptions):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Build, read or search, check, print and draw."""
     options = read(ScheduleOptions, argv, "schedule")
     if options.png is not None:
         check_out("--png", options.png)

@@ -119,7 +119,6 @@ class CostOptions(BuildOptions):
     """How many times those seconds each microbatch takes, one number a microbatch (default: all take as long)."""
 
     def costs(self) -> Costs:
-        """As the simulator takes them."""
         return Costs(
             forward=one_or_several(self.forward),
             backward=None if self.backward is None else one_or_several(self.backward),
@@ -147,7 +146,6 @@ class LimitedOptions(CostOptions):
     no limit, P, 2P, 2P)."""
 
     def given(self) -> dict[str, object]:
-        """With the memory limit."""
         limit = {} if self.memory is None else {"memory_limit": one_or_several(self.memory)}
         return CostOptions.given(self) | limit
 

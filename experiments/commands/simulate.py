@@ -77,7 +77,6 @@ class SimulationSummary:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Build or read, check, simulate, print."""
     options = read(SimulateOptions, argv, "simulate")
     schedule = _schedule(options)
     costs = options.costs()
@@ -99,7 +98,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> SimulationSummary:
-    """The figures of one simulated batch, or of a program of several."""
     return SimulationSummary(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
@@ -169,7 +167,6 @@ def _schedule(options: SimulateOptions) -> Schedule:
 
 
 def table(answer: SimulationSummary) -> str:
-    """The figures for people."""
     batches = f" a batch, {count(answer.num_batches, 'batch')}" if answer.num_batches > 1 else ""
     # The first and the last batch are not like those between them.
     steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"

@@ -62,7 +62,6 @@ class TimelineOptions(CostOptions):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read, write, and say what was written and what is missing."""
     options = read(TimelineOptions, argv, "timeline")
     style = FigureStyle(
         width=options.width,
@@ -138,7 +137,6 @@ def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
 
 
 def _facts(exhibit: Exhibit) -> dict[str, object]:
-    """Figures of an exhibit."""
     newest, sampled = exhibit.measured[-1].timeline if exhibit.measured else None, exhibit.sampled
     found: dict[str, object] = {"name": exhibit.name}
     for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):

@@ -33,7 +33,6 @@ class Case:
 
     @property
     def values(self) -> dict[str, Value]:
-        """All values by key."""
         return dict(self.items)
 
     def __str__(self) -> str:
@@ -55,11 +54,9 @@ class Case:
         return Case(tuple((key, own[key]) for key in keys if key in own))
 
     def get(self, key: str, default: Value | None = None) -> Value | None:
-        """The value of a key, or `default`."""
         return self.values.get(key, default)
 
     def text(self, key: str) -> str:
-        """A value that must be text."""
         value = self._need(key)
         return value if isinstance(value, str) else fail(self._at(key), value, "text")
 

@@ -16,8 +16,6 @@ from .case import Case
 
 
 class How(StrEnum):
-    """How a figure was got."""
-
     MEASURED = "measured"  # real work on real links
     EMULATED = "emulated"  # real processes and messages; stages that sleep, or links that are shaped
     SIMULATED = "simulated"
@@ -35,7 +33,6 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """Spread of at least one sample."""
         return cls(median=median(samples), low=min(samples), high=max(samples))
 
     @classmethod
@@ -71,7 +68,6 @@ class Target:
     judged: Judged = Judged.MEDIAN
 
     def met(self, spread: Spread) -> bool:
-        """Whether the samples meet it."""
         if self.judged is Judged.MEDIAN:
             value = spread.median
         else:
@@ -170,7 +166,6 @@ def repeated(values: Iterable[float], **figure: Any) -> Iterator[Figure]:
 
 
 def write_figures(path: Path, figures: Iterable[Figure]) -> None:
-    """A line each."""
     path.write_text("".join(f"{figure.to_json()}\n" for figure in figures), encoding="utf-8")
 
 

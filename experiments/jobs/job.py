@@ -78,7 +78,6 @@ class Changes:
     values: tuple[tuple[str, Value], ...] = ()
 
     def made_to(self, part: Part) -> Part:
-        """The part with these changes."""
         if self.repetitions is not None:
             part = replace(part, repetitions=self.repetitions)
         if self.values:

@@ -5,20 +5,37 @@ What stands outside the markers is the author's. The same results give the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...schedules.user_code import load
 from ...schedules.wording import count
-from . import plots
-from .cells import markdown
+from ...viz.palette import SERIES_HUES
+from ..training.run_folder import write_whole
+from .case import Case
+from .case import shown as shown_value
+from .cells import Cell, cells, markdown
 from .declaration import Declaration
-from .figure import Figure, ways
+from .figure import Figure, How, ways
+from .layout import Plot
 from .results import Results
-from .status import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _BEGIN = "<!-- begin of what `stagewright experiment report {name}` writes -->"
 _END = "<!-- end of what `stagewright experiment report {name}` writes -->"
+# Lines for what is simulated; marks for the rest, with the spread where a clock or a meter said it.
+_STYLES: dict[How, dict[str, Any]] = {
+    How.SIMULATED: {"linestyle": "-", "marker": ""},
+    How.CLOSED_FORM: {"linestyle": "", "marker": "+", "markersize": 6},
+    How.EMULATED: {"linestyle": "", "marker": "o", "markersize": 5, "markerfacecolor": "white", "capsize": 2},
+    How.MEASURED: {"linestyle": "", "marker": "s", "markersize": 5, "capsize": 2},
+    How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
+}
+_PER_ROW = 4  # axes side by side
+_HANDLE_INCHES, _LETTER_INCHES = 0.55, 0.062  # of an entry of the legend, at 8 points
 
 
 def write_report(declaration: Declaration, results: Results, folder: Path) -> Path:
@@ -31,7 +48,7 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
     pictures += [
         (plot.title, path.name)
         for plot in declaration.layout.plots
-        if (path := plots.draw(plot, results.figures, folder)) is not None
+        if (path := _draw(plot, results.figures, folder)) is not None
     ]
     path = folder / "README.md"
     section = section_of(declaration, results, pictures)
@@ -90,3 +107,116 @@ def _findings(declaration: Declaration, figures: Sequence[Figure]) -> list[str]:
         return []
     find: Callable[[Sequence[Figure]], Sequence[str]] = load("findings", declaration.layout.findings)
     return ["\n".join(f"- {sentence}" for sentence in find(figures))]
+
+
+# --- plots: how a figure was got gives the mark, the case its colour ---
+
+
+def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
+    """Write the picture and return its path; None where there is no figure for it. ValueError as `cells`."""
+    from matplotlib.figure import Figure as Picture
+
+    keys = (plot.x, *plot.lines, *([plot.panels] if plot.panels else []))
+    figures = [figure for figure in figures if plot.x in figure.case]
+    found = cells(figures, names=(plot.y,), keys=keys, where=plot.where, what=f"plot {plot.file!r}")
+    if not found:
+        return None
+    panels = dict.fromkeys(cell.place.get(plot.panels) if plot.panels else None for cell in found)
+    lines = list(dict.fromkeys(cell.place.only(plot.lines) for cell in found))
+    across = min(len(panels), _PER_ROW)
+    down = -(-len(panels) // across)
+    size = (max(6.4, 3.4 * across), 3.9 if down == 1 else 2.9 * down + 0.6)
+    picture = Picture(figsize=size, dpi=120, layout="constrained")
+    grid = picture.subplots(down, across, sharey=True, squeeze=False)
+    flat = [axes for row in grid for axes in row]
+    for axes, panel in zip(flat, panels, strict=False):
+        own = [cell for cell in found if plot.panels is None or cell.place.get(plot.panels) == panel]
+        _fill(axes, plot, own, lines)
+        _scale(axes, plot, whole=all(_number(cell, plot).is_integer() for cell in own))
+        if plot.panels:
+            axes.set_title(f"{plot.panels} = {shown_value(panel) if panel is not None else 'none'}", fontsize=9)
+    for axes in flat[len(panels) :]:
+        axes.set_visible(False)
+    if plot.y_scale == "linear":
+        flat[0].set_ylim(0, 1.04 * flat[0].get_ylim()[1])  # all share it; room for a mark at the top
+    for row in grid:
+        row[0].set_ylabel(_label(plot.y, found[0].unit))
+    picture.suptitle(plot.title, fontsize=11)
+    _legend(picture, lines, {cell.how for cell in found})
+    path = folder / f"{plot.file}.png"
+    picture.savefig(path, metadata={"Software": None})  # equal figures give equal files
+    return path
+
+
+def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) -> None:
+    for at, line in enumerate(lines):
+        for how in How:
+            own = [cell for cell in found if cell.how is how and cell.place.only(plot.lines) == line]
+            own.sort(key=lambda cell: _number(cell, plot))
+            if not own:
+                continue
+            x, y = [_number(cell, plot) for cell in own], [_scaled(cell.spread.median, cell) for cell in own]
+            below = [_scaled(cell.spread.median - cell.spread.low, cell) for cell in own]
+            above = [_scaled(cell.spread.high - cell.spread.median, cell) for cell in own]
+            style = {"color": SERIES_HUES[at % len(SERIES_HUES)], "linewidth": 1.4, **_STYLES[how]}
+            if "capsize" in style:
+                axes.errorbar(x, y, yerr=[below, above], **{**style, "elinewidth": 1.0})
+            else:
+                axes.plot(x, y, **style)
+
+
+def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    for scale, set_scale, axis in (
+        (plot.x_scale, axes.set_xscale, axes.xaxis),
+        (plot.y_scale, axes.set_yscale, axes.yaxis),
+    ):
+        if scale != "linear":
+            set_scale("log", base=2 if scale == "log2" else 10)
+            axis.set_major_locator(LogLocator(2) if scale == "log2" else LogLocator(10, subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if plot.x_scale == "linear" and whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there are no two and a half nodes
+    axes.set_xlabel(plot.x)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(picture: Any, lines: Sequence[Case], ways: Collection[How]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=SERIES_HUES[at % len(SERIES_HUES)], linewidth=3, label=_name(line))
+        for at, line in enumerate(lines)
+        if line.items
+    ]
+    for how in How:
+        if how in ways:
+            style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
+            handles.append(Line2D([], [], color="#555555", label=how.value, **style))
+    widest = _HANDLE_INCHES + _LETTER_INCHES * max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(len(handles), 6, int(picture.get_figwidth() / widest)))
+    picture.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
+def _name(line: Case) -> str:
+    """Text alone says enough, a number does not."""
+    return " ".join(value if isinstance(value, str) else f"{key} = {shown_value(value)}" for key, value in line.items)
+
+
+def _number(cell: Cell, plot: Plot) -> float:
+    value = cell.place.get(plot.x)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"plot {plot.file!r}: {plot.x} = {value!r}: expected numbers on the x axis")
+    return float(value)
+
+
+def _scaled(value: float, cell: Cell) -> float:
+    return 100 * value if cell.unit == "fraction" else value / 1e9 if cell.unit == "bytes" else value
+
+
+def _label(name: str, unit: str) -> str:
+    words = {"fraction": "%", "bytes": "GB", "ratio": "", "": ""}.get(unit, unit)
+    return f"{name} [{words}]" if words else name

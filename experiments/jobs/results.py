@@ -10,10 +10,11 @@ from pathlib import Path
 
 from ...partition.strict import parse_object, read_text
 from ...schedules.wording import count
+from ..training.run_folder import write_whole
 from .declaration import Declaration
 from .figure import Figure, read_figures, write_figures
 from .job import difference, jobs_of, read_config
-from .status import State, Status, write_whole
+from .status import State, Status
 
 _TOLD = 3  # names of missing jobs, for each reason
 FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
@@ -48,7 +49,6 @@ class Results:
     origin: Origin
 
     def write(self, folder: Path) -> None:
-        """Two files that `read` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         write_figures(folder / FIGURES_FILE, self.figures)
         origin = {key: getattr(self.origin, key) for key in Origin.__slots__}

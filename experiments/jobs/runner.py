@@ -27,9 +27,10 @@ from ...schedules.wording import duration
 from ..backends.records import Backend, Work
 from ..host import num_cores, processor
 from ..progress import Progress
+from ..training.run_folder import write_whole
 from .figure import read_figures
 from .job import Job, difference, read_config
-from .status import State, Status, code_version, same_code, write_whole
+from .status import State, Status, code_version, same_code
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure
@@ -47,7 +48,6 @@ class JobProgress(Progress):
         self._lock = threading.Lock()  # jobs begin and end in threads of their own
 
     def began(self, name: str) -> None:
-        """A job has begun."""
         with self._lock:
             self._running.append(name)
             self.show(", ".join(self._running), done=self.num_ended)

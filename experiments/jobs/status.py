@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -12,14 +11,13 @@ from functools import cache
 from pathlib import Path
 
 from ... import __version__
+from ..training.run_folder import write_whole
 
 _ROOT = Path(__file__).parents[2]
 _ROOMS = ("schedules", "partition", "comm", "pipe", "experiments")  # all that figures come from
 
 
 class State(StrEnum):
-    """State of a job."""
-
     PENDING = "pending"
     RUNNING = "running"
     DONE = "done"
@@ -63,13 +61,6 @@ class Status:
             return cls(**values)
         except (OSError, ValueError, TypeError, KeyError):
             return cls()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole, or as it was before, whenever this process is killed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 @cache

@@ -218,7 +218,6 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of every workload that has a real one."""
     return torch.optim.AdamW(parameters, lr=3e-4)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 
 from ...pipe import PipelineModule
 from ...pipe.batch.results import StepResult
-from ...schedules import Schedule, build
+from ...schedules import Schedule, Timeline, build
 from .models import Problem, StagesProblem, WholeProblem, Workload, drop_gradients
 
 TIMEOUT = 120.0  # of a whole model's runs [s]
@@ -64,7 +64,6 @@ class OurSide:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, problem: StagesProblem) -> OurSide:
-        """Stages under any schedule."""
         return cls(_pipe(problem, stages=problem.stages, schedule=schedule), problem)
 
     @classmethod
@@ -72,8 +71,13 @@ class OurSide:
         """A whole model, cut by a plan, or by a schedule with split points, as PipelineModule takes them."""
         return cls(_pipe(problem, model=problem.make_model(), timeout=TIMEOUT, **cut), problem)
 
+    @property
+    def timeline(self) -> Timeline:
+        """Timeline of the last step."""
+        assert self.result is not None
+        return self.result.timeline()
+
     def step(self) -> None:
-        """See Side.step."""
         if self._has_optimizer:
             self.result = self.pipe.train_step(*self._batch)
         else:
@@ -121,7 +125,6 @@ class TorchSide:
         return single(self.stages[0], M, loss_fn=loss_fn)
 
     def step(self) -> None:
-        """See Side.step."""
         losses: list[torch.Tensor] = []
         # without return_outputs=False it would keep and join the outputs, which nobody wants here
         self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)

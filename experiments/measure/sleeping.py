@@ -89,7 +89,6 @@ class SleepingPipe:
         return (time.perf_counter() - began) / num_batches
 
     def close(self) -> None:
-        """Drain and let go."""
         self.pipe.close()
 
 

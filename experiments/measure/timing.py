@@ -1,15 +1,17 @@
-"""Timing of a step over all ranks, and progress lines."""
+"""Timing of a step over all ranks, figures of two sides, and progress lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..jobs.figure import Figure, repeated
 from .models import SPIN, sleep_until
 
 _AHEAD = 0.005  # [s] from the naming of an instant to the instant
@@ -66,6 +68,24 @@ def milliseconds(samples: Sequence[float]) -> str:
     '12.30 ms'
     """
     return f"{median(samples) * 1e3:.2f} ms"
+
+
+def median_of(step: Callable[[], None], count: int) -> float:
+    """The median of so many steps, each timed on all ranks [s]."""
+    return median(timed(step) for _ in range(count))
+
+
+def compared(sides: tuple[Sequence[float], Sequence[float]], *, note: str = "", **figure: Any) -> Iterator[Figure]:
+    """Seconds of one side over those of the other; `note` stands behind both medians."""
+    first, other = sides
+    told = f"{milliseconds(first)} / {milliseconds(other)}{note}"
+    return repeated(ratios(first, other), unit="ratio", note=told, **figure)
+
+
+def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure: Any) -> Iterator[Figure]:
+    """How far predicted seconds are off; `note` stands behind them and the measured ones."""
+    told = f"{predicted * 1e3:.2f} / {milliseconds(measured)}{note}"
+    return repeated(errors(predicted, measured), unit="error", note=told, **figure)
 
 
 def in_turn(

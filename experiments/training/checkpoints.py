@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ...pipe import PipelineModule
 from ...pipe.checkpoint.checkpointer import Checkpointer
@@ -99,16 +100,6 @@ class RunLayout:
         return tuple(told)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """Checkpoints of a run, by number: whole ones and failed ones; see Summary for the rest."""
-
-    number: int
-    failed: int
-    every: int
-    overhead: float | None
-
-
 class Checkpoints:
     """Checkpoints of one run, in one rank; its calls are collective.
 
@@ -165,16 +156,16 @@ class Checkpoints:
             self._saver.close()
 
     @property
-    def saved(self) -> Saved | None:
-        """Cost of saving so far; None where nothing is to be saved."""
+    def summary(self) -> dict[str, Any]:
+        """Fields of `Summary` about saving so far; none where nothing is to be saved."""
         if self._saver is None:
-            return None
-        return Saved(
-            number=sum(record.path is not None for record in self._saver.records),
-            failed=sum(record.path is None for record in self._saver.records),
-            every=self._saver.every,
-            overhead=self._saver.overhead,
-        )
+            return {}
+        return {
+            "checkpoints": sum(record.path is not None for record in self._saver.records),
+            "failed_checkpoints": sum(record.path is None for record in self._saver.records),
+            "checkpoint_every": self._saver.every,
+            "checkpoint_overhead": self._saver.overhead,
+        }
 
     def _is_there(self) -> bool:
         """Whether there is a checkpoint, on every rank alike."""

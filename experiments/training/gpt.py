@@ -59,7 +59,6 @@ class GPTConfig:
 
     @property
     def num_heads(self) -> int:
-        """H."""
         if self.heads is not None:
             return self.heads
         return next(h for h in range(max(1, self.width // 64), 0, -1) if self.width % h == 0)

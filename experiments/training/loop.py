@@ -217,7 +217,6 @@ class _Training:
         self.record.seconds += time.perf_counter() - started
 
     def _log(self, bubbles: dict[int, _Bubble | None], progress: Progress) -> None:
-        """Log the steps whose results became known."""
         for told in self.told:
             self.record.losses.append(told.loss)
             self.record.samples += told.num_samples
@@ -283,7 +282,7 @@ class _Training:
         tensors: tuple[int, ...],
         weights: dict[str, torch.Tensor],
     ) -> None:
-        record, schedule, plan, saved = self.record, self.pipe.schedule, self.pipe.plan, self.checkpoints.saved
+        record, schedule, plan = self.record, self.pipe.schedule, self.pipe.plan
         sampled = record.sampled
         assert record.predicted is not None
         assert record.measured is not None
@@ -317,11 +316,8 @@ class _Training:
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step.seconds,
             planned_memory_bytes=None if plan is None else _by_process(plan.memory_bytes, len(resident)),
-            checkpoints=0 if saved is None else saved.number,
-            failed_checkpoints=0 if saved is None else saved.failed,
-            checkpoint_every=None if saved is None else saved.every,
-            checkpoint_overhead=None if saved is None else saved.overhead,
             resumed_at=tuple(resume["step"] for resume in folder.resumes()),
+            **self.checkpoints.summary,
         )
         if plan is not None:
             folder.write_plan(plan.to_json())
@@ -348,7 +344,6 @@ def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float
 
 
 def report(summary: Summary) -> str:
-    """The summary for people."""
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
     lines += [
         f"step         {duration(summary.step_seconds)} measured, {_predicted(summary)} predicted",

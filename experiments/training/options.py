@@ -129,7 +129,6 @@ class TrainOptions(GptOptions):
     """Print one JSON object (the summary); progress goes to the standard error."""
 
     def check(self) -> None:
-        """ValueError for numbers that cannot be meant."""
         at_least_one = ("steps", "batch", "length")
         for option, least in (*((name, 1) for name in at_least_one), ("lr", 0.0), ("timeout", 0.0)):
             value = getattr(self, option)
@@ -161,7 +160,6 @@ class TrainOptions(GptOptions):
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
 
     def _check_beside(self) -> None:
-        """Faults in options of what goes on beside training."""
         if isinstance(self.checkpoint_every, int) and self.checkpoint_every < 1:
             raise ValueError(f"--checkpoint-every {self.checkpoint_every}: expected at least 1, or {AUTO}")
         if not 0 < self.checkpoint_overhead < 1:
@@ -188,12 +186,10 @@ class TrainOptions(GptOptions):
 
     @property
     def batch_size(self) -> int:
-        """Samples of one batch of the GPT."""
         return DEFAULT_BATCH if self.batch is None else self.batch
 
     @property
     def learning_rate(self) -> float:
-        """Peak rate of the GPT."""
         return DEFAULT_LR[self.optimizer_name] if self.lr is None else self.lr
 
     @property

@@ -22,7 +22,6 @@ class Progress(progress.Progress):
         self.started = time.perf_counter()
 
     def step(self, metrics: Metrics) -> None:
-        """One training step is done."""
         done = metrics.step + 1
         self.show(describe(metrics), done=done)
         if not self.has_bar and (done % self.every == 0 or done == self.steps):

@@ -7,6 +7,7 @@ time that the run went on.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import sys
@@ -55,7 +56,6 @@ class Manifest:
 
     @classmethod
     def of(cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str | None) -> Manifest:
-        """Describe this process, now."""
         return cls(
             name=name,
             config=dict(config),
@@ -238,13 +238,11 @@ class RunFolder:
         return found, len(lines) - len(found)
 
     def log_resume(self, resume: Resume) -> None:
-        """Append one line to resumes.jsonl."""
         path = self.path / _RESUMES
         with _told(path), path.open("a", encoding="utf-8") as file:
             file.write(_line(resume))
 
     def resumes(self) -> list[dict[str, Any]]:
-        """Lines of resumes.jsonl."""
         path = self.path / _RESUMES
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -269,11 +267,9 @@ class RunFolder:
                 raise
 
     def write_plan(self, text: str) -> None:
-        """Write plan.json."""
         write_whole(self.path / "plan.json", text)
 
     def write_summary(self, summary: Summary) -> None:
-        """Write summary.json."""
         write_whole(self.path / "summary.json", _dumps(asdict(summary)))
 
 
@@ -307,8 +303,8 @@ def _link_latest(root: Path, name: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole, or not there at all."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Write a file that is there as a whole, or as it was before, whenever this process is killed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     with _told(path):
         try:
             partial.write_text(text, encoding="utf-8")

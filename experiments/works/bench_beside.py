@@ -27,7 +27,7 @@ from ...schedules import Collective, Costs, Schedule, simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients
-from ..measure.timing import errors, in_turn, milliseconds, ratios, say, timed
+from ..measure.timing import compared, in_turn, milliseconds, off, say, timed
 from ..training.corpus import loss_fn
 from ..training.gpt import GPT, GPTConfig
 
@@ -71,24 +71,22 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
     }
     part = predicted["beside"] / predicted["behind"]
     shown = Case.of({"case": case.text("case"), "run": "interleaved V=2, 2 x 2 ranks, slow wire"})
-    yield from repeated(
-        ratios(seconds["beside"], seconds["behind"]),
+    yield from compared(
+        (seconds["beside"], seconds["behind"]),
         case=shown,
         name="step, sums beside / behind",
-        unit="ratio",
         how=How.EMULATED,
         target=Target(limit=1.02 * part),
-        note=f"{milliseconds(seconds['beside'])} / {milliseconds(seconds['behind'])}, simulated {part:.3f}",
+        note=f", simulated {part:.3f}",
     )
     for name, taken in seconds.items():
-        yield from repeated(
-            errors(predicted[name], taken),
+        yield from off(
+            predicted[name],
+            taken,
             case=shown.also(predicted="simulated"),
             name=f"error of the step, sums {name}",
-            unit="error",
             how=How.EMULATED,
             target=Target(limit=0.05),
-            note=f"{predicted[name] * 1e3:.2f} / {milliseconds(taken)}",
         )
 
 
@@ -235,15 +233,13 @@ def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
         num_bytes = saver.records[-1].num_bytes
         pipe.close()
     shown = Case.of({"case": name, "run": f"GPT, AdamW, {num_bytes / 1e6:.0f} MB a rank"})
-    yield from repeated(
-        ratios(seconds["beside"], seconds["blocking"]),
+    yield from compared(
+        (seconds["beside"], seconds["blocking"]),
         case=shown,
         name=f"{steps} steps, checkpoint beside / blocking",
-        unit="ratio",
         how=How.MEASURED,
         target=Target(limit=1.0),
-        note=f"{milliseconds(seconds['beside'])} / {milliseconds(seconds['blocking'])}, without one "
-        f"{milliseconds(seconds['without'])}",
+        note=f", without one {milliseconds(seconds['without'])}",
     )
     yield from repeated(
         shares,

@@ -11,7 +11,6 @@ import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import GPT_MICROBATCH, GPT_SIZE, WholeProblem, gpt_problem, image_problem, sleeping_layers
 from ..measure.sides import TIMEOUT, OurSide, check_same_work
-from ..measure.timing import errors, in_turn, milliseconds, ratios, say, timed
+from ..measure.timing import compared, in_turn, median_of, milliseconds, off, say, timed
 from ..training.gpt import GPTConfig
 
 _WARM_UP_STEPS = 2
@@ -81,13 +80,9 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
         timed(side.step)
     side.pipe.forget_measurements()
     makespans: list[float] = []
-
-    def note_makespan() -> None:
-        assert side.result is not None
-        makespans.append(side.result.timeline().makespan)
-
-    runs = {"measured": partial(_median_step, side, case.count("steps", 1))}
-    measured = in_turn(name, runs, repetitions=repetitions, after=note_makespan)["measured"]
+    runs = {"measured": partial(median_of, side.step, case.count("steps", 1))}
+    seconds = in_turn(name, runs, repetitions=repetitions, after=lambda: makespans.append(side.timeline.makespan))
+    measured = seconds["measured"]
     costs, schedule = side.pipe.measured_costs(), side.pipe.schedule
     table = costs.table(num_stages=schedule.num_stages)
     side.pipe.close()
@@ -95,16 +90,15 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
     more = work / (sum(plan.seconds(Op.F)) + sum(plan.seconds(Op.B))) - 1
     how = How.EMULATED if case.text("model") == "sleep" else How.MEASURED
     yield from repeated(measured, case=Case.of({"run": _described(case)}), name="step", unit="s", how=how)
-    yield from repeated(
-        errors(predicted, measured),
+    yield from off(
+        predicted,
+        measured,
         case=_shown(case),
         name="error of the step",
-        unit="error",
         how=how,
         target=Target(limit=case.number("limit")),
-        note=f"{predicted * 1e3:.2f} / {milliseconds(measured)}; F and B took {more:+.1%}; makespan "
-        f"{milliseconds(makespans)}, simulated from its own costs {simulate(schedule, costs).makespan * 1e3:.2f}; "
-        f"{shape}",
+        note=f"; F and B took {more:+.1%}; makespan {milliseconds(makespans)}, simulated from its own costs "
+        f"{simulate(schedule, costs).makespan * 1e3:.2f}; {shape}",
     )
 
 
@@ -162,10 +156,6 @@ def _described(case: Case) -> str:
     return f"{model} P={case.count('ranks')} M={case.count('microbatches')}{replicas}"
 
 
-def _median_step(side: OurSide, count: int) -> float:
-    return median(timed(side.step) for _ in range(count))
-
-
 def contest_problem(case: Case) -> WholeProblem:
     """`model` "cnn": early layers are slow, late ones hold the parameters; "gpt": a large vocabulary.
 
@@ -205,20 +195,18 @@ def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
         for side in sides.values():
             timed(side.step)
         check_same_work(name, {cut_by: side.loss for cut_by, side in sides.items()})
-    runs = {cut_by: partial(_median_step, side, case.count("steps")) for cut_by, side in sides.items()}
+    runs = {cut_by: partial(median_of, side.step, case.count("steps")) for cut_by, side in sides.items()}
     seconds = in_turn(name, runs, repetitions=repetitions)
     stages = {cut_by: " | ".join(side.pipe.stage_names) for cut_by, side in sides.items()}
     for side in sides.values():
         side.pipe.close()
     own = seconds.pop(_BY_PROFILE)
     for cut_by, values in seconds.items():
-        yield from repeated(
-            ratios(values, own),
+        yield from compared(
+            (values, own),
             case=Case.of({"case": case.text("case"), "run": name}),
             name=f"step, {cut_by} / profile",
-            unit="ratio",
             how=How.MEASURED,
             target=Target(limit=1.0, at_least=True, judged=Judged.WORST),  # faster only where every repetition was
-            note=f"{milliseconds(values)} / {milliseconds(own)} (planned {plan.simulated_step_time * 1e3:.2f}); "
-            f"{stages[cut_by]} / {stages[_BY_PROFILE]}",
+            note=f" (planned {plan.simulated_step_time * 1e3:.2f}); {stages[cut_by]} / {stages[_BY_PROFILE]}",
         )

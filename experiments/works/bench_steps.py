@@ -23,7 +23,7 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import Workload, make_problem
 from ..measure.sides import OurSide, Side, TorchSide, check_same_work
-from ..measure.timing import errors, in_turn, milliseconds, ratios, slowest, timed
+from ..measure.timing import compared, in_turn, median_of, off, slowest, timed
 
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
 _WARM_UP_STEPS = 2
@@ -45,12 +45,9 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
     ours.pipe.forget_measurements()
     makespans: list[float] = []
 
-    def note_makespan() -> None:
-        assert ours.result is not None
-        makespans.append(ours.result.timeline().makespan)
-
-    runs = {name: partial(_median_step, side, case.count("steps", 1)) for name, side in sides.items()}
-    seconds = in_turn(f"{case.text('case')} {workload}", runs, repetitions=repetitions, after=note_makespan)
+    runs = {name: partial(median_of, side.step, case.count("steps", 1)) for name, side in sides.items()}
+    name = f"{case.text('case')} {workload}"
+    seconds = in_turn(name, runs, repetitions=repetitions, after=lambda: makespans.append(ours.timeline.makespan))
     costs, schedule = ours.pipe.measured_costs(), ours.pipe.schedule
     ours.pipe.close()
     latency = median(ping_pong(problem.boundary, rounds=50)["paced"])
@@ -76,26 +73,23 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
             note=f"ideal {ideal * 1e3:.0f} ms; torch / ideal {median(seconds['torch']) / ideal:.3f}; "
             f"F {median(table.means(Op.F)) * 1e3:.2f}, B {median(table.means(Op.B)) * 1e3:.2f} ms",
         )
-    yield from repeated(
-        ratios(seconds["ours"], seconds["torch"]),
+    yield from compared(
+        (seconds["ours"], seconds["torch"]),
         case=shown,
         name="step, ours / torch",
-        unit="ratio",
         how=how,
         target=Target(limit=case.number("limit"), judged=Judged.BEST if workload.model == "sleep" else Judged.MEDIAN),
-        note=f"{milliseconds(seconds['ours'])} / {milliseconds(seconds['torch'])}",
     )
     if "error_limit" in case:
         run = f"{workload} GPT" if workload.model == "gpt" else str(workload)
-        yield from repeated(
-            errors(predicted, makespans),
+        yield from off(
+            predicted,
+            makespans,
             case=Case.of({"case": "prediction", "run": run, "predicted": "simulated"}),
             name="error of the makespan",
-            unit="error",
             how=how,
             target=Target(limit=case.number("error_limit")),
-            note=f"{predicted * 1e3:.2f} / {milliseconds(makespans)}, latency {latency * 1e6:.0f} us for "
-            f"{problem.boundary.nbytes} bytes",
+            note=f", latency {latency * 1e6:.0f} us for {problem.boundary.nbytes} bytes",
         )
 
 
@@ -105,10 +99,6 @@ def _warm_up(name: str, sides: dict[str, Side]) -> None:
         for side in sides.values():
             timed(side.step)
         check_same_work(name, {side: each.loss for side, each in sides.items()})
-
-
-def _median_step(side: Side, count: int) -> float:
-    return median(timed(side.step) for _ in range(count))
 
 
 class Entry(NamedTuple):
@@ -169,13 +159,10 @@ def races(case: Case, repetitions: int) -> Iterator[Figure]:
         own.step()
     bubbles: list[float] = []
 
-    def note_bubble() -> None:
-        assert own.result is not None
-        bubbles.append(own.result.timeline().bubble)
-
     runs = {str(entry): partial(seconds_a_batch, side.step, case.count("batches")) for entry, side in sides.items()}
     run = str(Workload.of(case, schedule=first.schedule))
-    seconds = in_turn(f"{case.text('case')} {run}", runs, repetitions=repetitions, after=note_bubble)
+    name = f"{case.text('case')} {run}"
+    seconds = in_turn(name, runs, repetitions=repetitions, after=lambda: bubbles.append(own.timeline.bubble))
     predicted = simulate(own.pipe.schedule, own.pipe.measured_costs()).batch_seconds
     for side in sides.values():
         if isinstance(side, OurSide):
@@ -187,22 +174,21 @@ def races(case: Case, repetitions: int) -> Iterator[Figure]:
         yield from repeated(values, case=Case.of({"run": run}), name=f"batch, {entry}", unit="s", how=how)
         if entry is not first:
             ideal = "" if entry.ideal is None else f", ideal {entry.ideal:.3f}"
-            yield from repeated(
-                ratios(values, taken),
+            yield from compared(
+                (values, taken),
                 case=shown,
                 name=f"throughput / {entry}",
-                unit="ratio",
                 how=how,
                 target=None if entry.at_least is None else Target(limit=entry.at_least, at_least=True),
-                note=f"{milliseconds(values)} / {milliseconds(taken)} a batch{ideal}",
+                note=f" a batch{ideal}",
             )
-    yield from repeated(
-        errors(predicted, taken),
+    yield from off(
+        predicted,
+        taken,
         case=shown.also(predicted="simulated"),
         name="error of the period",
-        unit="error",
         how=how,
-        note=f"{predicted * 1e3:.2f} / {milliseconds(taken)}, bubble {median(bubbles):.1%}",
+        note=f", bubble {median(bubbles):.1%}",
     )
 
 

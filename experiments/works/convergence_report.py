@@ -60,7 +60,6 @@ class MethodRuns:
 
     @property
     def mean(self) -> float:
-        """Mean of the best."""
         return fmean(self.best)
 
     def best_curves(self) -> list[tuple[list[int], list[float]]]:
@@ -179,7 +178,6 @@ def findings(figures: Sequence[Figure]) -> list[str]:
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
-    """Pictures of the report: curves, and rates."""
     made = [
         ("Validation loss against tokens and against time", draw_curves(figures, folder / "convergence.png")),
         ("Final loss against the peak rate", draw_rates(figures, folder / "rates.png")),

@@ -114,23 +114,6 @@ def fit_device(
     return with_values(known * np.exp(least_squares(robust, inside, bounds=ends, x_scale=spread, ftol=1e-5).x))
 
 
-def fit_trainings(
-    device: DeviceModel,
-    trainings: Sequence[MeasuredTraining],
-    *,
-    constants: Sequence[str],
-    noise: float | None = None,
-) -> DeviceModel:
-    """The device with the constants that fit these trainings best; arguments as for `fit_device`."""
-    return fit_device(
-        device,
-        [training.seconds for training in trainings],
-        lambda model: [estimated(training, model) for training in trainings],
-        constants=constants,
-        noise=noise,
-    )
-
-
 def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: int) -> DeviceModel:
     """The device with link_efficiency and hop_seconds of measured sums over `num_devices` of a node.
 
@@ -154,10 +137,21 @@ def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: i
 
 
 def fit_measured(
-    device: DeviceModel, trainings: Sequence[MeasuredTraining], *, constants: Sequence[str] = SHOWN
+    device: DeviceModel,
+    trainings: Sequence[MeasuredTraining],
+    *,
+    constants: Sequence[str] = SHOWN,
+    noise: float | None = NOISE,
 ) -> DeviceModel:
     """The device as measured trainings show it; a constant that they do not show stays near the value that it has here.
 
-    A training that is off by more than others (a slow node, a busy network) counts little: see `fit_device`.
+    A training that is off by more than others (a slow node, a busy network) counts little: see `fit_device`, also for
+    the arguments.
     """
-    return fit_trainings(device, trainings, constants=constants, noise=NOISE)
+    return fit_device(
+        device,
+        [training.seconds for training in trainings],
+        lambda model: [estimated(training, model) for training in trainings],
+        constants=constants,
+        noise=noise,
+    )

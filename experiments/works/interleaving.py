@@ -17,7 +17,7 @@ from ...schedules import simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import costs_of, schedule_of
-from .megatron import DEVICE
+from .ptd_p import DEVICE
 from .trainings import Training, simulated
 
 _GAIN = "interleaved / 1f1b"

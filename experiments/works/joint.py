@@ -57,7 +57,6 @@ def simulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def profile(kind: str, random: Random) -> list[Layer]:
-    """Layers of a kind."""
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
 

@@ -139,13 +139,9 @@ class Pace:
         return np.exp(self.middle(ahead) + widened * surprise)
 
 
-def steady_pace(rows: Sequence[Sequence[float]], chance: float = 0.0) -> Pace:
-    """The pace that does not wander: steps are drawn as those that were there, in any order. See `paces_of`."""
-    return _filtered(_logs(rows, chance), [(0.0, 0.0)], chance)[0]
-
-
 def paces_of(rows: Sequence[Sequence[float]], chance: float = 0.0) -> tuple[list[Pace], list[float]]:
-    """Paces that measured steps may have had, and the probability of each; the first does not wander. O(N * P).
+    """Paces that measured steps may have had, and the probability of each; the first does not wander: steps are
+    drawn as those that were there, in any order. O(N * P).
 
     Arguments:
         rows: [N][P] ratios of ranks, in the order of steps.

@@ -107,7 +107,6 @@ def _width(taken: StepSamples) -> float:
 
 
 def findings(figures: Sequence[Figure]) -> Iterator[str]:
-    """Sentences for the report."""
     shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for figure in figures:
         shares[figure.how.value][figure.name].append(figure.value)

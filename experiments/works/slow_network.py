@@ -9,9 +9,9 @@ planner gets what was measured, and all ways then take turns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...partition import Cluster, Node, Plan, Profile, plan
 from ..jobs.case import Case, wanted
@@ -80,7 +80,6 @@ def profile_of_units() -> Profile:
 
 
 def ways_of(cluster: Cluster) -> dict[str, Plan]:
-    """The plan of each way."""
     return {
         way: plan(
             profile_of_units(),
@@ -151,16 +150,12 @@ def _note(found: Plan) -> str:
     return f"{found.schedule}, replicas of each stage {replicas}"
 
 
-class _Side(Protocol):
-    """One way to train, over all ranks."""
+class _Side(NamedTuple):
+    """One way to train, over all ranks: a batch, to its end on this rank; the batches of one repetition."""
 
-    batches: int  # of one repetition
-
-    def step(self) -> None:
-        """One batch, to its end on this rank."""
-
-    def close(self) -> None:
-        """Let go of links and threads."""
+    step: Callable[[], None]
+    close: Callable[[], None]
+    batches: int = 1
 
 
 def _seconds(side: _Side) -> float:
@@ -226,16 +221,10 @@ def _planned(found: Plan) -> _Side:
         _model(), plan=found, loss_fn=_loss, optimizer=_sgd, example_inputs=batch[:1], timeout=_TIMEOUT
     )
 
-    class Planned:
-        batches = 4 if pipe.schedule.is_asynchronous else 1  # of a stream several in a row
+    def step() -> None:
+        pipe.train_step(*batch)
 
-        def step(self) -> None:
-            pipe.train_step(*batch)
-
-        def close(self) -> None:
-            pipe.close()
-
-    return Planned()
+    return _Side(step, pipe.close, batches=4 if pipe.schedule.is_asynchronous else 1)  # of a stream several in a row
 
 
 def _ddp() -> _Side:
@@ -248,21 +237,15 @@ def _ddp() -> _Side:
     inputs, targets = (each.tensor_split(dist.get_world_size())[dist.get_rank()] for each in _batch())
     parts = [(inputs[k : k + 1], targets[k : k + 1]) for k in range(len(inputs))]
 
-    class Replicas:
-        batches = 1
+    def step() -> None:
+        with model.no_sync():
+            for x, y in parts[:-1]:
+                _loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+        _loss(model(parts[-1][0]), parts[-1][1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def step(self) -> None:
-            with model.no_sync():
-                for x, y in parts[:-1]:
-                    _loss(model(x), y).backward()  # type: ignore[no-untyped-call]
-            _loss(model(parts[-1][0]), parts[-1][1]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-
-        def close(self) -> None:
-            pass
-
-    return Replicas()
+    return _Side(step, close=lambda: None)
 
 
 def _batch() -> tuple[Tensor, Tensor]:

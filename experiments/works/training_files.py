@@ -10,8 +10,8 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...partition.strict import fail, read_text
 from .trainings import MeasuredTraining
@@ -32,14 +32,8 @@ _MILLISECONDS = "iteration time (ms)"
 _SUM = ("size(B)", "time(ns)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSum:
-    """A sum over the devices of one node.
-
-    Arguments:
-        num_bytes: on each device [bytes].
-        seconds: that it took [s].
-    """
+class MeasuredSum(NamedTuple):
+    """A sum over the devices of one node: bytes on each device, and seconds that it took."""
 
     num_bytes: float
     seconds: float

@@ -71,7 +71,6 @@ class Training:
 
     @property
     def model(self) -> Transformer:
-        """Sizes of the model."""
         return Transformer(
             layers=self.layers,
             hidden=self.hidden,
@@ -112,31 +111,9 @@ def _cluster(num_devices: int, network: float) -> Cluster:
     return Cluster.parse(f"{nodes}x{size}:nvlink=300GB/s,net={network:.0f}B/s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stages:
-    """[PV] seconds of each stage, waits for sends and sums over replicas included; of a message beside compute; of the
-    sum of the embedding's gradient, which the last stage shares."""
-
-    forward: list[float]
-    backward: list[float]
-    update: list[float]
-    latency: float
-    tied: float
-
-
 def step_costs(training: Training, device: DeviceModel) -> Costs:
-    """P * V stages of equally many layers, the embedding before and the head behind them."""
-    stages = _stages(training, device)
-    return Costs(
-        forward=stages.forward,
-        backward=stages.backward,
-        update=stages.update,
-        latency=stages.latency,
-        tied=(((0, len(stages.update) - 1), stages.tied),) if stages.tied else (),
-    )
-
-
-def _stages(training: Training, device: DeviceModel) -> _Stages:
+    """P * V stages of equally many layers, the embedding before and the head behind them; waits for sends are in F and
+    B, sums over replicas in the update."""
     formulas = LayerFormulas(
         training.model,
         microbatch_size=training.microbatch_size,
@@ -166,12 +143,13 @@ def _stages(training: Training, device: DeviceModel) -> _Stages:
     way = outer if training.num_devices > NODE else inner
     on_link = sent / way.bandwidth if num_stages > 1 else 0.0
     waited = on_link if training.sends_wait else 0.0
-    return _Stages(
+    tied = sum(ends.seconds(shared) for _, shared in formulas.tied) if training.pipeline > 1 else 0.0
+    return Costs(
         forward=[waited + seconds for seconds in forward],
         backward=[waited + seconds for seconds in backward],
-        latency=on_link - waited,
-        tied=sum(ends.seconds(shared) for _, shared in formulas.tied) if training.pipeline > 1 else 0.0,
         update=[seconds + ring.seconds(each) for seconds, each in zip(update, gradients, strict=True)],
+        latency=on_link - waited,
+        tied=(((0, num_stages - 1), tied),) if tied else (),
     )
 
 
@@ -195,9 +173,11 @@ def estimated(training: Training, device: DeviceModel) -> float:
     Latency as in the closed forms of 1F1B, 2 ((P-1) + floor((M-1) (P-1) / P)), and of its interleaved form, 2 (PV-1).
     """
     P, V, M = training.pipeline, training.chunks, training.num_microbatches
-    stages = _stages(training, device)
-    chunks = [f + b for f, b in zip(stages.forward, stages.backward, strict=True)]
+    costs = step_costs(training, device)
+    table = costs.table(num_stages=P * V)
+    chunks = [f + b for f, b in zip(table.forward, table.backward, strict=True)]
     busiest = max(sum(chunks[rank::P]) for rank in range(P))
     fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
     messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)
-    return M * busiest + fill + messages * stages.latency + stages.tied + sum(stages.update[::P])
+    tied = sum(seconds for _, seconds in costs.tied)
+    return M * busiest + fill + messages * table.latency[0] + tied + sum(table.update[::P])

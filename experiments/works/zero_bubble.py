@@ -276,7 +276,6 @@ def _figures(
 
 
 def findings(figures: Sequence[Figure]) -> Iterator[str]:
-    """Sentences for the report."""
     over: dict[tuple[str, str], list[float]] = defaultdict(list)
     for figure in figures:
         if figure.name.startswith("batch, "):

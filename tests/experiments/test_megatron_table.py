@@ -1,7 +1,7 @@
 """Megatron-LM's Table 1: a device model that was fitted on half of the runs predicts the other half.
 
 Ten trainings of 1.7 billion to 1 trillion parameters on 32 to 3072 GPUs. What is predicted is one step, by
-experiments/works/megatron.py, in which nothing knows which run it is for; it cuts as Megatron-LM did, into stages of
+experiments/works/ptd_p.py, in which nothing knows which run it is for; it cuts as Megatron-LM did, into stages of
 equally many layers. `planned` leaves cuts, memory and links to `plan()`.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-from support.inside import DeviceModel, Run, TransformerSource, estimated, megatron, schedule_of, step_costs, table
+from support.inside import DeviceModel, Run, TransformerSource, estimated, ptd_p, schedule_of, step_costs, table
 from support.inside import training_simulated as simulated
 
 from stagewright.partition import Plan, plan
@@ -23,7 +23,7 @@ ALL_CONSTANTS = ("matrix_efficiency", "wave_outputs", "link_efficiency")
 
 @cache
 def fitted(indices: range, constants: tuple[str, ...]) -> DeviceModel:
-    return megatron.fitted([table()[i] for i in indices], constants)
+    return ptd_p.fitted([table()[i] for i in indices], constants)
 
 
 def errors(predict: Callable[[Run, DeviceModel], float], runs: range, device: DeviceModel) -> list[float]:

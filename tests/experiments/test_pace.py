@@ -10,7 +10,7 @@ from statistics import covariance, fmean, pvariance
 
 import numpy as np
 import pytest
-from support.inside import Pace, paces_of, shared_ratios, steady_pace, steps_that_follow
+from support.inside import Pace, paces_of, shared_ratios, steps_that_follow
 from support.noisy_machine import Machine
 
 from stagewright.schedules import Costs, Op, Spread, build, estimate_spread, simulate_spread
@@ -96,7 +96,7 @@ def test_draws_are_as_far_apart_as_students_distribution_is() -> None:
 def test_chance_of_few_actions_is_no_part_of_a_step_but_the_pace_is() -> None:
     """Rows of which three quarters of the variance were chance: drawn together by half, but not their wander."""
     rows = [[exp(0.1 * each)] for each in (-3, -2, -2, -1, 0, 0, 1, 2, 2, 3)]
-    whole, half = steady_pace(rows), steady_pace([[sqrt(each)] for (each,) in rows], chance=0.75)
+    whole, half = (found[0] for found, _ in (paces_of(rows), paces_of([[sqrt(each)] for (each,) in rows], chance=0.75)))
     assert half.surprises == pytest.approx(whole.surprises)
     assert (whole.own_variance, half.own_variance) == pytest.approx((1.0, 0.25))
     walks, halves = paces_of(rows)[0][-1], paces_of([[sqrt(each)] for (each,) in rows], chance=0.75)[0][-1]

@@ -90,7 +90,6 @@ class Host:
 
     @property
     def is_up(self) -> bool:
-        """Whether process 1 still runs."""
         return self._holder.poll() is None
 
     def words(self, command: Sequence[str]) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ def address(node: int, shape: Shape) -> str:
 
 
 def site(node: int, shape: Shape) -> int:
-    """Site of a node."""
     return shape.sites[node] if shape.sites else 0
 
 
@@ -46,12 +45,10 @@ def needs_wire(shape: Shape, *, has_netem: bool) -> bool:
 
 
 def near_link(shape: Shape) -> Link:
-    """The link within a site, for the wire."""
     return Link(latency=shape.latency, seconds_per_byte=_seconds_per_byte(shape.bandwidth))
 
 
 def far_link(shape: Shape) -> Link:
-    """The link from site to site, for the wire."""
     return Link(latency=shape.site_latency, seconds_per_byte=_seconds_per_byte(shape.site_bandwidth))
 
 

@@ -59,12 +59,10 @@ class WireSpec:
     room: int
 
     def to_json(self) -> str:
-        """One line of text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> WireSpec:
-        """Read back what `to_json` wrote."""
         fields = json.loads(text)
         lists = {name: tuple(fields[name]) for name in ("processes", "addresses", "sites")}
         return cls(**lists, near=Link(**fields["near"]), far=Link(**fields["far"]), room=fields["room"])
@@ -90,7 +88,6 @@ class WireRecord:
     cpu: float = 0.0
 
     def describe(self) -> str:
-        """One line."""
         return (
             f"wire: {self.packets} packets, {self.nbytes / 1e6:.1f} MB, {self.dropped} dropped, "
             f"{self.late} late by more than {1e3 * _LATE:g} ms (at most {1e3 * self.worst:.2f} ms), "
