@@ -264,6 +264,6 @@ def test_sums_measured_by_themselves_give_bandwidth_and_start() -> None:
     found = fit_sums(device, sums, num_devices=8)
     assert (found.link_efficiency, found.hop_seconds) == (pytest.approx(0.5), pytest.approx(5e-6))
     with pytest.raises(ValueError, match="expected seconds that 300 GB/s allow"):
-        fit_sums(device, [replace(each, seconds=each.seconds / 2) for each in sums], num_devices=8)
+        fit_sums(device, [each._replace(seconds=each.seconds / 2) for each in sums], num_devices=8)
     with pytest.raises(ValueError, match="expected some of at least two sizes"):
         fit_sums(device, sums[:1], num_devices=8)

@@ -234,7 +234,7 @@ def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Action, ...]:
     """The actions of a slice, in order; none where it is something else.
 
     >>> actions_of("PP:1F0", {})
-    (Action(stage=1, op=<Op.F: 'F'>, index=0),)
+    (1F0,)
     """
     given = args.get("action")
     if isinstance(given, str):
