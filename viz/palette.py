@@ -10,53 +10,33 @@ from ..schedules import MemoryPart, MessageKind, Op
 
 RGB = tuple[float, float, float]
 
-OP_HUES = {
-    Op.F: "#0072B2",  # blue
-    Op.B: "#E69F00",  # orange
-    Op.I: "#009E73",  # green
-    Op.W: "#CC79A7",  # pink
-    Op.U: "#5C5C5C",  # grey
+_OPS = {
+    Op.F: ("#0072B2", "F forward"),  # blue
+    Op.B: ("#E69F00", "B backward"),  # orange
+    Op.I: ("#009E73", "I input gradient"),  # green
+    Op.W: ("#CC79A7", "W weight gradient"),  # pink
+    Op.U: ("#5C5C5C", "U update"),  # grey
 }
-OP_WORDS = {
-    Op.F: "F forward",
-    Op.B: "B backward",
-    Op.I: "I input gradient",
-    Op.W: "W weight gradient",
-    Op.U: "U update",
-}
+OP_HUES, OP_WORDS = ({op: row[at] for op, row in _OPS.items()} for at in range(2))
 OTHER_HUE = "#A6A6A6"  # gathers, reductions
-MESSAGE_HUES = {
-    MessageKind.ACT: OP_HUES[Op.F],  # the hue of the op that makes it
-    MessageKind.GRAD: "#D55E00",  # an orange that shows in a thin lane
-    MessageKind.LOSS: OP_HUES[Op.U],
-    MessageKind.SUM: OP_HUES[Op.W],
-    MessageKind.NORM: "#56B4E9",  # sky blue
-    MessageKind.TOTAL: OP_HUES[Op.I],
-    MessageKind.WEIGHTS: "#882255",  # wine
+_MESSAGES = {
+    MessageKind.ACT: (OP_HUES[Op.F], "activations arriving"),  # the hue of the op that makes it
+    MessageKind.GRAD: ("#D55E00", "gradients arriving"),  # an orange that shows in a thin lane
+    MessageKind.LOSS: (OP_HUES[Op.U], "loss arriving"),
+    MessageKind.SUM: (OP_HUES[Op.W], "shared gradients arriving"),
+    MessageKind.NORM: ("#56B4E9", "gradient norm arriving"),  # sky blue
+    MessageKind.TOTAL: (OP_HUES[Op.I], "global norm arriving"),
+    MessageKind.WEIGHTS: ("#882255", "updated weights arriving"),  # wine
 }
-MESSAGE_WORDS = {
-    MessageKind.ACT: "activations arriving",
-    MessageKind.GRAD: "gradients arriving",
-    MessageKind.LOSS: "loss arriving",
-    MessageKind.SUM: "shared gradients arriving",
-    MessageKind.NORM: "gradient norm arriving",
-    MessageKind.TOTAL: "global norm arriving",
-    MessageKind.WEIGHTS: "updated weights arriving",
+MESSAGE_HUES, MESSAGE_WORDS = ({kind: row[at] for kind, row in _MESSAGES.items()} for at in range(2))
+_COLLECTIVES = {
+    Op.REDUCE_GRAD: (OP_HUES[Op.W], "sums of shared gradients"),
+    Op.UNSHARD: ("#882255", "weights gathered"),
+    Op.RESHARD: (OTHER_HUE, "weights let go"),
+    Op.OFFLOAD: ("#332288", "activations to the host"),  # indigo
+    Op.RELOAD: ("#44AA99", "activations coming back"),  # teal
 }
-COLLECTIVE_HUES = {
-    Op.REDUCE_GRAD: OP_HUES[Op.W],
-    Op.UNSHARD: "#882255",
-    Op.RESHARD: OTHER_HUE,
-    Op.OFFLOAD: "#332288",  # indigo
-    Op.RELOAD: "#44AA99",  # teal
-}
-COLLECTIVE_WORDS = {
-    Op.REDUCE_GRAD: "sums of shared gradients",
-    Op.UNSHARD: "weights gathered",
-    Op.RESHARD: "weights let go",
-    Op.OFFLOAD: "activations to the host",
-    Op.RELOAD: "activations coming back",
-}
+COLLECTIVE_HUES, COLLECTIVE_WORDS = ({op: row[at] for op, row in _COLLECTIVES.items()} for at in range(2))
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",
     "drain": "#999933",

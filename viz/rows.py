@@ -1,4 +1,4 @@
-"""What pictures, page, terminal and trace files show of a timeline, said once: boxes, lanes, and arrows between ranks.
+"""Boxes, lanes and arrows between ranks, said once for pictures, page, terminal and trace files.
 
 rank 0 |##0##|##1##|    |##0##|     boxes of compute
        |       ---- ---             lanes of messages arriving, of collectives and moves under way, beside each other
@@ -36,7 +36,7 @@ class ActionBox(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What goes on beside compute, from `start` to `end` [s] as stamped, in a lane of the rank."""
+    """A message, collective or move beside compute, from `start` to `end` [s] as stamped, in a lane of the rank."""
 
     what: Message | Collective | Action
     start: float

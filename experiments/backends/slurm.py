@@ -27,7 +27,7 @@ from .local import refuse_shape
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE
 from .records import Nodes, Outcome, Work
 from .slurm_task import run_task
-from .supervise import Say, failure, to_stderr
+from .supervise import Say, failure, outcome, to_stderr
 
 _LOOK = 1.0  # [s] between questions to Slurm
 _POLL = 0.05  # [s] between looks at the files
@@ -138,7 +138,7 @@ class SlurmBackend:
             if watch.running_since and time.monotonic() > watch.running_since + work.timeout:
                 late = ", ".join(node.name for node in told if node.status is None)
                 report = f"{late}: not done after {work.timeout:g} s; stopped"
-                return _outcome(told, status=TIMED_OUT, timed_out=True, report=report)
+                return outcome(told, status=TIMED_OUT, timed_out=True, report=report)
             time.sleep(_POLL)
         until = time.monotonic() + (_ENDED if watch.state == "COMPLETED" else _LOOK)
         while any(node.status is None for node in told) and time.monotonic() < until:
@@ -254,9 +254,9 @@ def _judge(told: list[_Told], watch: _Watch, folder: Path) -> Outcome:
     failed = sorted((node for node in told if node.status), key=lambda node: node.ended_at)
     silent = [node for node in told if node.status is None]
     if watch.state == "TIMEOUT":
-        return _outcome(told, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")
+        return outcome(told, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")
     if problems:
-        return _outcome(told, status=UNAVAILABLE, report="\n".join(problems))
+        return outcome(told, status=UNAVAILABLE, report="\n".join(problems))
     stories = []
     for node in failed[:1]:
         lines = node.log.read_text(errors="replace").splitlines()
@@ -268,9 +268,4 @@ def _judge(told: list[_Told], watch: _Watch, folder: Path) -> Outcome:
         names = ", ".join(node.name for node in silent)
         stories.append(f"{names}: no end heard of; Slurm says {watch.state}, see {folder / 'slurm'}")
     status = failed[0].status if failed else int(bool(stories))
-    return _outcome(told, status=status or 0, report="\n".join(stories))
-
-
-def _outcome(told: list[_Told], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
-    commands = tuple(shlex.join(node.words) for node in told if node.words)
-    return Outcome(status=status, timed_out=timed_out, report=report, commands=commands)
+    return outcome(told, status=status or 0, report="\n".join(stories))

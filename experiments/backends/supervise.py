@@ -249,14 +249,14 @@ def _gather(running: list[_Running], work: Work) -> Outcome | None:
         if time.monotonic() > until:
             absent = [node for node in running if node.facts is None]
             report = [f"{node.name}: not up after {work.join_timeout:g} s ({node.last_words})" for node in absent]
-            return _outcome(running, status=UNAVAILABLE, report="\n".join(report))
+            return outcome(running, status=UNAVAILABLE, report="\n".join(report))
         time.sleep(_POLL)
     wrong = []
     for node in running:
         assert node.facts is not None
         if (node.facts.stagewright, node.facts.code) != (__version__, code_digest()):
             wrong += [f"{node.name}: {told} as here" for told in differences(node.facts, NodeFacts.here())]
-    return _outcome(running, status=UNAVAILABLE, report="\n".join(wrong)) if wrong else None
+    return outcome(running, status=UNAVAILABLE, report="\n".join(wrong)) if wrong else None
 
 
 def _see_through(running: list[_Running], work: Work) -> Outcome:
@@ -274,11 +274,11 @@ def _see_through(running: list[_Running], work: Work) -> Outcome:
         if now > started + work.timeout and grace_until is None:
             late = ", ".join(node.name for node in running if not node.poll())
             report = f"{late}: not done after {work.timeout:g} s; stopped"
-            return _outcome(running, status=TIMED_OUT, timed_out=True, report=report)
+            return outcome(running, status=TIMED_OUT, timed_out=True, report=report)
         absent = [node for node in running if not node.has_started and not node.poll()]
         if now > met_until and absent and grace_until is None:
             report = "\n".join(f"{node.name}: does not say after {now - started:.0f} s whom it met" for node in absent)
-            return _outcome(running, status=UNAVAILABLE, report=report)
+            return outcome(running, status=UNAVAILABLE, report=report)
         for node in running:
             if node.start.silence and now > node.told_at + node.start.silence / _SIGNS:
                 node.tell()
@@ -294,7 +294,7 @@ def _all_ended(running: list[_Running]) -> bool:
 def _judge(running: list[_Running]) -> Outcome:
     failed = sorted((node for node in running if node.poll() and node.status != 0), key=lambda node: node.ended_at)
     if not failed:
-        return _outcome(running, status=0)
+        return outcome(running, status=0)
     stories = list(dict.fromkeys(node.story() for node in failed if node.problem)) or [
         failed[0].story(),
         *(f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]),
@@ -304,11 +304,12 @@ def _judge(running: list[_Running]) -> Outcome:
         for node in running
         if node.has_started and not node.poll()
     ]
-    return _outcome(running, status=failed[0].status, report="\n".join(stories))
+    return outcome(running, status=failed[0].status, report="\n".join(stories))
 
 
-def _outcome(running: list[_Running], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
-    commands = tuple(shlex.join(node.words) for node in running if node.words)
+def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
+    """How a run ended; `nodes` have the `words` of their torchrun lines, empty where there was none."""
+    commands = tuple(shlex.join(node.words) for node in nodes if node.words)
     return Outcome(status=status, timed_out=timed_out, report=report, commands=commands)
 
 

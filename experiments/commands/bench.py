@@ -111,7 +111,6 @@ def _measured(names: Sequence[str], options: BenchOptions, folder: Path) -> tupl
 
 
 def parts_for(declared: Sequence[Part], names: Sequence[str], options: BenchOptions, folder: Path) -> Iterator[Part]:
-    """The parts, with the cases that were asked for."""
     needed = {name for asked in names for name in _MEASURED_FOR.get(asked, (asked,))}
     for part in declared:
         cases = tuple(case for case in part.cases if case.text("case") in needed)
@@ -260,7 +259,7 @@ def _profiles(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def where_time_goes(figures: Sequence[Figure]) -> list[str]:
-    """Of a step at no compute: what a microbatch is made of."""
+    """Parts of a microbatch in a step at no compute."""
     found: dict[str, dict[str, list[float]]] = {}
     for figure in figures:
         if figure.case.get("model") == "tiny":

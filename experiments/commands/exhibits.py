@@ -251,7 +251,6 @@ def _load(path: Path) -> tuple[str, Any]:
 
 
 def _kind(path: Path, data: Any) -> str:
-    """Kind of a file, by its keys."""
     if data is None:
         return "schedule"
     if isinstance(data, list):

@@ -38,8 +38,6 @@ Where = Mapping[str, Collection[Value]]  # cases that are shown have one of thes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of medians; see the module."""
-
     title: str
     rows: tuple[str, ...]
     figures: tuple[str, ...]
@@ -49,8 +47,6 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A picture; see the module."""
-
     file: str
     title: str
     x: str

@@ -38,7 +38,7 @@ _END_GRACE = 5.0  # [s] for a process to leave when it was asked to
 
 
 class JobProgress(Progress):
-    """Of a sweep: a line for each job that ends, or one bar, above which only what went wrong stays as a line."""
+    """Progress of a sweep: a line for each job that ends, or a bar, above which only what went wrong stays."""
 
     def __init__(self, *, total: int, stream: TextIO) -> None:
         super().__init__(stream=stream, total=total)

@@ -1,4 +1,4 @@
-"""What takes as long as it is told: pipelines of stages that sleep, and actions that do.
+"""Pipelines of stages that sleep, and actions that do: both take as long as they are told.
 
 Any number of ranks run on a few cores so, with real processes and real messages. Of `SleepingPipe` the stages sleep in
 their own forward and backward. Of `ours_asleep` and `put_asleep` the actions: the work of a microbatch is next to

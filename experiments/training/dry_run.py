@@ -31,8 +31,6 @@ GRID_COLUMNS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage of the cut: its modules, its parameters and its ranks."""
-
     stage: int
     ranks: tuple[int, ...]
     name: str

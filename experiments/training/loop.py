@@ -67,8 +67,6 @@ class _Bubble(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """Measurements so far."""
-
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     bubbles: dict[int, _Bubble] = field(default_factory=dict)  # by step

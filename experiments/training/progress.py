@@ -12,7 +12,7 @@ PLAIN_LINES = 20  # in a whole run
 
 
 class Progress(progress.Progress):
-    """Of the steps of a run, on rank 0; with `json` the standard output is kept free for the object."""
+    """Progress of a run, on rank 0; with `json` the standard output is kept free for the object."""
 
     def __init__(self, *, rank: int, steps: int, json: bool) -> None:
         stream = (sys.stderr if json else sys.stdout) if rank == 0 else None

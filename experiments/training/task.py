@@ -11,7 +11,7 @@ from torch import nn
 
 from ...partition.profiler.optimizers import OptimizerFactory
 from ...pipe.checkpoint.snapshot import HasState
-from ...schedules import wording
+from ...schedules.wording import printable
 from .. import own_task as own
 from ..own_batches import OwnBatches
 from .corpus import Corpus, load_corpus, loss_fn
@@ -63,14 +63,13 @@ def _gpt(options: TrainOptions) -> Task:
     corpus, batch_size = load_corpus(options.text), options.batch_size
     corpus.check_length(options.length)
 
-    def text(weights: Mapping[str, torch.Tensor]) -> str:
+    def described(weights: Mapping[str, torch.Tensor]) -> str:
         """From a fresh model with the gathered weights: proof that they are whole."""
         fresh = GPT(model_config(options))
         fresh.load_state_dict(weights)
         written = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=options.length, seed=options.seed)
-        return f"sample after {SAMPLE_PROMPT.decode()!r}, from the gathered weights:\n\n" + printable(
-            SAMPLE_PROMPT + written
-        )
+        text = printable((SAMPLE_PROMPT + written).decode(errors="replace"))  # a young model writes escape sequences
+        return f"sample after {SAMPLE_PROMPT.decode()!r}, from the gathered weights:\n\n{text}"
 
     return Task(
         source=corpus.source,
@@ -87,7 +86,7 @@ def _gpt(options: TrainOptions) -> Task:
             )
         ],
         sample_bytes=options.length,
-        describe=text,
+        describe=described,
     )
 
 
@@ -139,12 +138,3 @@ class Windows(Iterator[own.Batch]):
                 f"same files as --text, or the same Python"
             )
         self._step = state["step"]
-
-
-def printable(text: bytes) -> str:
-    """Text that a terminal shows as it is: a young model may well write escape sequences, which are shown as such.
-
-    >>> printable(b"a\\n\\x1b[2J")
-    'a\\n\\\\x1b[2J'
-    """
-    return wording.printable(text.decode(errors="replace"))

@@ -197,7 +197,7 @@ def _measured(
 
 
 def _shown(case: Case, problem: str, variant: str) -> Case:
-    """What the same problem was solved by or for is its `variant`: the slowest counts."""
+    """A case of the same problem that differs in its `variant`, of which the slowest counts."""
     return Case.of({"case": case.text("case"), "run": problem, "variant": variant})
 
 

@@ -68,7 +68,7 @@ def findings(figures: Sequence[Figure]) -> list[str]:
 
 
 def _seconds(together: Collectives, num_bytes: int, number: int, num_ranks: int) -> float:
-    """Of sums begun together, the slowest rank's; collective over all ranks."""
+    """Seconds of sums begun together, on the slowest rank; collective over all ranks."""
     import torch
 
     gradients = [torch.zeros(num_bytes // number // 4) for _ in range(number)]

@@ -200,7 +200,7 @@ def _walk(push: float, kept: float = 1.0) -> Steps:
 
 
 def _change(random: Random, number: int) -> list[float]:
-    """Of four deviations at once, somewhere in the first half."""
+    """A rise by four deviations at once, somewhere in the first half."""
     at = random.randrange(number // 2)
     return [random.gauss(0, 1) + 4 * (n >= at) for n in range(number)]
 

@@ -1,7 +1,7 @@
 """Events of a trace file, in whole nanoseconds; a file that ends too early, or has broken lines, gives what it has.
 
 Format: "Trace Event Format" (Duffy et al., the Catapult project); Kineto's files are of it, with keys of their own
-(`distributedInfo`, `baseTimeNanoseconds`). Read are complete slices (X), pairs (B, E) and names (M).
+(`distributedInfo`, `baseTimeNanoseconds`). Read are complete slices (X), pairs (B, E) and names of processes (M).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TraceFile:
 
     Arguments:
         slices: in the order of their starts, of equal ones the longer first.
-        process_names: by pid; thread_names: by (pid, tid).
+        process_names: by pid.
         about: all other keys of the file.
         notes: what could not be read, a sentence each.
     """
@@ -49,7 +49,6 @@ class TraceFile:
     path: Path
     slices: tuple[Event, ...]
     process_names: Mapping[object, str]
-    thread_names: Mapping[tuple[object, object], str]
     about: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -157,7 +156,6 @@ def read_trace(path: Path, text: str | None = None) -> TraceFile:
         path=path,
         slices=tuple(sorted(reader.slices, key=lambda each: (each.start, -each.end))),
         process_names=reader.process_names,
-        thread_names=reader.thread_names,
         about=about,
         notes=tuple(notes),
     )
@@ -203,7 +201,6 @@ class _Reader:
         self._base = base
         self.slices: list[Event] = []
         self.process_names: dict[object, str] = {}
-        self.thread_names: dict[tuple[object, object], str] = {}
         self.lost = self.unclosed = 0
         self._open: dict[tuple[object, object], list[Event]] = {}
 
@@ -258,13 +255,10 @@ class _Reader:
         )
 
     def _name(self, event: dict[str, Any]) -> None:
-        args, (pid, tid) = event.get("args"), _thread(event)
+        args, (pid, _) = event.get("args"), _thread(event)
         name = args.get("name") if isinstance(args, dict) else None
-        if isinstance(name, str):
-            if event.get("name") == "process_name":
-                self.process_names[pid] = name
-            elif event.get("name") == "thread_name":
-                self.thread_names[pid, tid] = name
+        if isinstance(name, str) and event.get("name") == "process_name":
+            self.process_names[pid] = name
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[object, object]:

@@ -67,14 +67,12 @@ class Process:
 
     Arguments:
         rank: as the file or its name says; None where neither does.
-        slices: in the order of their starts.
         ran: actions in the order of their starts.
         steps: (number, start, end) [ns] of the steps that the profiler marks.
     """
 
     rank: int | None
     file: TraceFile
-    slices: tuple[Event, ...]
     ran: tuple[TracedAction, ...]
     steps: tuple[tuple[int, int, int], ...]
 
@@ -90,10 +88,9 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
     """
     files = [read_trace(path) for path in paths]
     notes = [note for file in files for note in file.notes]
-    processes = _processes_of(files)
-    if not any(each.slices for each in processes):
+    if not any(file.slices for file in files):
         raise ValueError(f"{', '.join(map(str, paths))}: no slice with a start and a length: nothing to show")
-    acting = [each for each in processes if each.ran]
+    acting = [each for each in _processes_of(files) if each.ran]
     if not acting:
         raise ValueError(
             f"{name}: no slice has the name of a pipeline's action (torch's Schedule1F1B gives none): expected names "
@@ -126,17 +123,16 @@ def _processes_of(files: Sequence[TraceFile]) -> list[Process]:
             by_pid.setdefault(each.pid, []).append(each)
         for pid, slices in by_pid.items():
             match = _RANK.search(file.process_names.get(pid, str(pid)))
-            found.append(_process(int(match[1]) if match else None, file, tuple(slices)))
+            found.append(_process(int(match[1]) if match else None, file, slices))
     return found
 
 
-def _process(rank: int | None, file: TraceFile, slices: tuple[Event, ...]) -> Process:
+def _process(rank: int | None, file: TraceFile, slices: Sequence[Event]) -> Process:
     marked = [(each, match) for each in slices if (match := _STEP.fullmatch(each.name))]
     steps = {int(match[1]): (each.start, each.end) for each, match in marked}
     return Process(
         rank=rank,
         file=file,
-        slices=slices,
         ran=tuple(sorted(_ran(slices), key=lambda each: (each.computed, each.end))),
         steps=tuple((number, start, end) for number, (start, end) in sorted(steps.items())),
     )
