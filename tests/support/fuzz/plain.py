@@ -144,7 +144,7 @@ class Plain:
     def accumulate_one(self, whole: list[Batch], update: bool) -> float:
         """Gradients of one batch; with `update` the optimizer steps behind each update group. Returns the loss."""
         case = self.case
-        parts = whole if len(whole) > 1 else whole[0].cut(case.M * case.data)
+        parts = whole if len(whole) > 1 else self._cut(whole[0])
         group = case.group_size * case.data if update else len(parts)
         samples = sum(part.size for part in parts)
         total, counted = 0.0, 0.0
@@ -255,8 +255,15 @@ class Plain:
 
     def _parts(self, at: int, call: Call) -> list[Batch]:
         """Microbatches: as many as the batch has samples for."""
-        batch = make_batch(self.case, 100 * at, *call[1:])
-        return batch.cut(min(batch.size, self.case.M * self.case.data))
+        return self._cut(make_batch(self.case, 100 * at, *call[1:]))
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        """Microbatches, as many as there are samples for: of the batch, over processes of what each replica passes."""
+        M, data = self.case.M, self.case.data
+        if not self.case.gloo:
+            return batch.cut(min(batch.size, M * data))
+        shares = [share.cut(min(share.size, M)) for share in batch.cut(data)]
+        return [part for microbatches in zip(*shares, strict=True) for part in microbatches]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
