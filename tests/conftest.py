@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.changed import changed_files, concerns
 from support.pool import Pool
 
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
 # crawl, and a sum over another number of threads is another sum.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# A script's background job ignores SIGINT, and so would every process that a test starts to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, however long they take: only the nightly tests look for new ones.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +28,16 @@ settings.register_profile("searching", deadline=None, suppress_health_check=[Hea
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of hypothesis, before test files read them."""
     settings.load_profile("searching" if config.getoption("markexpr").startswith("nightly") else "steady")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of few files are left to the nightly run where git sees no change in those."""
+    changed = changed_files()
+    for item in items:
+        paths = [path for mark in item.iter_markers("concerns") for path in mark.args]
+        if paths and not concerns([*paths, item.location[0]], changed):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.inside import LaunchResult, launch
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.concerns("experiments/launcher.py", "comm/groups.py", "comm/failures.py")]
 
 LIMIT = 200.0  # [s] guards against hangs alone
 

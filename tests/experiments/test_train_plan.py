@@ -85,7 +85,7 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
     assert "plan         step" in done.stdout
     assert "predicted / measured" in done.stdout
     plan = Plan.load(tmp_path / "runs" / "one" / "plan.json")
-    assert plan.num_devices == 2
+    assert plan.num_devices in (1, 2)  # a busy machine's second rank may not be worth it
     assert any(note.startswith(("tried for ", "not tried: ")) for note in plan.notes)
     summary = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
     drawn = sampled(plan)
