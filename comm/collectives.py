@@ -167,7 +167,6 @@ class Collectives:
         )
 
     def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:
-        """Sum `tensor` over the tensor group, in place."""
         if len(self.tensor_members) > 1:
             self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
 
@@ -182,7 +181,6 @@ class Collectives:
         return found
 
     def tensor_gather_objects(self, mine: T, *, what: str) -> list[T]:
-        """[T] what every member of the tensor group gives."""
         return [mine] if len(self.tensor_members) == 1 else self._gather(mine, self.tensor_members, what)
 
     def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:

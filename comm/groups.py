@@ -28,7 +28,6 @@ _LEAST = 0.1  # [s] for what still has to be tried when the time is up
 
 
 def backend_for(device: torch.device) -> str:
-    """gloo for the CPU, nccl for CUDA."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -90,7 +89,6 @@ class Groups:
             raise kind(story, peers=[one for one in processes if one != me]) from error
 
     def close(self) -> None:
-        """Destroy all groups. Nobody may use them any more, here or elsewhere."""
         for group in self._made:
             with suppress(ValueError):  # the user has destroyed all groups of the process already
                 dist.destroy_process_group(group)

@@ -80,7 +80,6 @@ class HostClocks:
         return offset_at(tuple(self.readings), at)
 
     def abort(self) -> None:
-        """After an error: let nobody wait for this process any longer."""
         if self._group is not None:
             break_group(self._group, _CPU)
 

@@ -40,6 +40,7 @@ SMALL_SUM_BYTES = 1 << 14  # of one whose steps take as long as empty ones, and 
 _SUMMED = 2  # gradients, as many as gloo sums at once
 WARM_UP = 3
 _SUMS = 9
+_PAIRS = 3  # measured of a level, at most
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
 _BYTES_A_SIZE = 1 << 26  # larger messages travel less often
 
@@ -146,7 +147,6 @@ def measure_links(
     device: torch.device,
     timeout: float,
     sizes: Sequence[int] = SIZES,
-    pairs_a_level: int = 3,
     progress: Callable[[str], object] | None = None,
 ) -> MeasuredLinks:
     """Fit the links between the ranks of `world`. Collective over all of them; the answer is the same on all.
@@ -155,7 +155,6 @@ def measure_links(
         device: on which tensors travel.
         timeout: that a rank waits for another [s]; the whole must not take others longer than that.
         sizes: of messages [bytes].
-        pairs_a_level: measured, at most.
         progress: called with what is measured next, on each rank.
 
     Hosts with unequal numbers of ranks, or whose ranks are not next to each other, make one level with the slowest of
@@ -169,7 +168,7 @@ def measure_links(
     for rank, host in enumerate(together.gather(socket.gethostname(), what="finding the hosts of all ranks")):
         by_host.setdefault(host, []).append(rank)
     hosts = list(by_host.values())
-    wanted = [("host", _inside(hosts)[:pairs_a_level]), ("network", _between(hosts)[:pairs_a_level])]
+    wanted = [("host", _inside(hosts)[:_PAIRS]), ("network", _between(hosts)[:_PAIRS])]
     both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
     lanes = link_lanes(both, together.groups)
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)

@@ -74,14 +74,12 @@ class Mesh:
         return self.tensor == 1 and all(self.rank_of(process) == process for process in range(self.num_processes))
 
     def coordinates(self, process: int) -> Coordinates:
-        """Where a process stands."""
         found = {}
         for axis in reversed(self.order):
             process, found[axis] = divmod(process, self._size(axis))
         return Coordinates(**found)
 
     def process_at(self, at: Coordinates) -> int:
-        """The process that stands there."""
         process = 0
         for axis in self.order:
             process = process * self._size(axis) + getattr(at, axis)
@@ -130,7 +128,6 @@ class MeshPlace:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The schedule's ranks that this process runs."""
         return (self.mesh.rank_of(self.world.rank),) if self.world.distributed else tuple(range(self.mesh.num_ranks))
 
     @property
@@ -175,7 +172,6 @@ class MeshPlace:
         return f"process {process} (rank {self.mesh.rank_of(process)}{also})"
 
     def names_of(self, processes: Sequence[int]) -> str:
-        """Several processes for people."""
         if self.mesh.is_line:
             return f"the ranks {', '.join(map(str, processes))}"
         return ", ".join(map(self.name_of, processes))

@@ -82,7 +82,6 @@ class ProcessGroupTransport:
 
     @property
     def unconsumed_bytes(self) -> int:
-        """Bytes of receives posted and not yet waited for."""
         return sum(t.numel() * t.element_size() for _, tensors, _ in self._posted.values() for t in tensors)
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:

@@ -20,6 +20,7 @@ from ..schedules.timing.records import RankRecord, as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.given import Given
 from .batch.sequence import Slice
+from .checkpoint.state import State
 from .context import Layout, Run
 from .evaluation import Evaluation, warn_of_two_axes
 from .measure.measurement import Measurement
@@ -36,7 +37,6 @@ from .stages.randomness import Seeder
 from .stages.shapes import Signature
 from .stages.unchanged import Unchanged
 from .stages.wiring import OutputSpecs, same_outputs
-from .state import State
 from .training import Training
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
@@ -175,24 +175,16 @@ def _assembled(
         one_way_seconds=partial(ranks.links.latency, train.inference.outputs(Signature.of(example))[0]),
         clocks=clocks,
     )
+    state = State(run=run, ownership=placed.ownership, update=update, training=training)
     return Pipeline(
         schedule=update.schedule,
         parts=placed.parts,
         engine=engine,
         training=training,
         evaluation=evaluation,
-        state=State(run=run, ownership=placed.ownership, update=update, training=training),
+        state=state,
         measurement=measurement,
-        verifier=Verifier(
-            run,
-            plain,
-            regions=placed.regions,
-            training=training,
-            evaluation=evaluation,
-            update=update,
-            ownership=placed.ownership,
-            parts=placed.parts,
-        ),
+        verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation, parts=placed.parts),
     )
 
 

@@ -107,7 +107,7 @@ class Evaluation:
         mode, stages, shards = replace(mode, schedule=smaller), self._ranks.stages, self._ranks.update.shards
         sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
         programs = batch_programs(smaller, sharing)
-        updates = {rank: RankUpdate(rank, smaller, shards=shards) for rank in stages}
+        updates = {rank: RankUpdate(rank, smaller, shards) for rank in stages}
         return Forwards(
             engine=self._ranks.engine(EvaluationWorker, mode, updates),
             ranks=list(updates.values()),

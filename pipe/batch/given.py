@@ -53,12 +53,10 @@ class Given:
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The tensors among all arguments."""
         return tuple(x for part in self.parts for x in part.arguments.tensors)
 
     @property
     def targets(self) -> object:
-        """The target, or those of all microbatches."""
         return tuple(part.target for part in self.microbatches) if self.microbatches else self.target
 
     def on(self, device: torch.device, *, keeps: bool = False) -> Given:

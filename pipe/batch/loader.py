@@ -314,7 +314,6 @@ class _Seeded(Dataset[Any]):
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators that a user's data may draw from."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

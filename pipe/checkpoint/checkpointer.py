@@ -31,10 +31,10 @@ import torch
 from ...comm import PipelineTimeout
 from ...comm.store_exchange import Exchanges
 from ..lock import FolderLock
-from ..state import State
 from .host_copy import HostCopy
 from .persist import SaveResult
 from .snapshot import HasState, Snapshot
+from .state import State
 
 FIRST = 10  # steps before the first checkpoint, and from it to the second
 _KEPT = 3  # costs that are taken into account
@@ -429,7 +429,6 @@ def _refuse_differing(everyone: list[tuple[Every, float, str]]) -> None:
 
 
 def check_options(every: Every, overhead: float) -> None:
-    """ValueError for an interval or a share that cannot be meant."""
     is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_number and every != "auto":
         raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or 'auto'")

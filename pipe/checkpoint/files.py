@@ -35,7 +35,6 @@ _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
 
 
 def new_name(step: int) -> str:
-    """Name of a new checkpoint, which no other one has."""
     return f"step-{step}-{secrets.token_hex(4)}"
 
 
@@ -59,7 +58,6 @@ def is_begun(folder: Path, name: str) -> bool:
 
 
 def write_file(folder: Path, name: str, file_name: str, entries: Sequence[Entry]) -> tuple[FileRecord, dict[str, str]]:
-    """Write a file of the checkpoint `name`; see `write_tensors`."""
     with flushed(_partial(folder, name) / file_name) as file:
         written = write_tensors(file, entries, {"checkpoint": name})
     _flush_folder(_partial(folder, name))
@@ -79,7 +77,6 @@ class OwnCheckpoints:
         return name in self._names
 
     def begin(self, name: str) -> None:
-        """A save begins."""
         self._names[name] = None
 
     def adopt(self, place: Path) -> None:
@@ -166,7 +163,6 @@ def others(place: Path) -> list[Path]:
 
 
 def latest_name(folder: Path) -> str | None:
-    """Name of the newest whole checkpoint in `folder`, if there is one."""
     try:
         name = read_text(folder / _LATEST, limit=_LATEST_LIMIT).strip()
     except (OSError, ValueError):
@@ -175,7 +171,6 @@ def latest_name(folder: Path) -> str | None:
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a checkpoint."""
     return int(name.split("-")[1])
 
 

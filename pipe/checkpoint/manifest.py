@@ -40,7 +40,6 @@ def model_key(name: str) -> str:
 
 
 def optimizer_key(entry: str, name: str) -> str:
-    """Key of what an optimizer keeps for a parameter under `entry`."""
     return f"optimizer/{quote(entry, safe='')}/{name}"
 
 

@@ -81,14 +81,9 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
-    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Snapshot:
-        """The same state in memory of its own, which training does not change.
-
-        Arguments:
-            copy: a tensor -> its copy in host memory, if there is a faster way than one after the other.
-        """
-        made = copy or _host_copy
-        return replace(self, pieces=tuple(replace(piece, tensor=made(piece.tensor)) for piece in self.pieces))
+    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
+        """The same state in memory of its own, which training does not change; `copy`: of a tensor in host memory."""
+        return replace(self, pieces=tuple(replace(piece, tensor=copy(piece.tensor)) for piece in self.pieces))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,10 +321,6 @@ def _state(name: str) -> str:
 
 def _rest(name: str) -> str:
     return f"rest of {_state(name)}"
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _shared_out(everyone: Sequence[Mapping[_Place, int]]) -> list[set[_Place]]:

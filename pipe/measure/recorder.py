@@ -125,8 +125,8 @@ class RankRecorder:
         """Median seconds of the global norm, waiting for the other ranks included; None without one."""
         return statistics.median(self._norms) if self._norms else None
 
-    def last_actions(self, count: int = 4) -> list[Action]:
-        return [action for action, _, _ in self._actions[-count:]]
+    def last_actions(self) -> list[Action]:
+        return [action for action, _, _ in self._actions[-4:]]
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
@@ -148,7 +148,6 @@ class RankRecorder:
         return read
 
     def medians(self) -> dict[Timed, float]:
-        """Median seconds by (stages, op), without waits, over the last steps."""
         self._remember()
         return {key: statistics.median(durations) for key, durations in self._durations.items()}
 

@@ -59,7 +59,6 @@ def is_traced(step: int, every: TraceEvery) -> bool:
 
 
 def check_every(every: object) -> None:
-    """ValueError for a distance that cannot be meant."""
     if every != "auto" and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
         raise ValueError(f"every={every!r}: expected a number of steps, 0 for the last one only, or 'auto'")
 

@@ -220,8 +220,7 @@ class FlushUpdate(Update):
     def accumulated(self) -> Known:
         """The batch that ran last; its gradients are whole on every rank, those of divided parameters too."""
         assert self._known is not None
-        for stage in self.shards.stages.values():
-            stage.gather_gradients(self._present)
+        self.shards.gather_gradients(self._present)
         self._add_before(divided=True)
         self._before = []
         return self._known
@@ -260,7 +259,6 @@ class FlushUpdate(Update):
                 parameter.grad = _sum(grad, parameter.grad)
 
     def _add_before_to_parts(self) -> None:
-        """Add to the parts of divided parameters the gradients that were there before the batch."""
         before = {id(p): grad for p, grad in zip(self._parameters, self._before, strict=True) if grad is not None}
         for part in self.shards.parts.values():
             grad = before.get(id(part.whole))

@@ -62,7 +62,6 @@ def check_norm_type(norm_type: object) -> float:
 
 
 def refuse_sparse(names: Sequence[str], gradients: Grads) -> None:
-    """ValueError for a sparse gradient that would have to travel to other ranks."""
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
             raise ValueError(

@@ -61,7 +61,6 @@ class UpdateGate:
         self._wait = wait
 
     def enter(self) -> None:
-        """Weights are about to be written."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
@@ -79,11 +78,11 @@ class RankUpdate:
         self,
         rank: int,
         schedule: Schedule,
+        shards: Shards,
         loss_scale: LossScale | None = None,
-        shards: Shards | None = None,
     ) -> None:
         self.loss_scale = loss_scale
-        self.shards = Shards() if shards is None else shards
+        self.shards = shards
         self.batches: dict[int, Batch] = {}
         self._rank = rank
         self._batch_indices = schedule.batch_indices
@@ -134,7 +133,6 @@ class RankUpdate:
             self._summaries.setdefault(group, {})[self._rank] = summary
 
     def loss_gradient(self, index: int) -> torch.Tensor:
-        """Gradient of the group's loss with respect to that of microbatch `index`."""
         number, k = divmod(index, self._batch_indices)
         batch = self.batches[number]
         value, count = self._own[index // self._group_size][k]
@@ -247,7 +245,6 @@ class Update(ABC):
         return None
 
     def learning_rates(self) -> list[float]:
-        """By parameter group of each local stage, as they stand."""
         groups = [group for one in self.stages for made in one.optimizers for group in made.param_groups]
         return [float(group["lr"]) for group in groups if "lr" in group]
 
@@ -336,13 +333,6 @@ class Update(ABC):
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""
         return
-
-    def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Gradients that were held back, by name; of divided parameters those of the parts become whole.
-
-        Collective over the processes.
-        """
-        return dict(gradients)
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """The model's own tensors were loaded, with nothing under way."""

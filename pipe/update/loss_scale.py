@@ -85,11 +85,9 @@ class LossScale:
         self._published = _read(self._scaler)
 
     def changed_outside(self) -> bool:
-        """Whether somebody changed the scaler since `publish`."""
         return _read(self._scaler) != self._published
 
     def adopt(self) -> None:
-        """Go on with the scaler's scale."""
         self._scale = self._published = _read(self._scaler)
 
     def content(self) -> ScaleState:

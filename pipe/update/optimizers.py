@@ -185,7 +185,6 @@ class StageOptimizers:
         return any(parameter is tensor for parameter in self._held())
 
     def unheld(self) -> list[str]:
-        """Names of the parameters that none of them updates."""
         held = {self.names.get(id(parameter)) for parameter in self._held()}
         return [name for name in dict.fromkeys(self.names.values()) if name not in held]
 

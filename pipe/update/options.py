@@ -30,7 +30,6 @@ def options_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Group]:
 
 
 def differences(before: Sequence[Group], now: Sequence[Group]) -> list[Group]:
-    """By group, what is other than before."""
     pairs = zip(before, now, strict=False)
     return [{k: v for k, v in new.items() if k not in old or not _is_same(old[k], v)} for old, new in pairs]
 

@@ -17,7 +17,7 @@ from ..stages.ownership import BETWEEN_BATCHES, Ownership
 from ..stages.weights import WeightVersions
 from .delay_correction import Feedback
 from .optimizers import StageOptimizers
-from .shards import Shards, StageShards
+from .shards import Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,9 @@ class UpdateParts:
         Raises ValueError for an optimizer that cannot be given parts.
         """
         sharding, ownership, collectives = self.run.layout.sharding, self.ownership, self.run.collectives
+        recorder = self.recorders[rank]
         if not sharding.is_any:
-            return Shards()
+            return Shards({}, collectives, recorder)
         proposed: dict[str, ParameterSplit] = {}
         stage_of: dict[str, int] = {}
         parameters: dict[str, nn.Parameter] = {}
@@ -94,15 +95,14 @@ class UpdateParts:
         }
         if sharding.weights:
             ownership.refuse_plain_state([part.whole for part in parts.values()], BETWEEN_BATCHES)
-        shards: list[StageShards] = []
+        by_stage: dict[int, list[ShardedParameter]] = {}
         for one in stages:
             own_parts = {name: part for name, part in parts.items() if stage_of[name] == one.stage}
             if own_parts:
                 one.divide({name: part for name, part in own_parts.items() if part.whole.requires_grad})
-                several = [n for n in own_parts if len({*ownership.stages[n]} & {*schedule.placement[rank]}) > 1]
-                shards.append(StageShards(one.stage, rank, own_parts, collectives, several=several))
-                shards[-1].let_go(all_of_them=True)
-        return Shards(shards, parts, self.recorders[rank], apart=sharding.weights)
+                by_stage[one.stage] = list(own_parts.values())
+        several = [name for name in parts if len({*ownership.stages[name]} & {*schedule.placement[rank]}) > 1]
+        return Shards(by_stage, collectives, recorder, several=several, apart=sharding.weights)
 
     def _agreed(self, mine: Mapping[str, ParameterSplit]) -> dict[str, ParameterSplit]:
         """The splits that all holders agree on: a parameter that one has to keep whole (tied weights), all keep whole.

@@ -30,95 +30,35 @@ from .gradients import buckets_of, flatten, unflatten
 Wait = Callable[[], None]
 
 
-class StageShards:
-    """The parts of one stage's parameters on one rank.
+def _begin_gather(
+    parts: Sequence[ShardedParameter],
+    wholes: Sequence[torch.Tensor],
+    collectives: Collectives,
+    *,
+    what: str,
+    on_through: Wait | None = None,
+) -> Wait:
+    """An all-gather: of each whole tensor this rank's part leaves, and those of the others come; the answer waits."""
 
-    Arguments:
-        parts: by name, in the same order on all ranks of the stage.
-        several: names of those that other stages of this rank use, too.
-    """
+    def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
+        own, ranks = parts[0].rank, parts[0].split.ranks
+        views = {rank: [parts[i].of(wholes[i], rank=rank) for i in bucket] for rank in ranks}
+        wait = collectives.exchange(
+            [views[own]] * len(ranks),
+            [sum(view.numel() for view in there) for there in views.values()],
+            what=what,
+            ranks=ranks,
+            on_through=on_through,
+        )
 
-    def __init__(
-        self,
-        stage: int,
-        rank: int,
-        parts: Mapping[str, ShardedParameter],
-        collectives: Collectives,
-        *,
-        several: Collection[str],
-    ) -> None:
-        self.stage = stage
-        self._several = frozenset(several)
-        self._rank = rank
-        self._collectives = collectives
-        self._parts = list(parts.values())
-        self._ranks = self._parts[0].split.ranks
+        def finish() -> None:
+            for (rank, there), received in zip(views.items(), wait(), strict=True):
+                if rank != own:
+                    torch._foreach_copy_(there, unflatten(received, there))
 
-    @property
-    def are_shared(self) -> bool:
-        """Whether other stages of this rank use some of them."""
-        return bool(self._several)
+        return finish
 
-    def begin_gather(self, *, on_through: Wait | None = None) -> Wait:
-        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters.
-
-        Arguments:
-            on_through: as of `Collectives.exchange`, for the last of what is exchanged.
-        """
-        self.make_room()
-        wholes = [part.whole.data for part in self._parts]
-        return self._begin(self._parts, wholes, f"gathering weights of stage {self.stage}", on_through)
-
-    def make_room(self) -> None:
-        """The whole parameters are there, of which this rank's parts alone have values."""
-        for part in self._parts:
-            part.make_room()
-
-    def take(self) -> None:
-        """The parts become what the whole parameters hold."""
-        for part in self._parts:
-            part.take()
-
-    def let_go(self, *, all_of_them: bool = False) -> None:
-        """Keep the parts alone, where they stand apart; but what other stages use, too, stays whole at first."""
-        for part in self._parts:
-            if all_of_them or part.name not in self._several:
-                part.let_go()
-
-    def gather_gradients(self, names: Collection[str]) -> None:
-        """The gradients of these parameters become whole, on the parameters."""
-        parts = [part for part in self._parts if part.name in names]
-        wholes = [torch.empty_like(part.whole) for part in parts]
-        for part, whole in zip(parts, wholes, strict=True):
-            if part.parameter.grad is not None:
-                part.of(whole).copy_(part.parameter.grad)
-        self._begin(parts, wholes, "gathering gradients", None)()
-        for part, whole in zip(parts, wholes, strict=True):
-            part.whole.grad, part.parameter.grad = whole, None
-
-    def _begin(
-        self, parts: Sequence[ShardedParameter], wholes: Sequence[torch.Tensor], what: str, on_through: Wait | None
-    ) -> Wait:
-        """An all-gather: of each whole tensor this rank's part leaves, and those of the others come."""
-
-        def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
-            views = {rank: [parts[i].of(wholes[i], rank=rank) for i in bucket] for rank in self._ranks}
-            wait = self._collectives.exchange(
-                [views[self._rank]] * len(self._ranks),
-                [sum(view.numel() for view in there) for there in views.values()],
-                what=what,
-                ranks=self._ranks,
-                on_through=on_through,
-            )
-
-            def finish() -> None:
-                for (rank, there), received in zip(views.items(), wait(), strict=True):
-                    if rank != self._rank:
-                        torch._foreach_copy_(there, unflatten(received, there))
-
-            return finish
-
-        return _by_bucket(parts, begin, on_through)
+    return _by_bucket(parts, begin, on_through)
 
 
 def begin_sum(
@@ -183,28 +123,35 @@ def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
 
 
 class Shards:
-    """Parameters that a rank has parts of; none by default.
+    """Parameters that a rank has parts of.
 
     Arguments:
+        stages: the parts of each stage that has any, in the same order on all ranks of the stage.
+        several: names of those that several stages of the rank use.
         apart: whether weights are let go between two batches.
 
     Attributes:
+        parts: all of them, by name.
         awaited: by stage, weights that are on their way.
     """
 
     def __init__(
         self,
-        stages: Sequence[StageShards] = (),
-        parts: Mapping[str, ShardedParameter] | None = None,
-        recorder: RankRecorder | None = None,
+        stages: Mapping[int, Sequence[ShardedParameter]],
+        collectives: Collectives,
+        recorder: RankRecorder,
         *,
+        several: Collection[str] = (),
         apart: bool = False,
     ) -> None:
-        self.stages = {stage.stage: stage for stage in stages}
-        self.parts: Mapping[str, ShardedParameter] = parts or {}
+        self.parts = {part.name: part for parts in stages.values() for part in parts}
         self.apart = apart
         self.awaited: dict[int, Wait] = {}
+        self._stages = stages
+        self._several = frozenset(several)
+        self._collectives = collectives
         self._recorder = recorder
+        self._let_go()
 
     def counted(self, ownership: Ownership) -> list[ShardedParameter]:
         """Parts that count in the gradient norm here: each element on one rank, with the first stage that holds it."""
@@ -220,20 +167,28 @@ class Shards:
 
     def gather(self) -> None:
         """The whole parameters get the parts of all ranks. Collective over the processes."""
-        together([stage.begin_gather() for stage in self.stages.values()])()
+        together([self._begin_gather(stage) for stage in self._stages])()
 
-    def whole_gradients(
-        self, gradients: Mapping[str, torch.Tensor | None], collectives: Collectives
-    ) -> dict[str, torch.Tensor | None]:
+    def gather_gradients(self, names: Collection[str]) -> None:
+        """The gradients of these parameters become whole, on the parameters. Collective over the processes."""
+        for stage in self._stages.values():
+            parts = [part for part in stage if part.name in names]
+            wholes = [torch.empty_like(part.whole) for part in parts]
+            for part, whole in zip(parts, wholes, strict=True):
+                if part.parameter.grad is not None:
+                    part.of(whole).copy_(part.parameter.grad)
+            _begin_gather(parts, wholes, self._collectives, what="gathering gradients")()
+            for part, whole in zip(parts, wholes, strict=True):
+                part.whole.grad, part.parameter.grad = whole, None
+
+    def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Gradients by name, those of divided parameters made whole from the parts. Collective over the processes."""
         mine = [name for name, gradient in gradients.items() if name in self.parts and gradient is not None]
-        told = collectives.gather(mine, what="telling which parameters have gradients")
-        present = {name for names in told for name in names}
+        told = self._collectives.gather(mine, what="telling which parameters have gradients")
         found = dict(gradients)
         for name, part in self.parts.items():
             part.parameter.grad = gradients.get(name)
-        for stage in self.stages.values():
-            stage.gather_gradients(present)
+        self.gather_gradients({name for names in told for name in names})
         for name, part in self.parts.items():
             found[name], part.whole.grad = part.whole.grad, None
         return found
@@ -248,47 +203,49 @@ class Shards:
             replaced: all of them get new values within, which are kept; the old ones are not gathered, and nothing is
                 collective.
         """
-        stages = tuple(self.stages.values()) if self.apart else ()
+        parts = tuple(self.parts.values()) if self.apart else ()
         try:
             if replaced:
-                for stage in stages:
-                    stage.make_room()
-            elif stages:
+                for part in parts:
+                    part.make_room()
+            elif parts:
                 self.gather()
             yield
-            for stage in stages if replaced else ():
-                stage.take()
+            for part in parts if replaced else ():
+                part.take()
         finally:
-            for stage in stages:
-                stage.let_go(all_of_them=True)
+            for part in parts:
+                part.let_go()
 
     def begin(self, collective: Collective) -> None:
         """UNSHARD or RESHARD."""
-        stage, recorder = self.stages.get(collective.stages[0]), self._recorder
-        if stage is None or recorder is None:  # nothing of it could be divided
+        stage, recorder = collective.stages[0], self._recorder
+        if stage not in self._stages:  # nothing of it could be divided
             return
         stamp = recorder.clock.stamp
         stamps: list[Stamp] = [stamp()]
         if collective.op is Op.RESHARD:
-            if stage.stage not in self.awaited:  # else this program does not use it, and they go when it is through
-                stage.let_go()
+            if stage not in self.awaited:  # else this program does not use it, and they go when it is through
+                for part in self._stages[stage]:
+                    if part.name not in self._several:  # which stay whole at first
+                        part.let_go()
             recorder.collective(collective, stamps[0], stamp())
             return
-        gathered = stage.begin_gather(on_through=lambda: stamps.append(stamp()))
+        gathered = self._begin_gather(stage, on_through=lambda: stamps.append(stamp()))
 
         def wait() -> None:
             gathered()
             recorder.collective(collective, stamps[0], stamps[-1] if len(stamps) > 1 else stamp())
 
-        self.awaited[stage.stage] = wait
+        self.awaited[stage] = wait
 
     def whole(self, stage: int) -> None:
         """Wait for the weights of a stage, also among the parts of another. Raises PipelineTimeout or PeerLost."""
-        for each in [each for each in self.awaited if each == stage or self.stages[each].are_shared]:
-            self.awaited.pop(each)()
+        for other in list(self.awaited):
+            if other == stage or any(part.name in self._several for part in self._stages[other]):
+                self.awaited.pop(other)()
 
     def settle(self) -> None:
-        """The program is through."""
         for stage in list(self.awaited):
             self.whole(stage)
         self.drop()
@@ -296,5 +253,16 @@ class Shards:
     def drop(self) -> None:
         """Keep the parts alone."""
         self.awaited.clear()
-        for stage in self.stages.values():
-            stage.let_go(all_of_them=True)
+        self._let_go()
+
+    def _begin_gather(self, stage: int, *, on_through: Wait | None = None) -> Wait:
+        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters."""
+        parts, what = self._stages[stage], f"gathering weights of stage {stage}"
+        for part in parts:
+            part.make_room()
+        wholes = [part.whole.data for part in parts]
+        return _begin_gather(parts, wholes, self._collectives, what=what, on_through=on_through)
+
+    def _let_go(self) -> None:
+        for part in self.parts.values():
+            part.let_go()

@@ -156,7 +156,7 @@ class FlushRank(RankUpdate):
         parts: UpdateParts,
         shards: Shards,
     ) -> None:
-        super().__init__(rank, schedule, loss_scale, shards)
+        super().__init__(rank, schedule, shards, loss_scale)
         self._sums = sums
         self._option_numbers = option_numbers
         self._replicas = replicas

@@ -313,7 +313,6 @@ class _BeforeUpdate:
             scheduler.load_state_dict(scheduled)
 
     def change_again(self) -> None:
-        """Options that were changed behind the update that was put back."""
         set_options(self._optimizers, self._changed)
 
 

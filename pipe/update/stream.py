@@ -45,7 +45,6 @@ class StreamUpdate(Update):
         for rank in ranks.values():
             rank.gate = self.gate
         self._course = course
-        self._collectives = parts.run.collectives
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
         self._last = -1
         self._newest: Known | None = None
@@ -153,9 +152,6 @@ class StreamUpdate(Update):
             for own, name in zip(weights.own, weights.names, strict=True):
                 own.data.copy_(state[name])
             weights.adopt(weights.names)
-
-    def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        return self.shards.whole_gradients(gradients, self._collectives) if self.shards.parts else dict(gradients)
 
     def restart(self) -> None:
         for rank in self._ranks.values():

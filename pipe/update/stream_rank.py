@@ -49,7 +49,7 @@ class StreamRank(RankUpdate):
         self, rank: int, *, course: Course, stages: Mapping[int, StageOptimizers], shards: Shards, parts: UpdateParts
     ) -> None:
         schedule, ownership = course.schedule, parts.ownership
-        super().__init__(rank, schedule, shards=shards)
+        super().__init__(rank, schedule, shards)
         self.stages = stages
         self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
@@ -263,7 +263,6 @@ class StreamRank(RankUpdate):
             weights.note()
 
     def _flat(self, names: Sequence[str], *, of: int) -> FlatGradients:
-        """The parts of shared gradients that a rank needs."""
         return FlatGradients([(name, self._part(name, of, _like(self._parameter(name)))) for name in names])
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
@@ -276,7 +275,6 @@ class StreamRank(RankUpdate):
         return tensor if part is None else part.of(tensor, rank=rank)
 
     def _batch_loss(self, batch: int) -> float:
-        """Mean over the batch, all of whose groups are known."""
         parts = self._known_losses[batch]
         if len(parts) == 1:
             return parts[0].mean

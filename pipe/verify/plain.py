@@ -41,7 +41,6 @@ class Microbatch:
 
     @property
     def samples(self) -> int:
-        """n_k."""
         return self.arguments.num_samples
 
 

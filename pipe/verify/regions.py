@@ -45,7 +45,6 @@ class DividedRegion:
 
     @property
     def name(self) -> str:
-        """The first module, to the last."""
         names = list(self.modules)
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 

@@ -23,13 +23,10 @@ from ...schedules import Schedule
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
-from ..context import Run
+from ..checkpoint.state import State
 from ..evaluation import Evaluation
 from ..stages.build import CutModel
-from ..stages.ownership import Ownership
-from ..training import Training
 from ..update.gradients import clip_factor
-from ..update.interface import Update
 from .compare import Outcome, first_difference
 from .plain import Microbatch, PlainModule, Watch
 from .regions import Regions
@@ -67,23 +64,20 @@ class Verifier:
 
     def __init__(
         self,
-        run: Run,
+        state: State,
         plain: PlainModule | None,
         *,
         regions: Regions | None,
-        training: Training,
         evaluation: Evaluation,
-        update: Update,
-        ownership: Ownership,
         parts: CutModel,
     ) -> None:
-        self._run = run
+        self._run = run = state.run
         self._plain = plain
         self._regions = regions
-        self._training = training
+        self._training = state.training
         self._evaluation = evaluation
-        self._update = update
-        self._ownership = ownership
+        self._update = state.update
+        self._ownership = state.ownership
         self._parts = parts
         self._place = run.layout.place
         self._seeder = run.seeder
@@ -270,8 +264,9 @@ class Verifier:
             results = [self._training.step(given, is_reported=False), *self._training.flush()]
         result = next(result for result in reversed(results) if result.loss_step == step)
         assert result.loss is not None
-        with self._guard.together():
-            taken = self._update.whole_gradients(taken)
+        if self._update.shards.parts:
+            with self._guard.together():
+                taken = self._update.shards.whole_gradients(taken)
         limit = self._settings.max_grad_norm
         if limit is not None and result.grad_norm is not None:
             factor = clip_factor(norm=result.grad_norm, max_norm=limit)
@@ -290,7 +285,6 @@ class Verifier:
         return bool(stages) and all(len(owners[stage]) == 1 for stage in stages)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """This process's part of the buffers that are compared."""
         return {
             name: buffer.detach().clone()
             for name, buffer in self._parts.root.named_buffers()

@@ -1,6 +1,6 @@
-"""Going on from a checkpoint: weights, optimizers, schedules of learning rates, older versions, generators, step.
+"""The state of a run: parameters and buffers, optimizers, weight versions, saved and loaded.
 
-everything is checked on every rank -> agreed -> copied
+going on from a checkpoint: everything is checked on every rank -> agreed -> copied
 
 Everything stands under the model's original names, and each process reads the pieces that it needs, so a checkpoint
 loads on any other number of ranks, stages, replicas and members. What cannot be kept is said once, by rank 0.
@@ -9,10 +9,13 @@ loads on any other number of ranks, stages, replicas and members. What cannot be
 from __future__ import annotations
 
 import difflib
+import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,38 +24,123 @@ from ..context import Run
 from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
+from ..training import Training
 from .files import OwnCheckpoints
 from .manifest import model_key
+from .persist import Processes, SaveResult, persist
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
-from .snapshot import Contents, HasState, other_key, random_key, rule_of
+from .snapshot import Contents, HasState, Snapshot, Writers, other_key, random_key, rule_of, take_snapshot
 
 _GENERATORS = ("torch", "cuda", "python", "numpy")
 
 
-class Loaded(NamedTuple):
-    """Step of the checkpoint, and what of it could not be kept, for people."""
+@dataclass(frozen=True, kw_only=True)
+class State(Contents):
+    """Tensors that this process holds, under the model's original names.
 
-    step: int
-    lost: list[str]
-
-
-def load(folder: Path, contents: Contents, *, loader: HasState | None, own: OwnCheckpoints) -> Loaded:
-    """Load what this process holds. Everything is checked before anything is changed, on every rank.
-
-    Raises ValueError for no whole checkpoint of this model, and, on every rank, where not all have read the same one.
+    Arguments:
+        training: drained before anything is read or replaced; it counts the steps.
     """
-    try:
-        checkpoint = Checkpoint(folder)
-        with checkpoint.as_refusals():
-            found = _Fitting(checkpoint, contents, loader)
-    except ValueError as error:
-        _agree(contents.run, "", folder, str(error))
-        raise
-    _agree(contents.run, checkpoint.manifest.name, checkpoint.place)
-    found.take()
-    own.adopt(checkpoint.place)
-    return Loaded(checkpoint.manifest.step, found.lost)
+
+    training: Training
+    own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)
+    _writers: list[Writers] = field(default_factory=list)  # once they are agreed on
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of the local stages, in order, each copy's own; of a stage as they were returned."""
+        return [optimizer for one in self.update.stages for optimizer in one.optimizers]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        self.training.settle()
+        self.training.unchanged.check_objects()
+        self.update.refuse_reading("state_dict")
+        if not self.update.shards.apart:
+            return self.ownership.state_dict()
+        with self.run.guard.together(), self.update.shards.whole_weights():
+            return {name: value.detach() for name, value in self.ownership.state_dict().items()}
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        self.training.drain()
+        with self.run.guard.together():
+            self.training.unchanged.check_objects()
+            with self.update.shards.whole_weights():
+                return self.ownership.full_state_dict(self.run.collectives)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.training.settle()
+        self.training.unchanged.check_objects()
+        self.update.refuse_changes("load_state_dict")
+        self.update.gate.enter()
+        with self.update.shards.whole_weights(replaced=True):
+            self.ownership.load_state_dict(state)
+        self.update.take_state(self.ownership.own_parts(state))
+
+    def snapshot(self, loader: HasState | None) -> Snapshot:
+        """State of this process between two steps, as references; `to_host` copies.
+
+        Collective: a stream is drained before, and the first one agrees on who writes what.
+        """
+        self.training.drain()
+        with self.run.guard.together():
+            self.training.unchanged.check_objects()
+            if not self._writers:
+                self._writers.append(Writers(self))
+            place = None if loader is None else loader.state_dict()
+            return take_snapshot(self, self._writers[0], step=self.training.num_steps, loader=place)
+
+    def persist(
+        self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
+    ) -> SaveResult:
+        """Bring a snapshot to the disk; beside training with `processes` of its own. Collective over the processes."""
+        return persist(folder, snapshot, processes=processes or self.run.collectives, own=self.own_checkpoints)
+
+    def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
+        snapshot = self.snapshot(loader)
+        with self.run.guard.together():
+            result = self.persist(folder, snapshot)
+        if result.is_mistake:
+            raise ValueError(result.problem)
+        self._say(result.problem or result.caution)
+        return result
+
+    def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
+        self.update.gate.enter()
+        if not self.update.is_lost:
+            self.training.drain()
+        with self.run.guard.together():
+            self.training.unchanged.check_objects()
+        place = Path(folder)
+        try:
+            checkpoint = Checkpoint(place)
+            with checkpoint.as_refusals():
+                found = _Fitting(checkpoint, self, loader)
+        except ValueError as error:
+            _agree(self.run, "", place, str(error))
+            raise
+        _agree(self.run, checkpoint.manifest.name, checkpoint.place)
+        found.take()
+        self.own_checkpoints.adopt(checkpoint.place)
+        self.update.restart()
+        self.training.restart(checkpoint.manifest.step)
+        self._say(f"of the checkpoint {folder}: {'; '.join(found.lost)}" if found.lost else "")
+
+    def _say(self, text: str) -> None:
+        """A warning from rank 0, for the line that called PipelineModule."""
+        if text and self.run.collectives.rank == 0:
+            warnings.warn(text, stacklevel=4)
+
+    def held_bytes(self) -> int:
+        tensors = list(self.ownership.state_dict().values())
+        tensors += [p.grad for _, p in self.ownership.named_parameters() if p.grad is not None]
+        for one in self.update.stages:
+            tensors += one.versions.tensors() if one.versions is not None else ()
+            tensors += one.tensors()
+        tensors += self.update.shards.tensors()
+        dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
+        return sum(storages.values())
 
 
 def _agree(run: Run, name: str, place: Path, problem: str = "") -> None:
