@@ -31,6 +31,7 @@ import torch
 from ...comm import PipelineTimeout
 from ...comm.store_exchange import Exchanges
 from ..lock import FolderLock
+from ..update.optimizers import parameters_of
 from .host_copy import HostCopy
 from .persist import SaveResult
 from .snapshot import HasState, Snapshot
@@ -205,8 +206,7 @@ class Checkpointer:
         """Tensors that updates alone change: what optimizers hold and keep, and older weights."""
         for one in self._state.update.stages:
             for optimizer in one.optimizers:
-                for group in optimizer.param_groups:
-                    yield from group["params"]
+                yield from parameters_of(optimizer)
             yield from one.tensors()
             yield from one.versions.tensors() if one.versions is not None else ()
 

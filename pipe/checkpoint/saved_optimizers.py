@@ -20,8 +20,9 @@ from ..parallel.shard import Shard
 from ..stages.ownership import Ownership
 from ..update.delay_correction import LAST_UPDATE
 from ..update.optimizers import StageOptimizers
+from ..update.options import options_of_group, shown
 from .reader import Checkpoint
-from .snapshot import options_of_group, state_shard
+from .snapshot import state_shard
 from .values import decode, encode
 
 # Entries of the state of torch's schedulers with a figure a parameter group.
@@ -160,11 +161,11 @@ class SavedOptimizers:
         told = []
         if missing:
             told.append(
-                f"it has no last update of {_shown(missing)} for delay_correction=: the first one here is not corrected"
+                f"it has no last update of {shown(missing)} for delay_correction=: the first one here is not corrected"
             )
         if dropped:
             told.append(
-                f"it has the last update of {_shown(dropped)} for delay_correction=, and nothing is corrected there now"
+                f"it has the last update of {shown(dropped)} for delay_correction=, and nothing is corrected there now"
             )
         return told
 
@@ -273,10 +274,6 @@ class SavedOptimizers:
                 f"checkpoint {self._where} has {key}={one.get(key)} for {name!r} and {key}={two.get(key)} for "
                 f"{other!r}, which stand in one parameter group now: expected the groups of the run that saved it"
             )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return f"{', '.join(map(repr, names[:3]))}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

@@ -27,6 +27,7 @@ from ..parallel.shard import Shard, TensorBox
 from ..stages.ownership import Ownership
 from ..update.interface import Update
 from ..update.optimizers import StageOptimizers
+from ..update.options import options_of_group
 from .manifest import model_key, optimizer_key, version_key
 from .values import Json, encode
 
@@ -274,10 +275,6 @@ def _generator_states() -> dict[str, Any]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()  # of the device of this process
     return states
-
-
-def options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def rule_of(schedule: Schedule) -> list[str | int]:

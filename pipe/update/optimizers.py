@@ -17,7 +17,7 @@ from ..parallel.shard import Shard
 from ..parallel.split import ShardedParameter
 from ..stages.weights import WeightVersions
 from .delay_correction import Feedback
-from .options import BatchOptions, option_number
+from .options import BatchOptions, option_number, shown
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Separable = Literal["elements", "parameters"]
@@ -86,7 +86,7 @@ class StageOptimizers:
     def refuse_to_divide(self, names: Collection[str]) -> None:
         """ValueError for an optimizer that needs the whole of one of these, of which each process has a part."""
         for optimizer in self.optimizers:
-            held = [self.names.get(id(parameter)) for parameter in _parameters(optimizer)]
+            held = [self.names.get(id(parameter)) for parameter in parameters_of(optimizer)]
             name = next((each for each in held if each in names), None)
             if name is None:
                 continue
@@ -109,7 +109,7 @@ class StageOptimizers:
             self.names[id(parameter)]
             for optimizer in self.optimizers
             if separable(optimizer) == "parameters"
-            for parameter in _parameters(optimizer)
+            for parameter in parameters_of(optimizer)
             if id(parameter) in self.names
         }
 
@@ -241,14 +241,14 @@ class StageOptimizers:
 
     def _held(self) -> Iterator[nn.Parameter]:
         for optimizer in self.optimizers:
-            yield from _parameters(optimizer)
+            yield from parameters_of(optimizer)
         yield from (whole for _, _, whole in self._away)
 
     def _refuse_others(self, where: str, model: Collection[int]) -> None:
         for parameter in self._held():
             is_models = id(parameter) in model
             if id(parameter) not in self.names and (is_models or self.versions is not None):
-                holder = next(one for one in self.optimizers if any(parameter is p for p in _parameters(one)))
+                holder = next(one for one in self.optimizers if any(parameter is p for p in parameters_of(one)))
                 what = f", one of the model's, but not of {where}" if is_models else ""
                 raise ValueError(
                     f"optimizer {type(holder).__name__} holds a parameter of shape {tuple(parameter.shape)} that it "
@@ -301,15 +301,15 @@ def _known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
 def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
     names = sorted({name for one in stages for name in one.unheld()})
     if names:
-        shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
-            f"no optimizer that optimizer= returned holds {shown}: train_step leaves them as they are and drops their "
-            f"gradients, which count in the gradient norm. Expected requires_grad_(False) for what is not to learn",
+            f"no optimizer that optimizer= returned holds {shown(names, 5)}: train_step leaves them as they are and "
+            f"drops their gradients, which count in the gradient norm. Expected requires_grad_(False) for what is not "
+            f"to learn",
             stacklevel=2,
         )
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
 

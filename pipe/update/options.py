@@ -26,7 +26,11 @@ _KEPT = 16  # updates; ranks are never so far apart
 def options_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Group]:
     """A copy, by group of all of them."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{k: copied_option(v) for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    return [{k: copied_option(v) for k, v in options_of_group(group).items()} for group in groups]
+
+
+def options_of_group(group: Mapping[str, Any]) -> Group:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def differences(before: Sequence[Group], now: Sequence[Group]) -> list[Group]:
@@ -150,13 +154,17 @@ class SameOptions:
         self._told = [one for one in self._told if one[1] > self._newest]
 
 
+def shown(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
     """The error of ranks that would update their copies of these parameters in different ways."""
-    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options for "
-        f"{shown} (a learning rate that was changed on some of them?): the copies would drift apart. Expected the same "
-        f"change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or lr_scheduler="
+        f"{shown(names)} (a learning rate that was changed on some of them?): the copies would drift apart. Expected "
+        f"the same change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or "
+        f"lr_scheduler="
     )
 
 

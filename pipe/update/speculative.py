@@ -32,7 +32,7 @@ from .flush import FlushPrograms, FlushUpdate
 from .gradients import clip_factor, norm_of, norm_part, scale_gradients
 from .interface import Programs, TakeBack
 from .loss_scale import unscale
-from .optimizers import StageOptimizers
+from .optimizers import StageOptimizers, parameters_of
 from .options import Group, copied_option, differences, options_of, set_options
 from .parts import UpdateParts
 
@@ -271,7 +271,7 @@ class _BeforeUpdate:
     def __init__(self, stages: Sequence[StageOptimizers]) -> None:
         self._optimizers = [optimizer for one in stages for optimizer in one.optimizers]
         self._schedulers = [scheduler for one in stages for scheduler in one.schedulers]
-        self._values = [(p, p.detach().clone()) for p in _held(self._optimizers)]
+        self._values = [(p, p.detach().clone()) for one in self._optimizers for p in parameters_of(one)]
         self._states = [
             {p: {key: copied_option(value) for key, value in own.items()} for p, own in optimizer.state.items()}
             for optimizer in self._optimizers
@@ -314,10 +314,6 @@ class _BeforeUpdate:
 
     def change_again(self) -> None:
         set_options(self._optimizers, self._changed)
-
-
-def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> Mapping[str, object]:
