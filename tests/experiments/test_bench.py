@@ -48,6 +48,8 @@ from torch import nn
 
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
 
+pytestmark = pytest.mark.concerns("experiments")
+
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
 STEPS = PARTS["steps"].cases
 

@@ -14,6 +14,8 @@ from support.pool import Pool
 
 from stagewright.partition import Plan
 
+pytestmark = pytest.mark.concerns("experiments")
+
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
 PLANNED, CUTS = PARTS["planned-run"].cases, PARTS["uneven-cut"].cases
 

@@ -7,6 +7,8 @@ from random import Random
 import pytest
 from support.inside import Case, replan
 
+pytestmark = pytest.mark.concerns("experiments")
+
 
 def test_a_batch_gains_over_the_best_order_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "_BATCHES", 3)

@@ -9,6 +9,8 @@ from support.inside import Case, How, sums
 from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
 
+pytestmark = pytest.mark.concerns("experiments")
+
 
 def figures_of_sums() -> list[Figure]:
     return list(sums.measured(Case.of({"ranks": 2}), 2))

@@ -21,6 +21,8 @@ from support.inside import RecordsWork as Work
 
 from stagewright.schedules import check
 
+pytestmark = pytest.mark.concerns("experiments")
+
 T = FORWARD + BACKWARD
 
 

@@ -28,6 +28,8 @@ from support.small import X, Y, make
 
 from stagewright.schedules import Costs, StageBytes, build
 
+pytestmark = pytest.mark.concerns("experiments")
+
 
 def value(figures: list[Figure], name: str, how: How = How.SIMULATED) -> float:
     (found,) = [figure.value for figure in figures if (figure.name, figure.how) == (name, how)]

@@ -146,7 +146,7 @@ def losses_as_they_come(case: AsyncCase) -> list[tuple[int | None, float | None]
     return said
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", [nightly("2bw"), "pipedream"])
 def test_a_step_leaves_the_pipeline_full(gloo: Pool, schedule: str) -> None:
     """Rank 0 returns from its first step before the last stage has seen the batch."""
     case = AsyncCase(task="conv-norm", schedule=schedule, num_ranks=4, num_microbatches=3)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.inside import AutoLayout, median_profile
 from support.inside import simulated_simulated as simulated
 from support.pool import Pool
@@ -92,7 +93,7 @@ def test_in_one_process_for_two_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"mesh": "auto", "num_microbatches": 4}, {"max_grad_norm": 1e9}],
+    [nightly({}), nightly({"mesh": "auto", "num_microbatches": 4}), {"max_grad_norm": 1e9}],
     ids=["all", "microbatches", "clip"],
 )
 def test_every_rank_has_the_same_plan(gloo: Pool, options: dict[str, Any]) -> None:

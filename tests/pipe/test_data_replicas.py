@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.inside import on_ranks, replicate
 from support.pool import Pool
 from torch import Tensor, nn
@@ -166,7 +167,7 @@ def run_uneven() -> tuple[list[float | None], dict[str, Tensor]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["2bw", "pipedream"])
+@pytest.mark.parametrize("name", ["2bw", nightly("pipedream")])
 def test_asynchronous_replicas_equal_one_process_that_shares_out(gloo: Pool, name: str) -> None:
     """Microbatch j of replica q is microbatch 2j + q of all of them."""
     options = {"schedule": name}

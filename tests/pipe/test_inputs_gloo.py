@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.grids import nightly
 from support.keyword_models import (
     LABELS,
     MASK,
@@ -80,7 +81,7 @@ def train_own_loss(mesh: dict[str, int]) -> tuple[float, float, float]:
     return abs(result.loss - loss.item()), differences(pipe, twin), off
 
 
-@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [nightly({"pipe": 2}), {"pipe": 2, "data": 2}], ids=str)
 def test_a_model_that_returns_its_own_loss(gloo: Pool, mesh: dict[str, int]) -> None:
     for errors in gloo.run(train_own_loss, ranks=2 * mesh.get("data", 1), args=(mesh,)):
         assert max(errors) < 1e-12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
+from support.grids import nightly
 from support.holdings import storage_bytes, take_stock
 from support.matrix import cover, make_case, sample
 from support.models import make_batch
@@ -32,20 +33,20 @@ def test_every_model_under_every_schedule(gloo: Pool, case: Case, layout: Layout
     check(gloo, case, layout)
 
 
-@pytest.mark.parametrize("task", ["batchnorm", "tied-gpt"])
+@pytest.mark.parametrize("task", [nightly("batchnorm"), "tied-gpt"])
 def test_max_grad_norm(gloo: Pool, task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
     check(gloo, make_case(task, layout, 5, max_grad_norm=0.05, optimizer="momentum"), layout)
 
 
-@pytest.mark.parametrize("task", ["gpt", "unet"])
+@pytest.mark.parametrize("task", ["gpt", nightly("unet")])
 def test_batches_of_other_sizes(gloo: Pool, task: str) -> None:
     """Receive buffers were sized for the example; 5 samples are microbatches of one."""
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
     check(gloo, make_case(task, layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
 
 
-@pytest.mark.parametrize("frozen", [("0.", "3."), ("6.", "9."), ("12.", "15.", "18.")], ids=str)
+@pytest.mark.parametrize("frozen", [nightly(("0.", "3.")), ("6.", "9."), nightly(("12.", "15.", "18."))], ids=str)
 def test_a_stage_without_gradients(gloo: Pool, frozen: tuple[str, ...]) -> None:
     layout = Layout(num_ranks=3, split_points=("6", "12"))
     check(gloo, make_case("mlp", layout, 5, frozen=frozen), layout)
@@ -63,7 +64,7 @@ def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo:
     check(gloo, make_case("lstm", layout, 5), layout)
 
 
-@pytest.mark.parametrize("task", ["gpt", "batchnorm", "unet", "sequential-stages"])
+@pytest.mark.parametrize("task", [nightly("gpt"), nightly("batchnorm"), "unet", "sequential-stages"])
 def test_each_rank_holds_its_own_stages_only(gloo: Pool, task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=3, num_chunks=2)
     case = make_case(task, layout, 4)
@@ -93,7 +94,7 @@ def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:
     return first and second
 
 
-@pytest.mark.parametrize("task", ["batchnorm", "tied-gpt"])
+@pytest.mark.parametrize("task", [nightly("batchnorm"), "tied-gpt"])
 def test_state_dicts_load_whole_and_by_rank(gloo: Pool, task: str) -> None:
     layout = Layout(num_ranks=2)
     case = make_case(task, layout, 4)
@@ -114,7 +115,7 @@ def clip_by_hand(case: Case, layout: Layout) -> tuple[float, dict[str, Tensor], 
     return norm, found, state
 
 
-@pytest.mark.parametrize("task", ["mlp", "tied-gpt"])
+@pytest.mark.parametrize("task", [nightly("mlp"), "tied-gpt"])
 def test_clip_grad_norm_and_the_users_own_optimizer(gloo: Pool, task: str) -> None:
     layout = Layout(num_ranks=3)
     case = make_case(task, layout, 5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -141,7 +142,7 @@ def trained(what: str, mesh: dict[str, int] | None = None) -> tuple[list[str], l
     return list(KINDS), losses, {name: value.clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("what", ["kinds", "gemma", pytest.param("modern-bert", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("what", ["kinds", nightly("gemma"), nightly("modern-bert")])
 def test_ranks_with_sets_in_other_orders(gloo: Pool, what: str) -> None:
     if what != "kinds":
         pytest.importorskip("transformers")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree
+from support.grids import nightly
 from support.pool import Pool
 from support.small import X, Y, make
 from torch import nn
@@ -95,7 +96,7 @@ def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("num_bytes", [1, 300])
+@pytest.mark.parametrize("num_bytes", [nightly(1), 300])
 def test_gradients_are_summed_bucket_by_bucket(gloo: Pool, num_bytes: int) -> None:
     """Each alone and in its own place; several at once and the rest."""
     one = case((2, 1), optimizer="adamw")
@@ -123,7 +124,7 @@ def _of_unequal_replicas(name: str) -> tuple[int, list[tuple[int, Action, float,
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["pipedream", "paci"])
+@pytest.mark.parametrize("name", ["pipedream", nightly("paci")])
 def test_updates_wait_for_the_gradients_of_all_replicas(gloo: Pool, name: str) -> None:
     """As simulated: behind an update no replica goes on before the slowest one's backward of that group has ended."""
     size, spans = gloo.run(_of_unequal_replicas, ranks=3, args=(name,))[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import one_in
+from support.grids import nightly, one_in
 from support.pool import Pool
 from support.sharded import X, Y, even, halved, sgd
 from torch import Tensor, nn
@@ -459,7 +459,7 @@ def planned(schedule: str, shards: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", nightly("pipedream")])
 def test_a_plan_divides_the_optimizer_of_one_stage_in_a_stream(gloo: Pool, schedule: str) -> None:
     wanted = gloo.run(planned, ranks=3, args=(schedule, 1))[0]
     for found in gloo.run(planned, ranks=3, args=(schedule, 2)):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.inside import separable
 from support.pool import Pool
 from support.sharded import X, Y, even, halved, sgd
@@ -122,7 +123,7 @@ def stepped_by_hand(data_parallel: str) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("data_parallel", ["zero1", nightly("fsdp")])
 def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool, data_parallel: str) -> None:
     for told in gloo.run(stepped_by_hand, ranks=2, args=(data_parallel,)):
         assert len(told) == 1
