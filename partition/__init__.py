@@ -6,7 +6,7 @@ read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the 
 from .cluster import Cluster, DeviceKind, Level
 from .memory import MemoryUse
 from .partitioner import partition
-from .pipedream_text import read_pipedream_profile
+from .pipedream import read_pipedream_profile
 from .planner import ProfileSource, plan
 from .plans.plan import Plan
 from .plans.record import PlanStage, RunnerUp

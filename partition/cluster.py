@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from . import quantities
-from .strict import count, fail, number, parse_object, printable, read_text
+from .strict import check_figures, count, fail, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 RINGS = ("levels", "flat")
@@ -37,11 +37,7 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         where = f"device kind {printable('device kind', self.name)!r}"
-        object.__setattr__(self, "speed", number(f"{where}: speed", self.speed, positive=True))
-        object.__setattr__(self, "link_speed", number(f"{where}: link_speed", self.link_speed, positive=True))
-        if self.memory_bytes is not None:
-            memory = number(f"{where}: memory_bytes", self.memory_bytes, positive=True)
-            object.__setattr__(self, "memory_bytes", memory)
+        check_figures(self, where, positive=("speed", "link_speed", "memory_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +74,10 @@ class Level:
     def __post_init__(self) -> None:
         where = f"level {printable('level', self.name)!r}"
         object.__setattr__(self, "size", count(f"{where}: size", self.size))
-        object.__setattr__(self, "bandwidth", number(f"{where}: bandwidth", self.bandwidth, positive=True))
-        for seconds in ("latency", "message_seconds"):
-            object.__setattr__(self, seconds, number(f"{where}: {seconds}", getattr(self, seconds)))
-        if self.reduce_bandwidth is not None:
-            reduced = number(f"{where}: reduce_bandwidth", self.reduce_bandwidth, positive=True)
-            object.__setattr__(self, "reduce_bandwidth", reduced)
-        if self.reduce_latency is not None:
-            object.__setattr__(self, "reduce_latency", number(f"{where}: reduce_latency", self.reduce_latency))
-        object.__setattr__(self, "sum_busy", number(f"{where}: sum_busy", self.sum_busy))
+        check_figures(self, where, positive=("bandwidth", "reduce_bandwidth", "partial_reduce"))
         if self.sum_busy > 1:
             fail(f"{where}: sum_busy", self.sum_busy, "a number of at least 0 and at most 1")
-        if number(f"{where}: partial_reduce", self.partial_reduce, positive=True) > 1:
+        if self.partial_reduce > 1:
             fail(f"{where}: partial_reduce", self.partial_reduce, "a number above 0 and at most 1")
 
 
@@ -245,23 +233,14 @@ class Cluster:
         """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
         record = parse_object(text, source=source)
         record.version(_JSON_VERSION)
-        levels = tuple(
-            Level(**level.values(Level, positive=("bandwidth", "partial_reduce"))) for level in record.objects("levels")
-        )
+        levels = [each.made(Level, positive=("bandwidth", "partial_reduce")) for each in record.objects("levels")]
         positive = ("speed", "memory_bytes", "link_speed")
-        kinds = tuple(
-            DeviceKind(**kind.values(DeviceKind, positive=positive, needed=("name",)))
-            for kind in record.objects("kinds")
-        )
+        kinds = [each.made(DeviceKind, positive=positive, needed=("name",)) for each in record.objects("kinds")]
         nodes = record.take("nodes", "a list", default=None)
         if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):
             raise ValueError(f"{record.at('nodes')}: {nodes!r}: expected the name of a kind for each node")
-        rings = record.text("rings", choices=RINGS, default="levels")
-        record.done()
-        try:
-            return cls(levels=levels, kinds=kinds, nodes=None if nodes is None else tuple(nodes), rings=rings)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        given = {"levels": levels, "kinds": kinds, "nodes": None if nodes is None else tuple(nodes)}
+        return record.made(cls, given, choices={"rings": RINGS})
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

@@ -58,13 +58,9 @@ def with_host_speeds(
     }
     of_host = [kinds[speed].name for speed in speeds]
     levels, nodes = cluster.levels, of_host
-    if [tuple(ranks) for ranks in hosts] != _nodes(cluster):
+    size = levels[0].size
+    if [tuple(ranks) for ranks in hosts] != [tuple(range(i, i + size)) for i in range(0, cluster.num_devices, size)]:
         by_rank = {rank: kind for ranks, kind in zip(hosts, of_host, strict=True) for rank in ranks}
         levels = (Level(name="host", size=1, bandwidth=levels[0].bandwidth), *levels)
         nodes = [by_rank[rank] for rank in range(cluster.num_devices)]
     return replace(cluster, levels=levels, kinds=tuple(kinds.values()), nodes=tuple(nodes))
-
-
-def _nodes(cluster: Cluster) -> list[tuple[int, ...]]:
-    size = cluster.levels[0].size
-    return [tuple(range(i, i + size)) for i in range(0, cluster.num_devices, size)]

@@ -1,4 +1,4 @@
-"""What a rank holds over time, by data structure: the one place that says so, for `partition()` and `plan()` alike.
+"""Memory of a rank over time, by data structure: the one place that says so, for `partition()` and `plan()` alike.
 
     parameters     W versions
     gradients      W, once a backward has left some, or (behind the batch) where that is more than all that ran
@@ -11,9 +11,9 @@
                    the parts of other ranks, of gradients and then of weights; in a stream always the gradients that
                    replicas send each other
 
-`Moments` are counted in the schedule's own programs: how much of which is there, whenever that may be most. `RankBytes`
-weighs them, whatever is done about the memory; `recompute` chooses that. `stage_bytes` gives the same figures of one
-stage each, of which `memory_curves` makes memory over time. `stage_parts` is the closed form for stages between any two
+`Moments` are counted in the schedule's own programs: how much of which is there, whenever that may be most. `recompute`
+weighs them under whatever is done about the memory, and chooses that. `stage_bytes` gives the same figures of one stage
+each, of which `memory_curves` makes memory over time. `stage_parts` is the closed form for stages between any two
 cuts, elementwise, never less: with it the dynamic programs know what does not fit.
 """
 
@@ -22,8 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,12 +34,14 @@ from ..schedules.registry import family
 from ..schedules.timing.memory import StageBytes
 from ..schedules.versions import derive_versions
 from .stage_cost import StageSums
-from .strict import number
+from .strict import check_figures
 from .topology import Floats, Indices, TransferTime
 
 GRADIENTS_SENT = 2  # that are not yet known to be received, at most
 RUNNING_ON = 1 << 20  # microbatches beyond those in flight, where nobody says how many a batch has
 _FEW = 256  # moments that are compared all with all
+_GPUS = ("cuda", "nvidia", "tesla", "geforce", "a100", "a10", "h100", "h200", "b200", "v100", "p100", "l4", "t4")
+_CUDA_CONTEXT = 300e6  # at least, with PyTorch's kernels: github.com/pytorch/pytorch issues 107667 and 28113
 Figures = Any  # a number or an array of them; they broadcast
 
 
@@ -72,8 +73,7 @@ class MemoryUse:
     communication: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, number(f"memory: {field.name}", getattr(self, field.name)))
+        check_figures(self, "memory")
 
     @property
     def total(self) -> float:
@@ -86,9 +86,20 @@ class MemoryUse:
         return MemoryUse(**{**added, "workspace": max(self.workspace, other.workspace)})
 
 
+def certain(device: str) -> float:
+    """Least bytes that a device holds beside its tensors, of which no plan can use one; 0 on a CPU and for a name that
+    says nothing.
+
+    >>> certain("A100-80GB"), certain("cpu"), certain("device")
+    (300000000.0, 0.0, 0.0)
+    """
+    name = device.lower()
+    return _CUDA_CONTEXT if not name.startswith("cpu") and any(word in name for word in _GPUS) else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """What one rank with V stages holds at every moment at which it may hold most.
+    """Counts of all that one rank with V stages holds at every moment at which it may hold most.
 
     Arguments:
         counts: [moments, 4 V], of each stage: microbatches between F and the end of B (or W); 1 where a backward has
@@ -111,7 +122,7 @@ class Moments:
 
 
 def count_in_flight(schedule: Schedule) -> tuple[Moments, ...]:
-    """What each rank holds. O(actions)."""
+    """Moments of each rank. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
     return tuple(
         _of_program(program, stages, version, streams=schedule.is_asynchronous)
@@ -214,12 +225,8 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
 
 
 def _moments(forward: Indices, backward: Indices, chunks: Indices, *, streams: bool) -> tuple[Floats, int]:
-    """`Moments.counts` and the number of forwards, of moments in turn at which a forward or a backward runs.
-
-    Arguments:
-        forward, backward: [moments, 3 V] microbatches held, gradients and their sums.
-        chunks: [moments] of the backwards.
-    """
+    """`Moments.counts` and the number of forwards, of [moments, 3 V] held, gradients and sums while each action
+    runs."""
     V = forward.shape[1] // 3
     nothing = np.concatenate([np.zeros((1, V), dtype=np.intp), np.full((1, 2 * V), int(streams))], axis=1)
     held = _largest(np.concatenate([nothing, _corners(forward)]))
@@ -258,20 +265,12 @@ def _largest(moments: Indices) -> Indices:
     return np.array(sorted(found), dtype=np.intp)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
-    """Choices for the memory of a rank's V stages: what is recomputed, ranks that share the optimizer's state."""
-
-    recompute: tuple[str, ...]
-    shards: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankMemory:
     """One rank at its peak.
 
     Arguments:
-        treatment: of its stages.
+        recompute, shards: [V] what is recomputed of each stage, and ranks that share its optimizer's state.
         held: [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart.
         messages: bytes of messages, of all stages together.
         in_flight: [V] the most microbatches of each stage that are there at once.
@@ -279,7 +278,8 @@ class RankMemory:
         too_many: bytes beyond that; 0 where it fits.
     """
 
-    treatment: Treatment
+    recompute: tuple[str, ...]
+    shards: tuple[int, ...]
     held: Floats
     messages: float
     in_flight: tuple[int, ...]
@@ -289,7 +289,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Bytes on the rank, all together; its stages do not need their workspace at once."""
-        return _total(self.held) + self.messages
+        return total_of(self.held) + self.messages
 
     @property
     def uses(self) -> tuple[MemoryUse, ...]:
@@ -299,7 +299,7 @@ class RankMemory:
         return tuple(MemoryUse(**dict(zip(names, row, strict=True))) for row in rows)
 
 
-def _total(held: Floats) -> float:
+def total_of(held: Floats) -> float:
     *kept, workspace = held
     return float(sum(kept[1:], start=kept[0]).sum() + workspace.max())
 
@@ -311,7 +311,7 @@ class RankPlace:
     Arguments:
         exchange: of updated weights over the replicas; None: it takes no time.
         streams: whether batches follow each other without a flush.
-        beside: of its memory, what is certain to go to others than tensors (`allocator.certain`) [bytes].
+        beside: of its memory, what is certain to go to others than tensors (`certain`) [bytes].
     """
 
     stages: tuple[int, ...]
@@ -371,7 +371,7 @@ def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bo
         share: V; what the stages of a rank have in common counts with a V-th.
     """
     if streams:
-        found = _streaming(sums.weights, shards)
+        found = streaming(sums.weights, shards)
     else:
         small = np.minimum(sums.small, BUCKET_BYTES / share)
         divided = np.maximum(sums.largest / share, small) + sums.weights * (1 - 1 / np.asarray(shards))
@@ -379,7 +379,7 @@ def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bo
     return np.asarray(np.where(np.asarray(replicas) > 1, found, 0.0))
 
 
-def _streaming(weights: Floats, shards: Figures) -> Floats:
+def streaming(weights: Floats, shards: Figures) -> Floats:
     shards = np.asarray(shards)
     return np.asarray(weights * np.where(shards > 1, 3 * (1 - 1 / shards), 2.0))
 
@@ -393,19 +393,11 @@ def stage_bytes(
     tensor: int,
     streams: bool = False,
 ) -> tuple[StageBytes, ...]:
-    """[S] bytes of each stage on one of its devices, as its rank treats it.
-
-    Arguments:
-        positions: [S] rank of each stage.
-        memories, replicas: [P] by stage of the first chunk.
-        tensor: T; each of T ranks sends its share of a message.
-        streams: whether batches follow each other without a flush.
-    """
+    """[S] bytes of each stage on one of its devices, as its rank treats it; memories and replicas by place, [P]."""
     found, pipeline = [], len(memories)
     for stage, weights in enumerate(sums.weights.tolist()):
         chunk, memory = stage // pipeline, memories[positions[stage]]
-        treatment, use = memory.treatment, memory.uses[chunk]
-        row, shards = sums.under(treatment.recompute[chunk]), treatment.shards[chunk]
+        use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), memory.shards[chunk]
         summing = _summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
         found.append(
             StageBytes(
@@ -421,122 +413,3 @@ def stage_bytes(
             )
         )
     return tuple(found)
-
-
-class StateDivision(NamedTuple):
-    """Bytes under one division of the optimizer's state, before it is known what is recomputed.
-
-    optimizer, summing: [V] its state; bytes beside the gradients while they are summed. moments: gradients and sums at
-    each moment. fixed: there whatever runs, gradients apart. behind: gradients and their sums behind the batch.
-    """
-
-    optimizer: Floats
-    summing: Floats
-    moments: Floats
-    fixed: float
-    behind: float
-
-
-class RankBytes:
-    """Bytes that one rank holds, by what is recomputed and how the optimizer's state is divided.
-
-    Arguments:
-        optimizer_ratio: bytes of the optimizer's state a byte of parameters.
-    """
-
-    def __init__(self, sums: StageSums, moments: Moments, place: RankPlace, *, optimizer_ratio: float) -> None:
-        self.sums, self.moments, self.place, self.optimizer_ratio = sums, moments, place, optimizer_ratio
-        self.own = list(place.stages)
-        self.before, self.behind, self.weights = sums.before[self.own], sums.behind[self.own], sums.weights[self.own]
-        self.buffers, self.workspace = sums.buffers[self.own], sums.workspace[self.own] + self.before + self.behind
-        self.num_chunks = V = len(self.weights)
-        self.held, self.states, self.anew = np.split(moments.counts, [V, 3 * V], axis=1)
-        self.most = moments.held.max(axis=0)
-        self._rows: dict[str, tuple[Floats, Floats]] = {}
-        self._divisions: dict[tuple[int, ...], StateDivision] = {}
-
-    def row(self, name: str) -> tuple[Floats, Floats]:
-        """[V] bytes kept of a microbatch, [V] made again."""
-        if name not in self._rows:
-            row = self.sums.under(name)
-            self._rows[name] = row.kept[self.own], row.again[self.own]
-        return self._rows[name]
-
-    def division(self, shards: tuple[int, ...]) -> StateDivision:
-        """Bytes under one division of the optimizer's state."""
-        if shards not in self._divisions:
-            optimizer, summing = self.weights * self.optimizer_ratio / np.array(shards), self._summing(shards)
-            kept = self.weights * self.moments.versions + optimizer + self.buffers
-            self._divisions[shards] = StateDivision(
-                optimizer=optimizer,
-                summing=summing,
-                moments=self.states @ np.concatenate([self.weights, summing]),
-                fixed=float(kept.sum()),
-                behind=float(self.weights.sum()) + float(summing.sum()),
-            )
-        return self._divisions[shards]
-
-    def at_moments(self, treatment: Treatment) -> tuple[Floats, Floats, Floats]:
-        """[moments] bytes of activations, gradients and sums; [V] bytes kept of a microbatch, and made again."""
-        rows = [self.row(name) for name in treatment.recompute]
-        kept, again = (np.array([row[what][v] for v, row in enumerate(rows)]) for what in (0, 1))
-        return self.held @ kept + self.anew @ again + self.division(treatment.shards).moments, kept, again
-
-    def too_many(self, treatment: Treatment) -> float:
-        """`memory(treatment).too_many`, quickly."""
-        division, (moments, _, _) = self.division(treatment.shards), self.at_moments(treatment)
-        passing = float(moments.max()) + self.messages + self.largest_workspace
-        return self.excess(division.fixed + max(passing, division.behind))
-
-    def memory(self, treatment: Treatment) -> RankMemory:
-        """The rank at its peak under this treatment."""
-        division, (moments, kept, again) = self.division(treatment.shards), self.at_moments(treatment)
-        microbatches, graded, summed, anew = self.moments.counts[int(moments.argmax())].reshape(4, self.num_chunks)
-        gradients, activations = graded * self.weights, microbatches * kept + anew * again
-        workspace, sent = self.workspace, self.messages + float((summed * division.summing).sum())
-        all_behind = float((self.weights + division.summing).sum())
-        if float((gradients + activations).sum() + workspace.max()) + sent <= all_behind:
-            # Behind the batch all gradients are there, with their sums, and nothing else that comes and goes.
-            gradients, activations, workspace = self.weights, np.zeros_like(kept), np.zeros_like(kept)
-            sent = float(division.summing.sum())
-        versions = self.weights * self.moments.versions
-        held = np.array([versions, gradients, division.optimizer, self.buffers, activations, workspace])
-        return RankMemory(
-            treatment=treatment,
-            held=held,
-            messages=sent,
-            in_flight=tuple(self.most.astype(int).tolist()),
-            limit=self.place.limit,
-            too_many=self.excess(_total(held) + sent),
-        )
-
-    def excess(self, total: float) -> float:
-        """Bytes beyond the device's; rounding is none."""
-        excess = total + self.place.beside - self.place.limit
-        return 0.0 if excess <= self.place.limit * 1e-12 else excess
-
-    @cached_property
-    def messages(self) -> float:
-        """Bytes received ahead and sent; stages on the same rank send each other nothing."""
-        num_messages = self.moments.num_microbatches * self.num_chunks
-        received, returned = min(RECEIVES_AHEAD, num_messages), min(GRADIENTS_SENT, num_messages)
-        comes, goes = ([stage + step not in self.own for stage in self.own] for step in (-1, 1))
-        before, behind = np.where(comes, self.before, 0.0), np.where(goes, self.behind, 0.0)
-        sent = float(behind.max()) * received + float((behind * self.most).sum())
-        return (float(before.max()) * (received + returned) + sent) / self.place.tensor
-
-    @cached_property
-    def largest_workspace(self) -> float:
-        """Bytes of the workspace that is largest; the stages do not need theirs at once."""
-        return float(self.workspace.max())
-
-    def _summing(self, shards: Sequence[int]) -> Floats:
-        """[V] bytes beside the gradients while they are summed: parts of other ranks, and one bucket in all."""
-        if self.place.replicas == 1:
-            return np.zeros_like(self.weights)
-        if self.place.streams:
-            return _streaming(self.weights, shards)
-        divided = np.array(shards, dtype=np.float64)
-        largest = float(np.where(divided > 1, self.sums.largest[self.own], 0.0).max())
-        bucket = max(largest, min(float(self.sums.small[self.own].sum()), BUCKET_BYTES))
-        return np.asarray(self.weights * (1 - 1 / divided + bucket / (float(self.weights.sum()) or 1.0)))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from ..schedules.registry import FAMILIES, family
 from ..schedules.timing.costs import Costs
-from .allocator import certain
 from .cluster import Cluster
-from .memory import steady_in_flight
-from .planner.built import RefusedError
+from .memory import certain, steady_in_flight
+from .pipedream import LevelStage, PipeDreamModel
 from .planner.cuts import candidates
-from .planner.evaluate import Evaluator, MisfitError
-from .planner.evaluated import Ends
+from .planner.evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
 from .planner.model import Model
 from .planner.plan import plan
-from .planner.result import Found, as_plan, distinct
-from .planner.simulated import num_actions
+from .planner.result import as_plan, distinct
+from .planner.simulated import SizesError, num_actions
 from .planner.space import Configuration
 from .plans.plan import Plan
 from .plans.record import PlanStage
@@ -26,7 +25,6 @@ from .recompute import MemoryRules
 from .solver.antichains import MAX_CUTS, pipedream_cuts
 from .solver.cut_sums import node_names
 from .solver.orders import canonical_order
-from .solver.pipedream_model import LevelStage, PipeDreamModel
 from .solver.ranges import SCHEDULES
 from .strict import count, number
 from .topology import Topology
@@ -36,26 +34,62 @@ LOOPING = tuple(each.name for each in FAMILIES.values() if each.is_planned and e
 MAX_ACTIONS = 200_000  # of the simulation of a candidate
 
 
-def partition(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    cost_model: str = "default",
-    schedule: str | None = None,
-    num_microbatches: int | None = None,
-    num_chunks: int = 1,
-    activation_compression_ratio: float | None = None,
-    straight: bool = False,
-    memory_limit: float | None = None,
-    optimizer_bytes: float = 2.0,
-    num_candidates: int = 8,
-    max_cuts: int = MAX_CUTS,
-) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionOptions:
+    """Options of `partition`, which says what they mean. Raises ValueError for those that do not fit each other."""
+
+    cost_model: str = "default"
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    num_chunks: int = 1
+    activation_compression_ratio: float | None = None
+    straight: bool = False
+    memory_limit: float | None = None
+    optimizer_bytes: float = 2.0
+    num_candidates: int = 8
+    max_cuts: int = MAX_CUTS
+
+    def __post_init__(self) -> None:
+        if self.cost_model not in COST_MODELS:
+            raise ValueError(f"cost_model={self.cost_model!r}: expected one of {', '.join(COST_MODELS)}")
+        if self.num_microbatches is not None:
+            count("num_microbatches", self.num_microbatches)
+        count("num_candidates", self.num_candidates)
+        for name in ("activation_compression_ratio", "memory_limit"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), positive=True)
+        schedule, num_chunks = self.schedule, self.num_chunks
+        if num_chunks != 1 and schedule not in LOOPING:
+            raise ValueError(
+                f"num_chunks={num_chunks} with schedule={schedule!r}: expected 1, or {' or '.join(LOOPING)}"
+            )
+        if self.cost_model == "pipedream":
+            for name in ("schedule", "memory_limit"):
+                if (given := getattr(self, name)) is not None:
+                    raise ValueError(f"{name}={given!r} with cost_model='pipedream': expected None, it knows no memory")
+            return
+        number("optimizer_bytes", self.optimizer_bytes)
+        if schedule in LOOPING:
+            if self.num_microbatches is None or self.activation_compression_ratio is not None:
+                raise ValueError(
+                    f"schedule={schedule!r} with num_microbatches={self.num_microbatches}, activation_compression_"
+                    f"ratio={self.activation_compression_ratio}: expected a number of microbatches, and no compression"
+                )
+            if count("num_chunks", num_chunks) < 2:
+                raise ValueError(
+                    f"num_chunks={num_chunks} with schedule={schedule!r}: expected at least 2 (a schedule with one "
+                    f"stage a rank is 1f1b)"
+                )
+        elif schedule is not None and schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r}: expected one of {', '.join((*SCHEDULES, *LOOPING))}")
+
+
+def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
     """Cut `profile` into stages, and give each as many replicas on `cluster` as the slowest stage needs.
 
-    Arguments:
+    Options:
         cost_model: "default" (modules `stage_cost`, `memory`), or "pipedream": as PipeDream's optimizer shipped
-            (module `solver.pipedream_model`), which knows no memory, and fills all devices.
+            (module `pipedream`), which knows no memory, and fills all devices.
         schedule: "1f1b" (the default), "2bw", "paci" or "pipedream": what is in flight, and weight versions kept. Or
             "interleaved" or "looped-bfs", with V = `num_chunks` stages a rank and equal replicas (module
             `solver.chunks`); these need `num_microbatches`.
@@ -72,7 +106,7 @@ def partition(
     the cuts and at replicas on whole nodes; `Plan.gap` then says how far the plan may be from the best one, and a note
     that it was so. Where nodes are of several kinds, all their orders along the pipeline are tried, or, where these are
     too many, a few (a note says so); a stage is as slow as its slowest device, and the bound is that of the work alone.
-    Ties: see `solve` and `pipedream_model`; the same input always gives the same plan.
+    Ties: see `solve` and `pipedream`; the same input always gives the same plan.
 
     Raises ValueError for options that do not fit, and where no plan fits the memory: which node is too large, by how
     much, and what would make it fit. Source: Narayanan et al., SOSP 2019, section 3.1.
@@ -83,53 +117,47 @@ def partition(
     >>> plan.predicted_step_time, plan.replicas
     (1.0, (4,))
     """
-    if cost_model not in COST_MODELS:
-        raise ValueError(f"cost_model={cost_model!r}: expected one of {', '.join(COST_MODELS)}")
-    _check_numbers(
-        counts={"num_microbatches": num_microbatches, "num_candidates": num_candidates},
-        figures={"activation_compression_ratio": activation_compression_ratio, "memory_limit": memory_limit},
+    given = PartitionOptions(**options)
+    if given.cost_model == "pipedream":
+        return _as_pipedream(profile, cluster, given.activation_compression_ratio, given.straight)
+    if given.schedule not in LOOPING:
+        return _by_ranges(profile, cluster, given, given.schedule or "1f1b")
+    return plan(
+        profile,
+        cluster,
+        global_batch=(given.num_microbatches or 1) * (profile.microbatch_size or 1),
+        memory_limit=given.memory_limit,
+        schedules=(given.schedule,),
+        chunk_sizes=(given.num_chunks,),
+        data_sizes=(1,) if given.straight else None,
+        recompute=("none",),
+        optimizer_sharding=("none",),
+        optimizer_bytes=given.optimizer_bytes,
+        num_runners_up=given.num_candidates,
+        max_cuts=given.max_cuts,
     )
-    if num_chunks != 1 and schedule not in LOOPING:
-        raise ValueError(f"num_chunks={num_chunks} with schedule={schedule!r}: expected 1, or {' or '.join(LOOPING)}")
-    if cost_model == "pipedream":
-        _refuse_for_pipedream(cluster, schedule=schedule, memory_limit=memory_limit)
-        return _as_pipedream(profile, cluster, activation_compression_ratio, straight)
-    schedule = "1f1b" if schedule is None else schedule
-    ratio = number("optimizer_bytes", optimizer_bytes)
-    if schedule in LOOPING:
-        _check_looped(schedule, num_chunks, num_microbatches, activation_compression_ratio)
-        return plan(
-            profile,
-            cluster,
-            global_batch=(num_microbatches or 1) * (profile.microbatch_size or 1),
-            memory_limit=memory_limit,
-            schedules=(schedule,),
-            chunk_sizes=(num_chunks,),
-            data_sizes=(1,) if straight else None,
-            recompute=("none",),
-            optimizer_sharding=("none",),
-            optimizer_bytes=ratio,
-            num_runners_up=num_candidates,
-            max_cuts=max_cuts,
-        )
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}: expected one of {', '.join((*SCHEDULES, *LOOPING))}")
-    model = Model(profile, optimizer_ratio=ratio, max_cuts=max_cuts, compression=activation_compression_ratio or 1.0)
-    order = canonical_order(cluster)
-    topology = Topology(cluster.reordered(order), memory_limit=memory_limit)
-    options = candidates(
+
+
+def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, schedule: str) -> Plan:
+    """The best candidate of the dynamic program."""
+    rules = MemoryRules(optimizer_ratio=options.optimizer_bytes)
+    compression = options.activation_compression_ratio or 1.0
+    model = Model(profile, rules, max_cuts=options.max_cuts, compression=compression)
+    order, wanted = canonical_order(cluster), options.num_candidates
+    topology = Topology(cluster.reordered(order), memory_limit=options.memory_limit)
+    found_by = candidates(
         model,
         topology.cluster,
         schedule=schedule,
         microbatch_size=profile.microbatch_size or 1,
-        num_microbatches=num_microbatches,
-        memory_limit=memory_limit,
-        straight=straight,
-        wanted=num_candidates if num_microbatches is not None else min(num_candidates, 3),
+        num_microbatches=options.num_microbatches,
+        memory_limit=options.memory_limit,
+        straight=options.straight,
+        wanted=wanted if options.num_microbatches is not None else min(wanted, 3),
     )
-    evaluator = Evaluator(topology, lambda _: MemoryRules(optimizer_ratio=ratio), lambda _size, _tensor: model)
+    evaluator = PlanEvaluator(topology, lambda _size, _tensor: model)
     found, why_not = [], []
-    for configuration, ends in options.found:
+    for configuration, ends in found_by.found:
         try:
             one, reason = _evaluated(evaluator, configuration, ends)
         except MisfitError:
@@ -137,8 +165,8 @@ def partition(
         found.append(one)
         why_not += [reason] if reason is not None else []
     if not found:
-        raise ValueError(_why_nothing_fits(profile, schedule, ratio, topology))
-    found.sort(key=lambda each: (each.seconds, each.evaluated.bottleneck))
+        raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
+    found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))
     # With fewer cuts than the graph has, only the work itself bounds what might have been.
     # So it does on unequal devices, whose order was chosen.
     by_work = bool(model.cuts.notes) or not topology.is_uniform
@@ -146,60 +174,25 @@ def partition(
         distinct(found),
         topology,
         order=order,
-        bound=model.seconds / topology.total_speed if by_work else options.bound,
+        bound=model.seconds / topology.total_speed if by_work else found_by.bound,
         says_size=profile.microbatch_size is not None,
-        num_runners_up=num_candidates - 1,
-        notes=(*model.notes, *options.notes, *dict.fromkeys(why_not)),
+        num_runners_up=wanted - 1,
+        notes=(*model.notes, *found_by.notes, *dict.fromkeys(why_not)),
     )
 
 
-def _evaluated(evaluator: Evaluator, c: Configuration, ends: Ends) -> tuple[Found, str | None]:
+def _evaluated(evaluator: PlanEvaluator, c: Configuration, ends: Ends) -> tuple[Evaluated, str | None]:
     """A candidate, simulated where that can be, else why it is not; MisfitError where it does not fit the memory."""
     reason = None
     if c.num_microbatches is not None:
         try:
             if num_actions(c) <= MAX_ACTIONS:
-                evaluated = evaluator.evaluate(c, ends, exact=True)
-                return Found(evaluated=evaluated, simulated=evaluator.simulate(evaluated)), None
+                return evaluator.simulate(evaluator.evaluate(c, ends, exact=True)), None
             reason = f"not simulated: more than {MAX_ACTIONS:,} actions a batch"
-        except RefusedError as error:
+        except SizesError as error:
             reason = f"not simulated: {error}"
     flights = steady_in_flight(c.schedule, c.counts, c.num_microbatches)
-    return Found(evaluated=evaluator.evaluate(c, ends, flights=flights), simulated=None), reason
-
-
-def _check_looped(schedule: str, num_chunks: int, num_microbatches: int | None, compression: float | None) -> None:
-    if num_microbatches is None or compression is not None:
-        raise ValueError(
-            f"schedule={schedule!r} with num_microbatches={num_microbatches}, activation_compression_ratio="
-            f"{compression}: expected a number of microbatches, and no compression"
-        )
-    if count("num_chunks", num_chunks) < 2:
-        raise ValueError(
-            f"num_chunks={num_chunks} with schedule={schedule!r}: expected at least 2 (a schedule with one stage a "
-            f"rank is 1f1b)"
-        )
-
-
-def _refuse_for_pipedream(cluster: Cluster, **options: object) -> None:
-    for name, given in options.items():
-        if given is not None:
-            raise ValueError(f"{name}={given!r} with cost_model='pipedream': expected None, it knows no memory")
-    for kind in cluster.used_kinds:
-        if kind.speed != 1 or len(cluster.used_kinds) > 1:
-            raise ValueError(
-                f"device kind {kind.name!r} of speed {kind.speed} with cost_model='pipedream': expected devices of "
-                f"one kind, that of the profile (speed 1); cost_model='default' knows others"
-            )
-
-
-def _check_numbers(*, counts: Mapping[str, int | None], figures: Mapping[str, float | None]) -> None:
-    for name, value in counts.items():
-        if value is not None:
-            count(name, value)
-    for name, figure in figures.items():
-        if figure is not None:
-            number(name, figure, positive=True)
+    return evaluator.evaluate(c, ends, flights=flights), reason
 
 
 def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, topology: Topology) -> str:
@@ -226,6 +219,12 @@ def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, t
 
 
 def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None, straight: bool) -> Plan:
+    for kind in cluster.used_kinds:
+        if kind.speed != 1 or len(cluster.used_kinds) > 1:
+            raise ValueError(
+                f"device kind {kind.name!r} of speed {kind.speed} with cost_model='pipedream': expected devices of "
+                f"one kind, that of the profile (speed 1); cost_model='default' knows others"
+            )
     cuts = pipedream_cuts(profile)
     levels = [(level.size, level.bandwidth) for level in cluster.levels]
     model = PipeDreamModel(cuts, levels, compression=compression, straight=straight)

@@ -5,47 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
 from .memory import MemoryUse
-from .strict import Fields, count, fail, number, parse_object, printable, read_text
+from .strict import check_figures, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
-_FIGURES = (
-    "forward_seconds",
-    "backward_seconds",
-    "activation_bytes",
-    "parameter_bytes",
-    "buffer_bytes",
-    "stash_bytes",
-    "spread",
-    "input_grad_seconds",
-    "weight_grad_seconds",
-    "update_seconds",
-    "workspace_bytes",
-    "forward_sums",
-    "forward_sum_bytes",
-    "backward_sums",
-    "backward_sum_bytes",
-    "largest_parameter_bytes",
-)
 Tied = tuple[tuple[str, ...], float]  # two nodes or more, bytes of the weights that all of them share
 _SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
-_PROFILE_FIGURES = (
-    "optimizer_ratio",
-    "step_seconds",
-    "step_spread",
-    "slowdown",
-    "action_seconds",
-    "around_seconds",
-    "max_grad_norm",
-)
-_SECONDS = tuple(name for name in (*_FIGURES, *_SELECTIVE) if name.endswith("_seconds"))
-_OPTIONAL = ("microbatch_size", "tensor", *_PROFILE_FIGURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +77,9 @@ class Node:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"node name {self.name!r}: expected text that is not empty")
         printable("node name", self.name)
-        for figure in _FIGURES:
-            object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
+        check_figures(self, f"node {self.name}")
         if not isinstance(self.runs_again, bool):
             fail(f"node {self.name}: runs_again", self.runs_again, "True or False")
-        if self.small_parameter_bytes is not None:
-            small = number(f"node {self.name}: small_parameter_bytes", self.small_parameter_bytes)
-            object.__setattr__(self, "small_parameter_bytes", small)
         for part in ("largest_parameter_bytes", "small_parameter_bytes"):
             if (getattr(self, part) or 0.0) > self.parameter_bytes:
                 expected = f"at most parameter_bytes={self.parameter_bytes}"
@@ -120,8 +87,6 @@ class Node:
         for figure, other in (_SELECTIVE, _SELECTIVE[::-1]):
             if getattr(self, figure) is None and getattr(self, other) is not None:
                 fail(f"node {self.name}: {figure}", None, f"a number beside {other}, or neither")
-            if getattr(self, figure) is not None:
-                object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
 
     @property
     def seconds(self) -> float:
@@ -189,10 +154,7 @@ class Profile:
         if self.microbatch_size is not None:
             count("microbatch_size", self.microbatch_size)
         count("tensor", self.tensor)
-        for figure in _PROFILE_FIGURES:
-            value = getattr(self, figure)
-            if value is not None:
-                object.__setattr__(self, figure, number(figure, value, positive=figure in ("step_seconds", "slowdown")))
+        check_figures(self, positive=("step_seconds", "slowdown"))
         nodes = tuple(self.nodes)
         names = [node.name for node in nodes]
         if not nodes:
@@ -335,69 +297,42 @@ class Profile:
         if math.isclose(factor, 1.0, rel_tol=1e-12):
             return replace(self, step_seconds=whole, slowdown=1.0)
         nodes = tuple(
-            replace(node, **{name: known * factor for name in _SECONDS if (known := getattr(node, name)) is not None})
+            replace(
+                node,
+                **{
+                    field.name: known * factor
+                    for field in fields(node)
+                    if field.name.endswith("_seconds") and (known := getattr(node, field.name)) is not None
+                },
+            )
             for node in self.nodes
         )
         return replace(self, nodes=nodes, step_seconds=whole, slowdown=1.0)
 
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""
-        data = {
-            "version": _JSON_VERSION,
-            "device": self.device,
-            "dtype": self.dtype,
-            "origin": self.origin,
-            **{field: value for field in _OPTIONAL if (value := getattr(self, field)) is not None},
-            "nodes": [asdict(node) for node in self.nodes],
-            "edges": [list(edge) for edge in self.edges or ()],
-            **({"tied": self.tied} if self.tied else {}),
-        }
-        return json.dumps(data, indent=1)
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        last = {"nodes": known.pop("nodes"), "edges": known.pop("edges")}
+        tied = known.pop("tied")
+        last |= {"tied": tied} if tied else {}
+        return json.dumps({"version": _JSON_VERSION, **known, **last}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "profile") -> Profile:
         """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
         record = parse_object(text, source=source)
         record.version(_JSON_VERSION)
-        device, dtype = record.text("device"), record.text("dtype")
-        origin = record.text("origin", choices=ORIGINS)
-        microbatch_size = record.optional_count("microbatch_size")
-        step_seconds = record.optional_number("step_seconds", positive=True)
-        optimizer_ratio = record.optional_number("optimizer_ratio")
-        tensor = record.count("tensor", default=1)
-        step_spread = record.number("step_spread", default=0.0)
-        slowdown = record.number("slowdown", positive=True, default=1.0)
-        action_seconds = record.number("action_seconds", default=0.0)
-        around_seconds = record.number("around_seconds", default=0.0)
-        max_grad_norm = record.optional_number("max_grad_norm")
-        nodes = tuple(_node(each) for each in record.objects("nodes"))
+        nodes = tuple(each.made(Node) for each in record.objects("nodes"))
         edges = []
         for i, pair in enumerate(record.items("edges")):
             if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair)):
                 raise ValueError(f"{record.at('edges')}[{i}]: {pair!r}: expected [producer, consumer]")
             edges.append((pair[0], pair[1]))
-        tied = record.items("tied", default=[])
-        record.done()
-        try:
-            return cls(
-                nodes=nodes,
-                edges=tuple(edges),
-                device=device,
-                dtype=dtype,
-                origin=origin,
-                microbatch_size=microbatch_size,
-                tensor=tensor,
-                optimizer_ratio=optimizer_ratio,
-                step_seconds=step_seconds,
-                step_spread=step_spread,
-                slowdown=slowdown,
-                action_seconds=action_seconds,
-                around_seconds=around_seconds,
-                max_grad_norm=max_grad_norm,
-                tied=tuple(tied),  # type: ignore[arg-type]
-            )
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        given = {"nodes": nodes, "edges": tuple(edges), "tied": tuple(record.items("tied", default=[]))}
+        needed = ("device", "dtype", "origin")
+        return record.made(
+            cls, given, positive=("step_seconds", "slowdown"), needed=needed, choices={"origin": ORIGINS}
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -411,11 +346,3 @@ def _tied(pair: object, known: Collection[str]) -> Tied:
             if len(set(names)) == len(names):
                 return names, number(f"tied: {', '.join(names)}", shared)
     return fail("tied", pair, "pairs of two or more of the profile's nodes, and bytes")
-
-
-def _node(record: Fields) -> Node:
-    values = record.values(Node)
-    try:
-        return Node(**values)
-    except ValueError as error:
-        raise ValueError(f"{record.where}: {error}") from None

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -65,7 +64,7 @@ class Recomputed:
     seconds: Floats
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSums:
     """Sums over the nodes of stages, arrays of one shape.
 
@@ -94,10 +93,10 @@ class StageSums:
     by_node: Callable[[str], Recomputed]
     apart: Floats = field(default_factory=lambda: np.zeros(1))
     small_apart: Floats = field(default_factory=lambda: np.zeros(1))
+    _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def work(self) -> Floats:
-        """F + B [s]."""
         return self.forward + self.backward
 
     @property
@@ -107,29 +106,17 @@ class StageSums:
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
     def under(self, recompute: str) -> Recomputed:
-        """The row of the table of recomputation."""
-        match recompute:
-            case "none":
-                return self._none
-            case "full":
-                return Recomputed(kept=self.before, again=self.stash, seconds=self.forward)
-            case "layer":
-                return self._layer
-            case _:
-                return self._selective
-
-    @cached_property
-    def _none(self) -> Recomputed:
-        nothing = np.zeros_like(self.stash)
-        return Recomputed(kept=self.stash, again=nothing, seconds=nothing)
-
-    @cached_property
-    def _layer(self) -> Recomputed:
-        return self.by_node("layer")
-
-    @cached_property
-    def _selective(self) -> Recomputed:
-        return self.by_node("selective")
+        if recompute not in self._rows:
+            nothing = np.zeros_like(self.stash)
+            match recompute:
+                case "none":
+                    row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
+                case "full":
+                    row = Recomputed(kept=self.before, again=self.stash, seconds=self.forward)
+                case _:
+                    row = self.by_node(recompute)
+            self._rows[recompute] = row
+        return self._rows[recompute]
 
     def seconds_again(self, recompute: Sequence[str]) -> Floats:
         """[S] seconds of what runs again in B, by stage."""
@@ -175,7 +162,6 @@ class StageSeconds:
         return self.forward + self.backward + 2 * (self.overhead + self.message_overhead)
 
     def costs(self, *, around: float, norm: float | None, tied: Ties) -> Costs:
-        """What a step is simulated from, and what a plan keeps; see `Costs`."""
         return Costs(
             forward=self.forward.tolist(),
             backward=self.backward.tolist(),
@@ -191,13 +177,8 @@ class StageSeconds:
     def links(
         self, message_bytes: Floats, outward: Sequence[TransferTime], *, tensor: int, positions: Sequence[int]
     ) -> Links:
-        """Likewise, one rank a place; of routes that several stages take they all say the same.
-
-        Arguments:
-            message_bytes: [S] across the cut behind each stage, of all its T tensor ranks together.
-            outward: [S] to the stage behind.
-            positions: [S] place of each stage.
-        """
+        """Likewise, one rank a place, with bytes of all T tensor ranks behind each stage; routes of several stages are
+        alike."""
         routes = {
             (min(pair), max(pair)): Way(latency=link.latency, seconds_per_byte=link.seconds_a_byte / tensor)
             for pair, link in zip(pairwise(positions), outward[:-1], strict=True)
@@ -274,41 +255,58 @@ def round_seconds(sums: StageSums, ways: Sequence[TransferTime]) -> Floats:
     return np.array([way.seconds(weights, number=number) if weights > 0 else 0.0 for way, weights, number in every])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Devices and links of stages.
+
+    Arguments:
+        inward, outward: [S] links to the stage in front and behind; none at the ends.
+        rings, exchanges: [P] over the replicas of a stage.
+        speeds: [P] of the slowest device of a stage, times that of the profile's.
+        limits: [P] memory of its smallest device [bytes].
+    """
+
+    inward: tuple[TransferTime, ...]
+    outward: tuple[TransferTime, ...]
+    rings: tuple[TransferTime, ...]
+    exchanges: tuple[TransferTime, ...]
+    speeds: tuple[float, ...]
+    limits: tuple[float, ...]
+
+
 def stage_seconds(
     sums: StageSums,
+    place: Placement,
+    positions: Sequence[int],
     *,
-    speeds: Floats,
-    inward: Sequence[TransferTime],
-    outward: Sequence[TransferTime],
-    rings: Sequence[TransferTime],
-    exchanges: Sequence[TransferTime],
     tensor: int,
     recompute: Sequence[str],
-    shards: Floats,
-    action: float = 0.0,
+    shards: Sequence[int],
+    action: float,
 ) -> StageSeconds:
     """The table above for S stages whose ranks are known.
 
     Arguments:
-        speeds: [S] of the slowest device, times that of the profile's.
-        inward, outward, rings, exchanges: [S] to the stage in front and behind, over the replicas.
+        positions: [S] place of each stage, 0 to P - 1.
         tensor: T; each of T ranks sends its share of a message.
         recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
         action: seconds of the runtime around each action, messages apart.
     """
-    links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
-    whole, parts = (round_seconds(sums, ways) for ways in (rings, exchanges))
+    outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
+    links_in, links_out = (np.array([x.seconds_a_byte for x in links]) / tensor for links in (place.inward, outward))
+    whole, parts = (round_seconds(sums, [ways[p] for p in positions]) for ways in (place.rings, place.exchanges))
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
+    divided = np.array(shards, dtype=np.float64)
     return StageSeconds(
         forward=sums.forward / speeds,
         backward=(sums.backward + sums.seconds_again(recompute)) / speeds,
         message=np.array([each.latency for each in outward]) + sent_out,
         sending=sent_in + sent_out,
-        ring=np.where(shards > 1, parts, whole),
-        step=sums.update / speeds / shards,
-        gather=np.where(shards > 1, parts, 0.0),
-        sum_busy=np.array([each.busy_share for each in rings]),
+        ring=np.where(divided > 1, parts, whole),
+        step=sums.update / speeds / divided,
+        gather=np.where(divided > 1, parts, 0.0),
+        sum_busy=np.array([place.rings[p].busy_share for p in positions]),
         overhead=np.full(len(outward), action),
         message_overhead=np.array(message_overheads([link.busy for link in outward[:-1]])),
     )

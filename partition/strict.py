@@ -7,11 +7,14 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 MOST = 1e100  # of figures: their squares and sums are numbers, too
 MOST_COUNT = 10**15  # whole numbers that a float holds exactly
 _LONGEST = 80  # characters of a value that errors show
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+Made = TypeVar("Made")
 
 
 def read_text(path: str | Path) -> str:
@@ -36,7 +39,6 @@ def parse_object(text: str, *, source: str) -> Fields:
 
 
 def fail(where: str, value: object, expected: str) -> NoReturn:
-    """Raise the ValueError of a field that holds something else."""
     shown = repr(value)
     if len(shown) > _LONGEST:
         shown = f"{shown[:_LONGEST]}... ({len(shown)} characters)"
@@ -57,6 +59,16 @@ def number(where: str, value: object, *, positive: bool = False) -> float:
     if found > MOST:
         fail(where, value, f"{expected} and at most {MOST}")
     return found
+
+
+def check_figures(record: object, where: str = "", *, positive: Collection[str] = ()) -> None:
+    """Fields of a dataclass that its annotations call numbers become finite floats of at least 0, or `positive`
+    ones."""
+    for field in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        if field.type == "float" or (field.type == "float | None" and value is not None):
+            name = f"{where}: {field.name}" if where else field.name
+            object.__setattr__(record, field.name, number(name, value, positive=field.name in positive))
 
 
 def count(where: str, value: object) -> int:
@@ -145,29 +157,53 @@ class Fields:
         return value
 
     def truth(self, key: str, **default: bool) -> bool:
-        """True or false."""
         value = self.take(key, "true or false", **default)
         if not isinstance(value, bool):
             fail(self.at(key), value, "true or false")
         return value
 
     def items(self, key: str, **default: list[object]) -> list[object]:
-        """A list."""
         value = self.take(key, "a list", **default)
         if not isinstance(value, list):
             fail(self.at(key), value, "a list")
         return value
 
+    def whole_numbers(self, key: str, *, least: int, length: int | None = None) -> tuple[int, ...]:
+        values = self.items(key)
+        if length is not None and len(values) != length:
+            fail(self.at(key), values, f"{length} whole numbers")
+        for i, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{self.at(key)}[{i}]: {value!r}: expected a whole number of at least {least}")
+        return tuple(int(str(value)) for value in values)
+
     def objects(self, key: str) -> list[Fields]:
-        """A list of objects."""
         return [Fields(value, where=f"{self.at(key)}[{i}]") for i, value in enumerate(self.items(key))]
 
-    def values(self, kind: type, *, positive: Collection[str] = (), needed: Collection[str] = ()) -> dict[str, Any]:
-        """All fields of a dataclass of plain types, by its annotations; those with a default may be missing."""
-        found: dict[str, Any] = {}
-        for field in fields(kind):
+    def made(
+        self,
+        kind: type[Made],
+        given: Mapping[str, object] = NOTHING,
+        *,
+        positive: Collection[str] = (),
+        needed: Collection[str] = (),
+        choices: Mapping[str, Collection[str]] = NOTHING,
+    ) -> Made:
+        """A dataclass of the fields that are left, read by their annotations; those with a default may be missing.
+
+        Arguments:
+            given: values of fields that were read before.
+            needed: may not be missing though they have a default.
+            choices: of texts.
+
+        ValueError, with the place, for what the class refuses too.
+        """
+        found = dict(given)
+        for field in (each for each in fields(kind) if each.name not in given):  # type: ignore[arg-type]
             name = field.name
-            default = {} if field.default is MISSING or name in needed else {"default": field.default}
+            default: dict[str, Any] = {"default": field.default}
+            if field.default is MISSING or name in needed:
+                default = {}
             match field.type:
                 case "float":
                     found[name] = self.number(name, positive=name in positive, **default)
@@ -175,12 +211,23 @@ class Fields:
                     found[name] = self.optional_number(name, positive=name in positive)
                 case "int":
                     found[name] = self.count(name, **default)
+                case "int | None":
+                    found[name] = self.optional_count(name)
                 case "bool":
                     found[name] = self.truth(name, **default)
+                case "str | None":
+                    found[name] = self.optional_text(name)
+                case "tuple[str, ...]":
+                    found[name] = tuple(map(str, self.items(name, **{key: [] for key in default})))
+                case "tuple[int, ...]":
+                    found[name] = self.whole_numbers(name, least=int(name in positive))
                 case _:
-                    found[name] = self.text(name, **default)
+                    found[name] = self.text(name, choices=choices.get(name, ()), **default)
         self.done()
-        return found
+        try:
+            return kind(**found)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
 
     def version(self, *known: int) -> int:
         """The field `version`, which must be one that is known."""

@@ -90,11 +90,7 @@ NO_TRANSFER = TransferTime(latency=0.0, seconds_a_byte=0.0)
 
 
 class Topology:
-    """Devices 0..D-1 of a cluster and what lies between them.
-
-    Arguments:
-        memory_limit: bytes of every device; None: what its kind says, if anything.
-    """
+    """Devices 0..D-1 of a cluster and what lies between them; a memory limit [bytes] goes before what kinds say."""
 
     def __init__(self, cluster: Cluster, *, memory_limit: float | None = None) -> None:
         self.cluster, self.memory_limit = cluster, memory_limit
@@ -213,7 +209,6 @@ class Topology:
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
-        """Sums over each of the `groups`."""
         return [self.ring(group) for group in self.groups(size, stride=stride)]
 
     def groups(self, size: int, *, stride: int = 1) -> list[range]:
@@ -224,11 +219,8 @@ class Topology:
         return [range(start, start + width, stride) for start in starts.values()]
 
     def ring_of_ranges(self, first: Index, last: Index, slowness: Floats | float) -> Floats:
-        """Seconds a byte of sums over the devices first..last, elementwise; latency is left out.
-
-        Arguments:
-            slowness: of the slowest network card among them, in seconds of an ordinary one.
-        """
+        """Seconds a byte of sums over the devices first..last, with so slow a network card, elementwise; latency is
+        left out."""
         first, last = np.asarray(first), np.asarray(last)
         if self.is_flat:
             return self._flat_seconds_a_byte(first, last, last - first + 1, slowness)
@@ -294,7 +286,6 @@ def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices
 
 
 def _indices(ranks: Sequence[int]) -> Indices:
-    """As an array; ranges of very many ranks without a look at each."""
     if isinstance(ranks, range):
         return np.arange(ranks.start, ranks.stop, ranks.step)
     return np.asarray(ranks)

@@ -30,7 +30,7 @@ from ..comm import Collectives, Guard, PipelineError, World, make_guard
 from ..partition.graph.untouched import Kept
 from ..partition.plans.as_text import CHOSEN, describe
 from ..partition.plans.plan import Plan
-from ..partition.plans.tried import with_measured
+from ..partition.plans.simulated import with_measured
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
 from ..schedules import Costs, Timeline
 from ..schedules.registry import family

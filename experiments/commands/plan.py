@@ -22,7 +22,8 @@ from typing import Literal
 from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
 from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
-from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
+from ...partition.planner import CHUNK_SIZES, SCHEDULES, difference
+from ...partition.plans.record import Searched
 from ...partition.plans.reorder import reorder
 from ...schedules.wording import duration, size
 from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
@@ -251,14 +252,15 @@ class _Reporter:
     def __init__(self) -> None:
         self.last = time.perf_counter()
 
-    def __call__(self, tally: Tally, best: float | None) -> None:
+    def __call__(self, searched: Searched, best: float | None) -> None:
         now = time.perf_counter()
         if now - self.last < _EVERY:
             return
         self.last = now
         known = "" if best is None else f", best so far {best:.4g} s a batch"
         print(
-            f"planning: {tally.considered:,} configurations, {tally.cut:,} cut, {tally.simulated:,} simulated{known}",
+            f"planning: {searched.considered:,} configurations, {searched.cut:,} cut, "
+            f"{searched.simulated:,} simulated{known}",
             file=sys.stderr,
             flush=True,
         )

@@ -20,7 +20,7 @@ from math import acos, cos, inf, lcm, radians, sin
 
 from ...partition.cluster import Cluster, DeviceKind, Level
 from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.source import TransformerSource
+from ...partition.formulas.layers import TransformerSource
 from ...partition.formulas.transformer import Transformer
 from ...partition.planner.plan import plan
 from ...partition.plans.plan import Plan

@@ -12,7 +12,7 @@ from functools import cache, partial
 
 from ...partition import Cluster, Plan, plan
 from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.source import TransformerSource
+from ...partition.formulas.layers import TransformerSource
 from ...partition.formulas.transformer import Transformer
 from ...schedules import simulate
 from ..jobs.case import Case

@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..cluster import Cluster, Level
-from ..strict import Fields, fail, number, parse_object, read_text
+from ..strict import check_figures, fail, parse_object, read_text
 
 _JSON_VERSION = 1
 TILE = 64 * 128  # outputs that a multiprocessor makes at once, where a product has few: larger tiles need more of them
@@ -41,6 +41,7 @@ CONSTANTS = (
     "network_efficiency",
     "partial_efficiency",
 )
+_SHEET = ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth")
 _MAY_BE_ZERO = ("wave_outputs", "kernel_seconds", "hop_seconds")
 
 
@@ -86,15 +87,12 @@ class DeviceModel:
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
-        for figure in ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth"):
-            object.__setattr__(self, figure, number(f"{where}: {figure}", getattr(self, figure), positive=True))
         for constant in CONSTANTS:
-            positive = constant not in _MAY_BE_ZERO
             value = getattr(self, constant)
-            if positive and not (isinstance(value, int | float) and 0 < value <= 1):
+            if constant not in _MAY_BE_ZERO and not (isinstance(value, int | float) and 0 < value <= 1):
                 expected = "a number above 0 and at most 1 (a part of the data sheet's figure)"
                 fail(f"{where}: {constant}", value, expected)
-            object.__setattr__(self, constant, number(f"{where}: {constant}", value))
+        check_figures(self, where, positive=_SHEET)
 
     @classmethod
     def preset(cls, name: str) -> DeviceModel:
@@ -130,7 +128,9 @@ class DeviceModel:
         """
         node, *network = cluster.levels
         shared = self.partial_efficiency if cluster.rings == "levels" else 1.0  # one flat ring shares no cards
-        return replace(cluster, levels=(node, *(self._reached(level, shared) for level in network)))
+        levels = (_part(each, self.network_efficiency) for each in network)
+        network = [replace(each, partial_reduce=each.partial_reduce * shared) for each in levels]
+        return replace(cluster, levels=(node, *network))
 
     def summed(self, cluster: Cluster) -> Cluster:
         """The cluster as tensor-parallel sums see it: with what they reach of the links, and the start of each message.
@@ -140,13 +140,7 @@ class DeviceModel:
         (150000000000.0, 12000000000.0)
         """
         node, *network = self.reached(cluster).levels
-        part, reduced = self.link_efficiency, node.reduce_bandwidth
-        node = replace(
-            node,
-            bandwidth=node.bandwidth * part,
-            reduce_bandwidth=None if reduced is None else reduced * part,
-        )
-        levels = (self._summing(level) for level in (node, *network))
+        levels = (self._summing(level) for level in (_part(node, self.link_efficiency), *network))
         return replace(cluster, levels=tuple(levels))
 
     def _summing(self, level: Level) -> Level:
@@ -157,15 +151,6 @@ class DeviceModel:
             reduce_latency=None if step is None else step + self.hop_seconds,
         )
 
-    def _reached(self, level: Level, shared: float) -> Level:
-        part, reduced = self.network_efficiency, level.reduce_bandwidth
-        return replace(
-            level,
-            bandwidth=level.bandwidth * part,
-            reduce_bandwidth=None if reduced is None else reduced * part,
-            partial_reduce=level.partial_reduce * shared,
-        )
-
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""
         return json.dumps({"version": _JSON_VERSION, **asdict(self)}, indent=1)
@@ -173,23 +158,23 @@ class DeviceModel:
     @classmethod
     def from_json(cls, text: str, *, source: str = "device") -> DeviceModel:
         """Read `to_json`'s form; a constant that is missing keeps its default. ValueError names source and field."""
-        record: Fields = parse_object(text, source=source)
+        record = parse_object(text, source=source)
         record.version(_JSON_VERSION)
-        name = record.text("name")
-        sheet = ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth")
-        values = {each: record.take(each, "a finite number above 0") for each in sheet}
         defaults = {each.name: each.default for each in fields(cls)}
-        values |= {each: record.take(each, "a finite number", default=defaults[each]) for each in CONSTANTS}
-        record.done()
-        try:
-            return cls(name=name, **values)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        given = {each: record.take(each, "a finite number", default=defaults[each]) for each in CONSTANTS}
+        return record.made(cls, given, positive=_SHEET)
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceModel:
         """Read a JSON file."""
         return cls.from_json(read_text(path), source=str(path))
+
+
+def _part(level: Level, part: float) -> Level:
+    reduced = level.reduce_bandwidth
+    return replace(
+        level, bandwidth=level.bandwidth * part, reduce_bandwidth=None if reduced is None else reduced * part
+    )
 
 
 def _sxm(

@@ -29,7 +29,7 @@ tensors, additions, sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ..cluster import Cluster, Level
 from ..profile import Node, Profile, Tied
@@ -74,8 +74,6 @@ def transformer_profile(
 
 
 class LayerFormulas:
-    """The nodes of one profile."""
-
     def __init__(
         self, model: Transformer, *, microbatch_size: int, tensor: int, device: DeviceModel, cluster: Cluster | None
     ) -> None:
@@ -123,13 +121,13 @@ class LayerFormulas:
         again = scores / 2 if model.attention == "flash" else 0.0
         return self._node(
             "layer",
-            forward=self._seconds(
-                [*forward, (scores, every_score)], 22 * self.whole + 4 * mlp + 13 * self.scores, sums=2
+            (
+                self._seconds([*forward, (scores, every_score)], 22 * self.whole + 4 * mlp + 13 * self.scores, sums=2),
+                self._seconds(
+                    [*inward, (2 * scores + again, every_score)], 34 * self.whole + 6 * mlp + 19 * self.scores, sums=2
+                ),
+                self._seconds(forward, 0),  # split along the tokens, where their own outputs are few
             ),
-            input_grad=self._seconds(
-                [*inward, (2 * scores + again, every_score)], 34 * self.whole + 6 * mlp + 19 * self.scores, sums=2
-            ),
-            weight_grad=self._seconds(forward, 0),  # split along the tokens, where their own outputs are few
             parameters=model.layer_parameters(t),
             stash=10 * self.whole + 8 * self.wide / t + 4 * mlp + 5 * self.scores,
             selective=(
@@ -145,9 +143,7 @@ class LayerFormulas:
         """Row, position and dropout; the vocabulary is divided, so the rows of all devices are added. No I."""
         return self._node(
             "embedding",
-            forward=self._seconds([], 15 * self.whole, sums=1),
-            input_grad=0.0,
-            weight_grad=self._seconds([], 13 * self.whole),
+            (self._seconds([], 15 * self.whole, sums=1), 0.0, self._seconds([], 13 * self.whole)),
             parameters=(self.vocabulary + self.model.length) * self.model.hidden,
             stash=self.whole,  # the dropout's mask
             workspace=VALUE_BYTES * self.whole,
@@ -159,9 +155,11 @@ class LayerFormulas:
         flops, logits = self.model.head_flops(self.tokens) / self.tensor, self.tokens * self.vocabulary
         return self._node(
             "head",
-            forward=self._seconds([(flops, logits)], 4 * self.whole + 18 * logits),
-            input_grad=self._seconds([(flops, self.wide)], 6 * self.whole + 14 * logits, sums=1),
-            weight_grad=self._seconds([(flops, logits)], 0),
+            (
+                self._seconds([(flops, logits)], 4 * self.whole + 18 * logits),
+                self._seconds([(flops, self.wide)], 6 * self.whole + 14 * logits, sums=1),
+                self._seconds([(flops, logits)], 0),
+            ),
             parameters=(self.vocabulary + 2) * self.model.hidden,
             stash=4 * self.whole + 4 * logits,
             workspace=6 * logits,  # their gradient in float32 and in 16 bits
@@ -179,25 +177,24 @@ class LayerFormulas:
     def _node(
         self,
         name: str,
+        seconds: tuple[float, float, float],
         *,
-        forward: float,
-        input_grad: float,
-        weight_grad: float,
         parameters: int,
         stash: float,
         workspace: float,
         output: float,
         selective: tuple[float, float] | None = None,
     ) -> Node:
-        """One part; it runs again where it has figures of selective recompute (bytes, seconds)."""
+        """One part; it runs again where it has figures of selective recompute (bytes, seconds). Seconds: of F, I and
+        W."""
         kernels = LAYER_KERNELS if selective is not None else END_KERNELS
         host = [self.device.kernel_seconds * each for each in kernels]
-        forward = max(forward, host[0])
+        forward, input_grad, weight_grad = seconds
         waits = max(1.0, (host[1] + host[2]) / (input_grad + weight_grad))
         input_grad, weight_grad = waits * input_grad, waits * weight_grad
         return Node(
             name=name,
-            forward_seconds=forward,
+            forward_seconds=max(forward, host[0]),
             backward_seconds=input_grad + weight_grad,
             activation_bytes=output,
             parameter_bytes=VALUE_BYTES * parameters,
@@ -210,3 +207,44 @@ class LayerFormulas:
             selective_bytes=None if selective is None else selective[0],
             selective_seconds=None if selective is None else selective[1],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerSource:
+    """Profiles of one model on one kind of device, by microbatch and tensor size; each is made once.
+
+    Arguments:
+        transformer, device, cluster: as for `transformer_profile`.
+    """
+
+    transformer: Transformer
+    device: DeviceModel
+    cluster: Cluster | None = None
+    _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
+        """`transformer_profile`; what it needs beside the sizes is known."""
+        key = (microbatch_size, tensor)
+        if key not in self._made:
+            self._made[key] = transformer_profile(
+                self.transformer,
+                microbatch_size=microbatch_size,
+                tensor=tensor,
+                device=self.device,
+                cluster=self.cluster,
+            )
+        return self._made[key]
+
+    def tensor_sizes(self, limit: int | None = None) -> tuple[int, ...]:
+        """The tensor sizes worth trying: those that divide heads and MLP and stay within a node (and `limit`).
+
+        >>> model = Transformer(layers=2, hidden=96, heads=6, vocabulary=100, length=8)
+        >>> cluster = Cluster.parse("2x4:nvlink=300GB/s,net=25GB/s")
+        >>> TransformerSource(transformer=model, device=DeviceModel.preset("A100-80GB"), cluster=cluster).tensor_sizes()
+        (1, 2, 3)
+        """
+        most = self.transformer.heads if limit is None else count("limit", limit)
+        if self.cluster is not None:
+            most = min(most, self.cluster.levels[0].size)
+        sizes = range(1, min(most, self.transformer.heads) + 1)
+        return tuple(t for t in sizes if not self.transformer.heads % t and not self.transformer.mlp_width % t)

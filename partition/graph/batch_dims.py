@@ -29,13 +29,7 @@ def check_batch_dims(
     option: str = "batch_dims",
     shared_by: str = "microbatches",
 ) -> BatchDims:
-    """The option as given; ValueError for what it cannot be, and for names that no argument can have.
-
-    Arguments:
-        signature: of the model's forward; None: a chain, whose arguments have no names.
-        option: its name.
-        shared_by: what share an input without such a dimension.
-    """
+    """The option as given; ValueError for what it cannot be, and for names that no argument can have."""
     if batch_dims is None:
         return {}
     if not isinstance(batch_dims, Mapping):
@@ -65,12 +59,7 @@ def with_dims(arguments: Arguments, batch_dims: BatchDims, names: Sequence[str])
     """The arguments with the batch where `batch_dims` says; dimension 0, or none without dimensions, by default.
 
     Keys are the name of an argument or its position; a name with a path, as in "states['x']" or "pair[0]", is of a
-    tensor in it, and goes first.
-
-    Arguments:
-        names: of the model's parameters, in order.
-
-    Raises ValueError for a dimension that a tensor does not have.
+    tensor in it, and goes first. ValueError for a dimension that a tensor does not have.
     """
     dims = list(arguments.dims)
     for i, (path, x) in enumerate(zip(arguments.form.paths, arguments.tensors, strict=True)):

@@ -1,22 +1,31 @@
-"""Cut units of a plain chain: the children of an nn.Sequential, or the modules that the user gives."""
+"""Cut units of a plain chain: the children of an nn.Sequential, or the modules that the user gives.
+
+Units may hand tensors to each other past their arguments: in an attribute, an object or list that both know, a closure.
+No message carries them from stage to stage.
+
+unit 1: shared.append(x)            unit 3: y + shared.pop()            (1, 3) belong together
+"""
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from .cut import cut_evenly, forbid
+from .cut import cut_evenly, forbid, starts_at
+from .fakes import on_fakes
 from .fingerprint import module_form
-from .forms import Arguments, Form
-from .handed_on import HandedOn, handed_on
+from .forms import Arguments, Form, FormError
+from .made_up import call_for_shapes
+from .memory import Operations, written
 from .modes import hook_tables
 from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Together, Unit, ValueRef, check_stages
 
@@ -29,14 +38,7 @@ def is_sequential(model: nn.Module) -> bool:
 
 class ChainUnits:
     """The children of an nn.Sequential, in order; a child that stands there twice counts twice. Those that hand tensors
-    to each other past their arguments are one unit, with all between them.
-
-    Arguments:
-        example: arguments of a microbatch.
-        device: of the run.
-
-    Raises ValueError where there is none.
-    """
+    to each other past their arguments are one unit, with all between them. ValueError where there is no child."""
 
     def __init__(
         self, model: nn.Sequential, example: Arguments, *, device: torch.device, enter_unit: EnterUnit | None
@@ -59,7 +61,6 @@ class ChainUnits:
         )
 
     def evenly(self, num_stages: int) -> Cut:
-        """See ModelUnits."""
         seen: set[int] = set()
         weights = []
         for module in self._modules:
@@ -73,26 +74,11 @@ class ChainUnits:
         return self._cut(cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing_bytes))
 
     def at(self, split_points: Sequence[str]) -> Cut:
-        """See ModelUnits."""
         place = {name: i for i, name in enumerate(self._names)}
-        starts = [0]
-        for point in split_points:
-            if point not in place:
-                near = difflib.get_close_matches(point, place, n=3, cutoff=0.3) or list(place)[1:4]
-                raise ValueError(
-                    f"split point {point!r} is no child of the nn.Sequential: expected the name of the child that "
-                    f"begins a stage, such as {', '.join(map(repr, near))}"
-                )
-            if place[point] <= starts[-1]:
-                raise ValueError(
-                    f"split point {point!r} stands at or before the one in front of it: expected names in order, "
-                    f"each leaving something to the stage before"
-                )
-            starts.append(place[point])
-        return self._cut(starts)
+        return self._cut(starts_at(split_points, place, "child of the nn.Sequential"))
 
     def by_unit(self, stage_of: Mapping[str, int]) -> Cut:
-        """See ModelUnits; stages of a chain are contiguous and in order."""
+        """Stages of a chain are contiguous and in order."""
         check_stages(self.units, stage_of)
         stages = [stage_of[unit.name] for unit in self.units]
         for i, (before, behind) in enumerate(pairwise(stages)):
@@ -140,10 +126,7 @@ def _by_modules(handed: Sequence[HandedOn], names: Sequence[str], modules: Seque
 def given_stages(
     stages: Sequence[nn.Module], example: Arguments, *, device: torch.device, enter_unit: EnterUnit | None
 ) -> Cut:
-    """Stages as the user gives them; the units of one that is an nn.Sequential are its children.
-
-    Raises ValueError where one hands a tensor to another past its arguments.
-    """
+    """Stages as the user gives them. ValueError where one hands a tensor to another past its arguments."""
     first = 0
     pieces = []
     for index, stage in enumerate(stages):
@@ -208,19 +191,18 @@ class _ChainPiece:
     first: int
     enter_unit: EnterUnit | None
     spread: bool
+    is_flat: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
-        """See Piece."""
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} .. {self.names[-1]}"
 
     @property
     def end(self) -> str:
-        """See Piece."""
         return type(self.modules[-1]).__name__
 
     def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
-        """See Piece; a stage takes all that the one before it returns."""
+        """A stage takes all that the one before it returns."""
         form, producer = (inputs, MODEL_INPUT) if before is None else (before.form, index - 1)
         assert form is not None
         if before is None:
@@ -233,10 +215,9 @@ class _ChainPiece:
             takes=_Takes.ARGUMENTS if before is None else _Takes.SEVERAL if self.spread else _Takes.ONE,
         )
         refs = tuple(ValueRef(producer, slot) for slot in range(form.num_tensors))
-        return Linked(module=module, inputs=refs, is_flat=False)
+        return module, refs
 
     def form(self) -> object:
-        """See Piece."""
         return tuple(module_form(module) for module in self.modules)
 
 
@@ -259,12 +240,7 @@ class _Takes(enum.Enum):
 
 
 class Chain(nn.Module):
-    """Modules one after the other.
-
-    Arguments:
-        first: the first one's number in the whole model.
-        form: of the value that the flat inputs make: the model's arguments, or what the stage before returned.
-    """
+    """Modules one after the other, `first` being the number of the first in the whole model."""
 
     def __init__(
         self,
@@ -319,3 +295,119 @@ def _enter_in_order(units: Sequence[nn.Module], enter: Callable[[int], None]) ->
     finally:
         for handle in handles:
             handle.remove()
+
+
+class HandedOn(NamedTuple):
+    """Two units, by number, and what the second takes that the first made, was given or changed."""
+
+    first: int
+    second: int
+    what: str
+
+    def text(self, names: Sequence[str]) -> str:
+        """Why no cut may stand between them, for people."""
+        one, other = names[self.first], names[self.second]
+        return (
+            f"{other!r} takes {self.what} that {one!r} hands on past its arguments (in an attribute, or an object or "
+            f"list that both know), which no message carries. Expected both in one stage, or the tensor among what "
+            f"{one!r} returns"
+        )
+
+
+def handed_on(
+    stages: Sequence[Sequence[nn.Module]], example: Arguments, *, device: torch.device, spread: bool
+) -> list[HandedOn]:
+    """Tensors that the units of a chain hand on past their arguments, in one forward."""
+    units = [unit for stage in stages for unit in stage]
+    if not any(_is_users(part) for unit in units for part in unit.modules()):
+        return []
+    ends = set(accumulate(map(len, stages)))
+    watch = _Watch()
+    with on_fakes(nn.ModuleList(units), example, device=device, training=True) as (given, *_):
+        arguments, _ = given.form.assemble(given.tensors)
+        try:
+            for number, unit in enumerate(units):
+                watch.unit = number
+                own = [watch.own(each) for each in arguments]
+                before = _numbers(unit)
+                value = call_for_shapes(unit, own, call=partial(watch.call, unit))
+                watch.takes(value)
+                watch.counts([key for key, count in _numbers(unit).items() if before.get(key) != count])
+                is_spread = spread and number + 1 in ends and isinstance(value, tuple | list)
+                arguments = tuple(value) if is_spread else (value,)
+        except Exception:  # the run that looks for shapes will tell it, with its stage
+            pass
+    return sorted(watch.found)
+
+
+def _is_users(module: nn.Module) -> bool:
+    """Whether it may know of anything beside its arguments."""
+    has_hooks = any(value for key, value in vars(module).items() if key.endswith("_hooks"))
+    return has_hooks or "forward" in vars(module) or not type(module).__module__.startswith("torch.nn.")
+
+
+class _Watch:
+    """Sees which unit makes, changes and takes which tensor, and so what was handed on."""
+
+    def __init__(self) -> None:
+        self.unit = 0
+        self.found: set[HandedOn] = set()
+        self._maker: dict[int, int] = {}  # by id of the tensor
+        self._counting: dict[tuple[int, str], int] = {}  # by id of the module
+        self._kept: list[torch.Tensor] = []  # an id stays one object's
+
+    def own(self, argument: object) -> object:
+        """An argument whose tensors are now those of the unit under way, whoever made them."""
+        try:
+            form, tensors = Form.of(argument)
+        except FormError:
+            return argument
+        found = form.assemble([x.clone() for x in tensors])
+        self._makes(found)
+        return found
+
+    def call(self, unit: nn.Module, *arguments: object) -> object:
+        with Operations(self._operation):
+            return unit(*arguments)
+
+    def counts(self, changed: Sequence[tuple[int, str]]) -> None:
+        """The unit under way has changed these attributes of its modules; one of them may run in another unit, too."""
+        for key in changed:
+            first = self._counting.setdefault(key, self.unit)
+            if first != self.unit:
+                self.found.add(HandedOn(first, self.unit, f"the attribute {key[1]!r}"))
+
+    def takes(self, value: object) -> None:
+        """The unit under way works on the tensors in a value, or returns them."""
+        for tensor in _tensors(value):
+            maker = self._maker.get(id(tensor), self.unit)
+            if maker != self.unit:
+                what = f"a tensor of shape {tuple(tensor.shape)}"
+                self.found.add(HandedOn(min(maker, self.unit), max(maker, self.unit), what))
+
+    def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        changed = list(written(function, args, kwargs))
+        changed_ids = set(map(id, changed))  # whom a counter's value concerns reads it
+        self.takes([tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in changed_ids])
+        result = function(*args, **kwargs)
+        self._makes((result, changed))
+        return result
+
+    def _makes(self, value: object) -> None:
+        for tensor in _tensors(value):
+            self._maker.setdefault(id(tensor), self.unit)
+            self._kept.append(tensor)
+
+
+def _numbers(unit: nn.Module) -> dict[tuple[int, str], object]:
+    """Plain attributes of its modules, such as counters."""
+    return {
+        (id(part), name): value
+        for part in unit.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

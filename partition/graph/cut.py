@@ -58,7 +58,6 @@ def cut_evenly(
 
 
 def _smallest_maximum(prefix: np.ndarray, may_cut: np.ndarray, num_stages: int) -> float:
-    """The least possible weight of the heaviest of `num_stages` contiguous non-empty parts."""
     n = len(prefix) - 1
     best = prefix.copy()  # best[j]: the first j units in the stages so far
     best[0] = np.inf
@@ -72,7 +71,6 @@ def _smallest_maximum(prefix: np.ndarray, may_cut: np.ndarray, num_stages: int) 
 
 
 def _fewest_bytes(prefix: np.ndarray, crossing: np.ndarray, num_stages: int, cap: float) -> tuple[int, ...]:
-    """The cut with the least bytes over it, no stage above `cap`."""
     n = len(prefix) - 1
     cost = np.where(prefix <= cap, 0.0, np.inf)
     cost[0] = np.inf
@@ -93,11 +91,8 @@ def _fewest_bytes(prefix: np.ndarray, crossing: np.ndarray, num_stages: int, cap
 
 
 def crossing(count: int, values: Iterable[tuple[int, int, float]]) -> list[float]:
-    """[n] what the values that cross a cut before each position add up to.
-
-    Arguments:
-        values: (position that makes it, last position that takes it, size).
-    """
+    """[n] what values (position of its maker, of its last taker, size) that cross a cut before each position add up
+    to."""
     change = [0.0] * (count + 2)
     for first, last, size in values:
         change[first + 1] += size
@@ -114,21 +109,15 @@ def forbid(crossing: list[float], together: Iterable[tuple[int, int]]) -> list[f
     return found
 
 
-def starts_at(split_points: Sequence[str], first: Mapping[str, int]) -> list[int]:
-    """The positions at which stages begin, 0 before all.
-
-    Arguments:
-        first: position of each module that the model runs.
-
-    Raises ValueError with near matches for a name that is none of them, and for a wrong order.
-    """
+def starts_at(split_points: Sequence[str], first: Mapping[str, int], kind: str) -> list[int]:
+    """The positions at which stages begin, 0 before all; ValueError, with near matches, for a wrong name or order."""
     starts = [0]
     for point in split_points:
         if point not in first:
-            near = difflib.get_close_matches(point, first, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(point, first, n=3, cutoff=0.3)
             raise ValueError(
-                f"split point {point!r} is no module that the model runs: expected the name of a module that "
-                f"begins a stage, such as {', '.join(map(repr, near or list(first)[:3]))}"
+                f"split point {point!r} is no {kind}: expected the name of one that begins a stage, such as "
+                f"{', '.join(map(repr, near or list(first)[1:4]))}"
             )
         if first[point] <= starts[-1]:
             raise ValueError(
@@ -146,13 +135,8 @@ def contiguous(starts: Sequence[int], count: int) -> list[int]:
 
 
 def stages_by_unit(units: Sequence[Unit], stage_of: Mapping[str, int], sources: Sequence[Iterable[int]]) -> list[int]:
-    """[n] the stage of each position, from those of the units.
-
-    Arguments:
-        sources: [n] the positions whose values each one takes.
-
-    Raises ValueError for stages that these units cannot make.
-    """
+    """[n] the stage of each position, which takes values of its `sources`; ValueError for stages that cannot be
+    made."""
     check_stages(units, stage_of)
     unit_of = [unit for unit in units for _ in range(unit.size)]
     for position, taken in enumerate(sources):

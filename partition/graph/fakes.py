@@ -72,10 +72,8 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
 
 
 def _fakes_of(values: Sequence[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
-    """A fake for each tensor, by the tensor's id.
-
-    Made around the mode, which gives the same at ten times the cost: a model has as many parameters as operations.
-    """
+    """By id. Made around the mode, which gives the same at ten times the cost: a model has as many parameters as
+    operations."""
     originals = {id(value): value for value in values}
     with unset_fake_temporarily() as mode:
         assert mode is not None, "outside of a fake mode"
@@ -136,11 +134,7 @@ class FakeRun(NamedTuple):
 
 @contextmanager
 def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, training: bool) -> Iterator[FakeRun]:
-    """Within, the model may be called, with arguments like those of the example.
-
-    Arguments:
-        training: whether a graph is built.
-    """
+    """Within, the model may be called, with arguments like those of the example, in training with a graph."""
     with ExitStack() as stack:
         kept = stack.enter_context(untouched(model, device=device))
         left: Places = []

@@ -14,17 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .forms import Form, Tensors
 from .made_up import call_for_shapes
 from .memory import memory_of, noting_writes
-from .units import MODEL_INPUT, Linked, Piece, StageModule, ValueRef, flatten
+from .units import MODEL_INPUT, Linked, StageModule, StageUnits, ValueRef, flatten
 
 
 def take(refs: Sequence[ValueRef], inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
-    """The inputs of a stage.
-
-    Arguments:
-        refs: where they come from.
-        inputs: of the model.
-        results: the outputs of the stages that ran.
-    """
     return tuple(inputs[r.slot] if r.producer == MODEL_INPUT else results[r.producer][r.slot] for r in refs)
 
 
@@ -33,27 +26,25 @@ def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
     return tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
 
 
-def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:
+def first_run(piece: StageUnits, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:
     """Run a stage that nothing is known of: the stage, complete, its outputs, and the inputs that it changes in place.
 
-    Arguments:
-        arguments: its inputs, leaves; they keep their values.
-
-    Raises OutputError for outputs that are no tensors, and whatever the module raises.
+    The arguments keep their values. OutputError for outputs that are no tensors, and whatever the module raises.
     """
-    value, changed = run_and_watch(linked.module, arguments)
+    module, inputs = linked
+    value, changed = run_and_watch(module, arguments)
     form: Form | None = None
-    if linked.is_flat:
+    if piece.is_flat:
         assert isinstance(value, tuple)
         flat: Tensors = value
     else:
         form, flat = flatten(value, end=piece.end)
-    buffers = {memory_of(buffer) for buffer in linked.module.buffers()} - {None}
+    buffers = {memory_of(buffer) for buffer in module.buffers()} - {None}
     stage = StageModule(
         name=piece.name,
         end=piece.end,
-        module=linked.module,
-        inputs=linked.inputs,
+        module=module,
+        inputs=inputs,
         num_outputs=len(flat),
         form=form,
         clone_inputs=bool(changed),

@@ -32,12 +32,7 @@ _MOST = 1000
 
 
 class FormError(ValueError):
-    """A leaf is neither tensor nor constant.
-
-    Arguments:
-        path: of the leaf in the value.
-        leaf: itself.
-    """
+    """A leaf, at a path of the value, is neither tensor nor constant."""
 
     def __init__(self, path: Sequence[str], leaf: object) -> None:
         self.path, self.leaf = tuple(path), leaf
@@ -100,7 +95,6 @@ class Form:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors in a value of this form."""
         return self.spec.num_leaves - len(self.constants)
 
     @property
@@ -109,7 +103,6 @@ class Form:
         return tuple(path for i, path in enumerate(_paths(self.spec)) if i not in self.constants)
 
     def assemble(self, flat: Sequence[Any]) -> Any:
-        """The value with these in the places of its tensors."""
         constants = self.constants
         if not constants:
             return flat[0] if self.spec.is_leaf() else pytree.tree_unflatten(list(flat), self.spec)
@@ -128,7 +121,6 @@ class Form:
         return self._hash
 
     def __str__(self) -> str:
-        """For errors: _ for a tensor."""
         return repr(self.assemble([_Words("_")] * self.num_tensors))
 
 
@@ -163,7 +155,6 @@ class Arguments:
 
     @classmethod
     def of_example(cls, example: Sequence[object] | Mapping[str, object]) -> Arguments:
-        """From a tuple of positional arguments, or a dict of keywords."""
         return cls.of((), example) if isinstance(example, Mapping) else cls.of(example)
 
     @property
@@ -173,7 +164,6 @@ class Arguments:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples in each tensor that has a batch."""
         return tuple(x.shape[dim] for x, dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
 
     @property
@@ -182,11 +172,9 @@ class Arguments:
         return next(iter(self.sizes), 0)
 
     def __str__(self) -> str:
-        """For errors."""
         return shown_call(self.form, [(tuple(x.shape), x.dtype) for x in self.tensors])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
-        """The same with each tensor changed."""
         return Arguments(self.form, tuple(map(change, self.tensors)), self.dims)
 
     def cut(self, num_parts: int) -> list[Arguments]:
@@ -198,13 +186,11 @@ class Arguments:
         return [Arguments(self.form, tuple(column[k] for column in columns), self.dims) for k in range(num_parts)]
 
     def call(self, function: Callable[..., T], tensors: Sequence[Any] | None = None) -> T:
-        """The function's value for these arguments, or for ones of the same form with other tensors."""
         args, kwargs = self.form.assemble(self.tensors if tensors is None else tensors)
         return function(*args, **kwargs)
 
 
 def _instead(leaf: object) -> str:
-    """What to type in the place of an argument that is often tried."""
     if type(leaf).__name__ != "BlockMask":
         return ""
     return (
@@ -315,7 +301,6 @@ def _paths(spec: pytree.TreeSpec) -> Iterator[tuple[str, ...]]:
 
 
 def _keys(spec: pytree.TreeSpec) -> list[str]:
-    """How each child is reached from its parent."""
     kind, context = spec.type, spec.context
     if kind in (dict, OrderedDict):
         return [f"[{key!r}]" for key in context]

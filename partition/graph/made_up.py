@@ -109,8 +109,6 @@ def _reads_values(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A fake, the value in its place, and what tells whether that has changed."""
-
     fake: torch.Tensor
     value: torch.Tensor
     version: int

@@ -49,7 +49,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """What an operation writes into, as its schema says."""
+    """Tensors that an operation writes into, as its schema says."""
     for i, name in _written_arguments(operator):
         leaves = pytree.tree_leaves(args[i] if i < len(args) else kwargs.get(name))
         yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -63,7 +63,6 @@ def _written_arguments(operator: Any) -> Sequence[tuple[int, str]]:
 
 @contextmanager
 def noting_writes() -> Iterator[set[object]]:
-    """Within: the memories that operations write into."""
     memories: set[object] = set()
 
     def note(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

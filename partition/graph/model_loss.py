@@ -34,7 +34,6 @@ def own_loss(output: object) -> object:
 
 
 def mean_of_model(output: object, target: object = None) -> torch.Tensor:
-    """A model's own loss; ValueError unless it is a scalar tensor."""
     loss = own_loss(output)
     if not isinstance(loss, torch.Tensor) or loss.dim():
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -16,7 +16,6 @@ from .untouched import untouched
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Within: all parts of the modules are in evaluation mode."""
     flags = [(part, part.training) for module in modules for part in module.modules()]
     for part, _ in flags:
         part.training = False

@@ -42,7 +42,6 @@ def is_ours(filename: str) -> bool:
 
 
 def is_users(filename: str) -> bool:
-    """Whether the code of this file is the user's own."""
     path = os.path.abspath(filename)
     return not (filename.startswith("<") or path.startswith(_NOT_THE_USERS) or _is_standard_library(path))
 
@@ -54,7 +53,6 @@ def first_line(error: BaseException) -> str:
 
 
 def module_at(path: str) -> str:
-    """A module by its path in the model, whose own path is empty."""
     return f"module {path!r}" if path else "the model"
 
 

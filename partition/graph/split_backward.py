@@ -32,12 +32,8 @@ from .weight_ops import INSTEAD, Instead
 from .weight_products import Compute
 
 
-class _Owed(NamedTuple):
-    """Gradients that one operation has put aside.
-
-    Arguments:
-        versions: of the tensors, when they were put aside.
-    """
+class _PutAside(NamedTuple):
+    """Gradients that one operation has put aside, and of which version its tensors were then."""
 
     weights: Sequence[torch.Tensor]
     compute: Compute
@@ -64,22 +60,20 @@ class WeightGradients:
     """Gradients of weights that the backward of one microbatch put aside, in the order in which it came to them."""
 
     def __init__(self) -> None:
-        self._owed: list[_Owed] = []
+        self._owed: list[_PutAside] = []
 
     def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None:
         """`compute(*tensors)` is a part of the gradient of each of the weights."""
         # Without the graph, but of the same version.
         kept = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-        self._owed.append(_Owed(weights, compute, kept, [tensor._version for tensor in kept]))
+        self._owed.append(_PutAside(weights, compute, kept, [tensor._version for tensor in kept]))
 
     @property
     def weights(self) -> Collection[torch.Tensor]:
-        """Weights, each once."""
         return list({id(weight): weight for owed in self._owed for weight in owed.weights}.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held for W [bytes]."""
         tensors = [part for owed in self._owed for tensor in owed.tensors for part in parts_of(tensor)]
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -157,11 +151,7 @@ class SplitBackward:
             return None
 
     def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor:
-        """As autocast casts what a product takes; what it keeps for a while, leaves that are trained, we keep, too.
-
-        Arguments:
-            tracked: whether its backward is recorded.
-        """
+        """As autocast casts what a product takes; what it keeps for a while, leaves that are trained, we keep, too."""
         if x.dtype == dtype or not x.is_floating_point() or x.dtype == torch.float64:
             return x
         known = self._casts.get(id(x))

@@ -1,7 +1,7 @@
 """Cut units of a model, and the stages made of them: one interface for the profiler, plans and the runtime.
 
     model_units(model)  -> ModelUnits    .units: what the nodes of a profile and the stages of a plan are named after
-    evenly, at, by_unit -> Cut           one Piece a stage, in order
+    evenly, at, by_unit -> Cut           the StageUnits of each stage, in order
     first_run           -> StageModule   complete: what a stage runs, what it takes, what it returns
 
 Two implementations: children of an nn.Sequential (`chain`), and modules of any other model with the code between them
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import nn
 
@@ -35,11 +35,7 @@ class OutputError(ValueError):
 
 
 class Step(NamedTuple):
-    """A part of what a model does, in words.
-
-    text: equal in processes that do the same.
-    line: of the user's code, for people.
-    """
+    """A part of what a model does, in words that are equal in processes that do the same, and its line for people."""
 
     text: str
     line: str = ""
@@ -85,7 +81,6 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Children or calls in it, at least 1."""
         return self.last - self.first + 1
 
 
@@ -121,7 +116,6 @@ class StageModule:
         return tuple(self.module.get_submodule("units").children())
 
     def run(self, inputs: Tensors) -> Tensors:
-        """The flat outputs."""
         return self.flatten(self.module.forward(*([x.clone() for x in inputs] if self.clone_inputs else inputs)))
 
     def detached(self, outputs: Tensors) -> Tensors:
@@ -144,8 +138,13 @@ class StageModule:
         return flat
 
 
-class Piece(Protocol):
+Linked = tuple[nn.Module, tuple[ValueRef, ...]]  # a stage's module, and where its inputs come from
+
+
+class StageUnits(Protocol):
     """One stage's units before anything ran: what a chain's stage takes is known once the stage before it ran."""
+
+    is_flat: ClassVar[bool]  # whether its module returns a tuple of tensors in any case
 
     @property
     def name(self) -> str:
@@ -156,31 +155,11 @@ class Piece(Protocol):
         """The module that makes its outputs, for errors."""
 
     def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
-        """The module that runs it.
-
-        Arguments:
-            before: the stage in front of it; None: it is the first.
-            index: its number.
-            inputs: form of the model's arguments.
-
-        Raises ValueError for arguments that the module cannot take.
-        """
+        """The module that runs it, and where its inputs come from; ValueError for arguments that the module cannot
+        take."""
 
     def form(self) -> object:
         """Equal for pieces that do equal work on equal inputs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linked:
-    """A stage's module and where its inputs come from.
-
-    Arguments:
-        is_flat: whether it returns a tuple of tensors in any case.
-    """
-
-    module: nn.Module
-    inputs: tuple[ValueRef, ...]
-    is_flat: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +178,7 @@ class Cut:
         digest: of the calls that the pieces make: equal in processes whose pieces fit together.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StageUnits, ...]
     output_form: Form | None
     evaluation: Callable[[Arguments], Cut]
     entering: Entering
@@ -210,7 +189,6 @@ class Cut:
     digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:
-        """The form of the model's output, from its last stage."""
         if self.output_form is not None:
             return self.output_form
         assert last.form is not None
@@ -235,11 +213,7 @@ class ModelUnits(Protocol):
 
 
 def flatten(value: object, *, end: str) -> tuple[Form, Tensors]:
-    """The form of what a stage returned, and its tensors; OutputError for what can be neither tensor nor constant.
-
-    Arguments:
-        end: what returned it.
-    """
+    """The form of what a stage returned, and its tensors; OutputError for what can be neither tensor nor constant."""
     try:
         form, flat = Form.of(value)
     except FormError as error:

@@ -113,7 +113,6 @@ class Kept:
         return found
 
     def restore(self) -> None:
-        """Everything as it was."""
         for undo in self._undo:
             undo()
 
@@ -261,7 +260,6 @@ def is_users_module(module: str | None) -> bool:
 
 
 def torch_generators(device: torch.device) -> list[torch.Generator]:
-    """The CPU's, and that of a CUDA device."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -271,11 +269,7 @@ def torch_generators(device: torch.device) -> list[torch.Generator]:
 
 
 class GeneratorStates:
-    """Where all generators stand when this is made.
-
-    Arguments:
-        device: whose generator counts beside the CPU's.
-    """
+    """Where all generators stand when this is made, those of the CPU and of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = [(generator, generator.get_state()) for generator in torch_generators(device)]
@@ -283,7 +277,6 @@ class GeneratorStates:
         self._numpy = np.random.get_state(legacy=False)
 
     def restore(self) -> None:
-        """Let them stand there again."""
         for generator, state in self._torch:
             generator.set_state(state)
         random.setstate(self._python)

@@ -26,7 +26,12 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, split: Split, call: Callable[..., torch.Tensor], is_transposed: bool, given: Operands, *inputs: Any
+        ctx: Any,
+        split: BackwardSplitter,
+        call: Callable[..., torch.Tensor],
+        is_transposed: bool,
+        given: Operands,
+        *inputs: Any,
     ) -> torch.Tensor:
         x, ctx.weight, ctx.bias = inputs
         _, used, bias = given
@@ -48,11 +53,7 @@ _product_of = _apply_of(_Product)
 
 
 def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, used: Any) -> Sequence[torch.Tensor | None]:
-    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside.
-
-    Arguments:
-        used: the weight, or the cast of it, that was computed with.
-    """
+    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
     *_, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
     weight, bias, is_transposed = ctx.weight, ctx.bias, ctx.is_transposed
     flat = x
@@ -116,7 +117,7 @@ def _sum_to(shape: Sequence[int], grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _product(
-    split: Split,
+    split: BackwardSplitter,
     call: Callable[..., torch.Tensor],
     x: Any,
     weight: Any,
@@ -130,13 +131,13 @@ def _product(
     return _product_of(split, call, is_transposed, given, given.x, weight, bias)
 
 
-def linear(split: Split, input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(split: BackwardSplitter, input: Any, weight: Any, bias: Any = None) -> Any:
     if not is_weight(weight) or weight.dim() != 2 or input.dim() < 2:
         return None
     return _product(split, F.linear, input, weight, bias, is_transposed=True)
 
 
-def matmul(split: Split, input: Any, other: Any) -> Any:
+def matmul(split: BackwardSplitter, input: Any, other: Any) -> Any:
     if not isinstance(input, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
     if other.dim() == 2 and input.dim() >= 2:
@@ -146,19 +147,19 @@ def matmul(split: Split, input: Any, other: Any) -> Any:
     return None
 
 
-def addmm(split: Split, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(split: BackwardSplitter, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1:
         return None
     return _times(split, lambda x, mat2, bias: torch.addmm(bias, x, mat2), mat1, mat2, input)
 
 
-def baddbmm(split: Split, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def baddbmm(split: BackwardSplitter, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1 or not is_weight(batch2):
         return None
     return _product(split, lambda x, mat2, bias: torch.baddbmm(bias, x, mat2), batch1, batch2, input)
 
 
-def _times(split: Split, call: Callable[..., torch.Tensor], x: Any, mat2: Any, bias: Any = None) -> Any:
+def _times(split: BackwardSplitter, call: Callable[..., torch.Tensor], x: Any, mat2: Any, bias: Any = None) -> Any:
     """x @ mat2 for a matrix that is a weight, or weight.t() in whichever spelling, and nothing else."""
     if is_weight(mat2):
         return _product(split, call, x, mat2, bias)
@@ -189,7 +190,7 @@ class Aside(Protocol):
     def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None: ...
 
 
-class Split(Protocol):
+class BackwardSplitter(Protocol):
     """The backward that is split: see `split_backward.SplitBackward`."""
 
     def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> Aside | None: ...
@@ -215,7 +216,9 @@ def is_weight(tensor: object) -> bool:
     )
 
 
-def operands(split: Split, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Operands | None:
+def operands(
+    split: BackwardSplitter, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Operands | None:
     """Operands as autocast casts them; None where types do not fit, or x is left over from a torch.func transform."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

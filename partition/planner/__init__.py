@@ -3,13 +3,12 @@
 space      which configurations there are
 search     which of them to look at next, and when none left can win
 cuts       where to cut one of them, or cuts of their own with unequal replicas
-evaluate   what it costs and holds on the ranks of its `placement` (`evaluated`); the least step from its `paces`
-simulated  the step of what was evaluated, on the schedule that is `built` of it
+evaluate   what it costs and holds on its ranks, and its step; the least step from its `paces`
+simulated  its schedule, batches of it, and what is in flight
 result     the Plan
 """
 
 from .plan import CHUNK_SIZES, SCHEDULES, plan
-from .search import Tally
 from .source import ProfileSource, difference
 
-__all__ = ["CHUNK_SIZES", "SCHEDULES", "ProfileSource", "Tally", "difference", "plan"]
+__all__ = ["CHUNK_SIZES", "SCHEDULES", "ProfileSource", "difference", "plan"]

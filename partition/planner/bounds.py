@@ -37,7 +37,7 @@ _UPDATED = ("update_seconds", "parameter_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Nodes:
-    """What a model's nodes take in any cuts.
+    """Least figures of a model's nodes in any cuts.
 
     Arguments:
         sizes: [n] nodes in each cut, ascending.
@@ -54,11 +54,7 @@ class _Nodes:
 
 
 class LeastSeconds:
-    """Lower bounds of the seconds of a batch, by configuration, on devices that are all as fast as the fastest.
-
-    Arguments:
-        norm: seconds of the global norm under a flush, behind the last work of all ranks.
-    """
+    """Lower bounds of the seconds of a batch, by configuration, on devices that are all as fast as the fastest."""
 
     def __init__(self, topology: Topology, *, norm: float | None = None) -> None:
         self.topology, self.norm = topology, norm or 0.0
@@ -89,11 +85,7 @@ class LeastSeconds:
         return max(least, self._passes(c, m) * (model.seconds / self.topology.fastest + c.num_stages * around))
 
     def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
-        """The mean over the ranks, with updates and without [s].
-
-        Arguments:
-            own, messages: seconds of the runtime around a rank's actions, and for all messages [s].
-        """
+        """The mean over the ranks, with updates and without [s], beside seconds of the runtime and of messages."""
         nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
         around = 2 * model.profile.action_seconds
         total = m * model.seconds / speed + messages

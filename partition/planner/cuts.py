@@ -8,20 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schedules.registry import family
-from ..allocator import certain
 from ..cluster import Cluster
-from ..memory import Moments, stage_parts
-from ..recompute import MemoryRules
+from ..memory import Moments, certain, stage_parts
 from ..solver.chunks import all_stages, equal_stages, even_stages
 from ..solver.dynamic import Grain, Solution, grain_of, solve, stage_ranks
 from ..solver.orders import node_orders
 from ..solver.ranges import RangeCosts
-from ..stage_cost import pace
+from ..stage_cost import Placement, pace
 from ..topology import Floats
-from .evaluate import Evaluator
-from .evaluated import Ends
+from .evaluate import Ends, PlanEvaluator
 from .model import Model
-from .placement import Placement
 from .space import Configuration
 
 _REACH = 3  # times the mean of cuts a stage
@@ -29,7 +25,7 @@ _MARGIN = 1e-9
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 
 
-def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -> list[Ends]:
+def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     """The likely best ones first; none where the graph has no chain of so many stages.
 
     Every way where these are at most ALL_CUTS; else the least slowest stage within the memory, the least slowest stage
@@ -41,8 +37,8 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
-    place, flights = evaluator.placements.of(c), evaluator.schedules.in_flight(c, exact=False)
-    ends = even_ends(model, place, flights, rules, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
+    place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
+    ends = even_ends(model, place, flights, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
     if ends is not None:
         found.append(ends)
     by_hand = equal_stages(model.cuts, c.num_stages)
@@ -52,19 +48,17 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
 
 
 def even_ends(
-    model: Model, place: Placement, flights: tuple[Moments, ...], rules: MemoryRules, c: Configuration, *, reach: int
+    model: Model, place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
 ) -> Ends | None:
     """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds.
 
-    The same whatever the reach: where a longer stage might be part of it, longer ones are looked at, too.
-
-    Arguments:
-        reach: coarse cuts that a stage spans at most, at first.
+    The same whatever the reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
+    too.
     """
     num_cuts = len(model.coarse)
     for fits in (True, False):
         while True:
-            costs = _EvenCosts(model, place, flights, rules, c, reach=min(reach, num_cuts - 1))
+            costs = _EvenCosts(model, place, flights, c, reach=min(reach, num_cuts - 1))
             found = even_stages(costs.within if fits else costs.whatever, c.num_stages, num_cuts)
             if reach >= num_cuts - 1 or (found is not None and found[1] * (1 + _MARGIN) < costs.least_beyond):
                 break
@@ -89,16 +83,9 @@ class _EvenCosts:
     """
 
     def __init__(
-        self,
-        model: Model,
-        place: Placement,
-        flights: tuple[Moments, ...],
-        rules: MemoryRules,
-        c: Configuration,
-        *,
-        reach: int,
+        self, model: Model, place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
     ) -> None:
-        self.place, self.flights, self.rules, self.c = place, flights, rules, c
+        self.place, self.flights, self.rules, self.c = place, flights, model.rules, c
         self.positions, self.counts = c.positions, c.counts
         at, rows = np.asarray(model.coarse), np.arange(len(model.coarse))[:, None]
         last = rows + np.arange(1, reach + 1)
@@ -182,11 +169,8 @@ class TooLargeError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Configurations with their cuts, those with the least bottleneck first, for each order of unequal nodes.
-
-    Arguments:
-        bound: no plan has a smaller bottleneck [s a microbatch].
-    """
+    """Configurations with their cuts, those with the least bottleneck first, for each order of unequal nodes; no plan
+    has a smaller bottleneck than `bound` [s a microbatch]."""
 
     found: tuple[tuple[Configuration, Ends], ...]
     bound: float
@@ -219,7 +203,7 @@ def candidates(
             num_microbatches=num_microbatches,
             memory_limit=memory_limit,
             beside=certain(model.profile.device),
-            optimizer_ratio=model.optimizer_ratio,
+            optimizer_ratio=model.rules.optimizer_ratio,
             action_seconds=model.profile.action_seconds,
         )
         grain = grain_of(costs, straight=straight)
@@ -256,7 +240,6 @@ def candidates(
 
 
 def _solutions(costs: RangeCosts, *, straight: bool, wanted: int) -> list[Solution]:
-    """The best first."""
     best = solve(costs, straight=straight, num_candidates=wanted)
     if costs.num_microbatches is not None:
         best += solve(costs.per_replica(), straight=straight, num_candidates=wanted)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..profile import Profile
+from ..recompute import MemoryRules
 from ..solver.antichains import MAX_CUTS, all_cuts
 from ..solver.cut_sums import Cuts, node_names, thinned
 from ..stage_cost import StageSums
@@ -21,17 +22,16 @@ class Model:
     """One profile for the planner, with the seconds that a run will see (`Profile.typical`).
 
     Arguments:
-        optimizer_ratio: bytes of optimizer state a byte of parameters.
+        rules: what may be done about its memory.
         compression: of activations, divides what crosses a cut.
     """
 
     def __init__(
-        self, profile: Profile, *, optimizer_ratio: float, max_cuts: int = MAX_CUTS, compression: float = 1.0
+        self, profile: Profile, rules: MemoryRules, *, max_cuts: int = MAX_CUTS, compression: float = 1.0
     ) -> None:
-        self.profile = profile.typical()
+        self.profile, self.rules = profile.typical(), rules
         times = self.profile.parts_seconds / (profile.parts_seconds or 1.0)
         scaled = f"all parts of the profile count {times:.3g} times, since the whole takes as much longer"
-        self.optimizer_ratio = optimizer_ratio
         cuts = all_cuts(self.profile, limit=max_cuts)
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
 
 from ...schedules.registry import FAMILIES, canonical_name, family
-from ..allocator import certain
 from ..cluster import Cluster
+from ..memory import certain
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
 from ..profile import Profile
@@ -23,13 +23,12 @@ from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
 from ..stage_cost import RECOMPUTE
 from ..strict import count, number
 from ..topology import Topology
-from .built import MAX_ACTIONS
 from .cuts import TooLargeError, candidates
-from .evaluate import Evaluator
-from .evaluated import Ends
+from .evaluate import Ends, Evaluated, PlanEvaluator
 from .model import Model
-from .result import Found, as_plan, distinct, label
-from .search import Brought, Progress, Search
+from .result import as_plan, distinct, label
+from .search import Brought, PlanSearch, Progress
+from .simulated import MAX_ACTIONS
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, Runs, SearchSpace
@@ -96,7 +95,7 @@ def plan(
         seconds: to search for, or a little longer, until something is found; likewise. None: until nothing left can
             win. With it the same input may give another plan.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
-        progress: called with a `Tally` and the best seconds so far.
+        progress: called with a `Searched` and the best seconds so far.
         on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
 
     The best configuration is searched best first by lower bounds; see `search` for what that proves. What
@@ -117,43 +116,16 @@ def plan(
     source = as_source(source, cluster)
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
-    wanted = (schedules,) if isinstance(schedules, str) else schedules
-    names = _names("schedules", [canonical_name(name) for name in wanted])
-    for name in names:
-        if not family(name).is_planned:
-            known = ", ".join(each.name for each in FAMILIES.values() if each.is_planned)
-            raise ValueError(
-                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences: "
-                f"expected some of {known}"
-            )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes)
-    limit = None if memory_limit is None else number("memory_limit", memory_limit)
     order = canonical_order(cluster)
-    topology = Topology(cluster.reordered(order), memory_limit=limit)
-    ratio = None if optimizer_bytes is None else number("optimizer_bytes", optimizer_bytes)
-    models: dict[tuple[int, int], Model] = {}
-
-    def model_of(microbatch_size: int, tensor: int) -> Model:
-        key = (microbatch_size, tensor)
-        if key not in models:
-            profile = source.profile(microbatch_size=microbatch_size, tensor=tensor)
-            known = ADAM_BYTES if profile.optimizer_ratio is None else profile.optimizer_ratio
-            models[key] = Model(profile, optimizer_ratio=known if ratio is None else ratio, max_cuts=max_cuts)
-        return models[key]
-
-    def rules_of(model: Model) -> MemoryRules:
-        known = allowed if model.profile.knows_selective else tuple(each for each in allowed if each != "selective")
-        return MemoryRules(optimizer_ratio=model.optimizer_ratio, recompute=known, sharding=sharding)
-
-    sizes_of_chunks = _chunks(chunk_sizes)
+    topology = Topology(cluster.reordered(order), memory_limit=_figure("memory_limit", memory_limit))
+    model_of = _models(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
     space = SearchSpace(
         num_devices=cluster.num_devices,
         global_batch=global_batch,
-        schedules=[
-            (name, sizes_of_chunks if (own := family(name)).takes_chunks else (own.num_chunks,)) for name in names
-        ],
+        schedules=_with_chunks(_schedules(schedules), chunk_sizes),
         microbatch_sizes=sizes,
         tensor_sizes=ways,
         pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
@@ -164,57 +136,82 @@ def plan(
         _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
-    search = Search(
-        Evaluator(topology, rules_of, model_of, norm=_norm_seconds(clips_to, topology)),
-        rules_of,
+    search = PlanSearch(
+        PlanEvaluator(topology, model_of, norm=_norm_seconds(clips_to, topology)),
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
-        seconds=None if seconds is None else number("seconds", seconds),
+        seconds=_figure("seconds", seconds),
         progress=progress,
     )
+    found = distinct(_found(search, space, order, runnable=runnable))
+    ranked = partial(_ranked, search, found, order=order, one=one, num_runners_up=num_runners_up)
+    if on_runners_up is not None:
+        on_runners_up([ranked(at) for at in range(1, min(len(found), num_runners_up + 1))])
+    return ranked(0)
+
+
+def _models(
+    source: ProfileSource,
+    ratio: float | None,
+    recompute: tuple[str, ...],
+    sharding: tuple[str, ...],
+    max_cuts: int,
+) -> Callable[[int, int], Model]:
+    @cache
+    def model_of(microbatch_size: int, tensor: int) -> Model:
+        profile = source.profile(microbatch_size=microbatch_size, tensor=tensor)
+        known = ADAM_BYTES if profile.optimizer_ratio is None else profile.optimizer_ratio
+        rules = MemoryRules(
+            optimizer_ratio=known if ratio is None else ratio,
+            recompute=tuple(each for each in recompute if each != "selective" or profile.knows_selective),
+            sharding=sharding,
+        )
+        return Model(profile, rules, max_cuts=max_cuts)
+
+    return model_of
+
+
+def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
+    """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
+    evaluator, brought = search.evaluator, []
+    cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
     runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
-    brought: list[Brought] = []
-    if data_sizes is None and pipeline_sizes is None and 1 in ways:
-        for size, name in product(sizes, filter(SCHEDULES_WITH_REPLICAS.__contains__, names)):
-            num_microbatches = global_batch // size
-            find = partial(
-                _unequal,
-                model_of(size, 1),
-                topology,
-                schedule=name,
-                microbatch_size=size,
-                num_microbatches=num_microbatches,
-                makes_room={*allowed, *sharding} != {"none"},
-                runs=runs,
-            )
-            brought.append(Brought(search.least.of_any(name, model_of(size, 1), num_microbatches), find))
+    if space.data_sizes is None and space.pipeline_sizes is None and 1 in space.tensor_sizes:
+        for size, name in product(space.microbatch_sizes, filter(SCHEDULES_WITH_REPLICAS.__contains__, names)):
+            model, num_microbatches = evaluator.model_of(size, 1), space.global_batch // size
+            sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
+            find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
+            brought.append(Brought(search.least.of_any(name, model, num_microbatches), find))
     every = replace(space, all_layouts=True)
-    found = search.run(filter(runs, _in_all_orders(space, topology.cluster)), brought) or search.run(
-        filter(runs, _in_all_orders(every, topology.cluster)), []
+    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
+        filter(runs, _in_all_orders(every, cluster)), []
     )
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
-    found = distinct(found)
-    says_size = one.microbatch_size is not None
+    return found
 
-    def plan_of(number: int) -> Plan:
-        ranked = [found[number], *found[:number], *found[number + 1 :]]
-        best = ranked[0].evaluated
-        return as_plan(
-            ranked,
-            topology,
-            order=order,
-            bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
-            says_size=says_size,
-            num_runners_up=num_runners_up,
-            notes=_notes(search, ranked, says_size=says_size),
-            searched=search.searched,
-            norm_seconds=search.evaluator.norm_seconds(best.configuration.schedule),
-        )
 
-    if on_runners_up is not None:
-        on_runners_up([plan_of(number) for number in range(1, min(len(found), num_runners_up + 1))])
-    return plan_of(0)
+def _ranked(
+    search: PlanSearch, found: Sequence[Evaluated], at: int, *, order: Sequence[int], one: Profile, num_runners_up: int
+) -> Plan:
+    """One of those that were found as a plan, the others as its runners-up. One profile says the size of its
+    microbatch."""
+    best, topology, says_size = found[at], search.evaluator.topology, one.microbatch_size is not None
+    notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
+    if not says_size:
+        notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
+    if search.refused:
+        notes.append(f"{len(search.refused)} left out, whose schedule does not run, such as {search.refused[0]}")
+    return as_plan(
+        [best, *found[:at], *found[at + 1 :]],
+        topology,
+        order=order,
+        bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
+        says_size=says_size,
+        num_runners_up=num_runners_up,
+        notes=notes,
+        searched=search.searched,
+    )
 
 
 def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
@@ -225,7 +222,6 @@ def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | No
 
 
 def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
-    """ValueError for a batch that takes too many actions on whatever layout."""
     most = MAX_ACTIONS // 2 * num_devices * largest
     if global_batch > most:
         raise ValueError(
@@ -250,20 +246,14 @@ def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configurati
 
 
 def _unequal(
-    model: Model,
-    topology: Topology,
-    *,
-    schedule: str,
-    microbatch_size: int,
-    num_microbatches: int,
-    makes_room: bool,
-    runs: Runs,
+    model: Model, topology: Topology, *, schedule: str, microbatch_size: int, num_microbatches: int, runs: Runs
 ) -> Iterator[tuple[Configuration, Ends]]:
     """The dynamic program's candidates with the memory limit, and without it where recomputation or shards make room.
 
     One with equal replicas is that of the enumeration, with other cuts.
     """
     has_limit = bool(np.isfinite(topology.memory_bytes).any())
+    makes_room = {*model.rules.recompute, *model.rules.sharding} != {"none"}
     for memory_limit in (topology.memory_limit, math.inf) if has_limit and makes_room else (topology.memory_limit,):
         try:
             options = candidates(
@@ -296,6 +286,18 @@ def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def _schedules(wanted: str | Sequence[str]) -> tuple[str, ...]:
+    names = _names("schedules", [canonical_name(each) for each in ([wanted] if isinstance(wanted, str) else wanted)])
+    for name in names:
+        if not family(name).is_planned:
+            known = ", ".join(each.name for each in FAMILIES.values() if each.is_planned)
+            raise ValueError(
+                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences: "
+                f"expected some of {known}"
+            )
+    return names
+
+
 def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     values = (values,) if isinstance(values, str) else tuple(values)
     for value in values:
@@ -305,7 +307,6 @@ def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[st
 
 
 def _refuse_unknown(profiles: Sequence[Profile]) -> None:
-    """ValueError for a profile without the figures of selective recompute."""
     for profile in profiles:
         missing = [node.name for node in profile.nodes if node.runs_again and node.selective_bytes is None]
         if missing:
@@ -313,6 +314,10 @@ def _refuse_unknown(profiles: Sequence[Profile]) -> None:
                 f"recompute: 'selective' with a profile whose node {missing[0]!r} has no selective_bytes and "
                 f"selective_seconds: expected a profile with both, or some of none, full, layer"
             )
+
+
+def _figure(what: str, value: float | None) -> float | None:
+    return None if value is None else number(what, value)
 
 
 def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -323,11 +328,11 @@ def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(count(what, value) for value in values))
 
 
-def _chunks(values: Sequence[int]) -> tuple[int, ...]:
-    sizes = _counts("chunk_sizes", values) or ()
+def _with_chunks(names: Sequence[str], chunk_sizes: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    sizes = _counts("chunk_sizes", chunk_sizes) or ()
     if 1 in sizes:
         raise ValueError("chunk_sizes: 1: expected at least 2 (a schedule with one stage a rank is 1f1b)")
-    return sizes
+    return [(name, sizes if (own := family(name)).takes_chunks else (own.num_chunks,)) for name in names]
 
 
 def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:
@@ -341,19 +346,8 @@ def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int]
     return sizes
 
 
-def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[str]:
-    best = found[0].evaluated
-    notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
-    if not says_size:
-        notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
-    if search.refused:
-        notes.append(f"{len(search.refused)} left out, whose schedule does not run, such as {search.refused[0]}")
-    return notes
-
-
-def _why_nothing(search: Search, space: SearchSpace, *, runnable: bool) -> str:
-    miss = search.miss
-    if miss is None:
+def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> str:
+    if search.miss is None:
         sizes = {"pipeline_sizes": space.pipeline_sizes, "data_sizes": space.data_sizes}
         given = [f"{name}={_listed(values)}" for name, values in sizes.items() if values is not None]
         asked = f" with {' and '.join(given)}" if given else ""
@@ -364,22 +358,18 @@ def _why_nothing(search: Search, space: SearchSpace, *, runnable: bool) -> str:
             f"expected sizes whose product is at most {space.num_devices}, with replicas that divide the microbatches, "
             f"at most {space.max_stages} stages, and enough microbatches for the schedule{runs}"
         )
-    c = miss.configuration
+    c, miss = search.miss
     ranks = c.stage_ranks[miss.stage_group]
     needed, too_many = math.ceil(miss.limit + miss.too_many), math.ceil(miss.too_many)
     beside = certain(search.evaluator.model(c).profile.device)
     kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
+    rules = search.evaluator.model(c).rules
+    allowed = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
+    tried = [what for what, names in allowed if set(names) != {"none"}]
+    done = f" (allowed: {', '.join(tried)})" if tried else ", with nothing recomputed and no optimizer sharded"
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     return (
         f"nothing fits the memory: nearest is {c.label}, which on {where} needs {needed:,} "
-        f"bytes{kept} of {miss.limit:,.0f}, {too_many:,} too many{_done_about_it(search)}: expected devices with "
+        f"bytes{kept} of {miss.limit:,.0f}, {too_many:,} too many{done}: expected devices with "
         f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
     )
-
-
-def _done_about_it(search: Search) -> str:
-    assert search.miss is not None
-    rules = search.rules_of(search.evaluator.model(search.miss.configuration))
-    ways = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
-    tried = [what for what, allowed in ways if set(allowed) != {"none"}]
-    return f" (allowed: {', '.join(tried)})" if tried else ", with nothing recomputed and no optimizer sharded"

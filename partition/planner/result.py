@@ -5,47 +5,30 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ...schedules.registry import family
 from ..memory import stage_bytes
 from ..plans.plan import Plan
-from ..plans.record import PlanStage, RunnerUp
-from ..plans.searched import Searched
+from ..plans.record import PlanStage, RunnerUp, Searched
 from ..profile import Node
 from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
 from ..topology import Topology
-from .evaluated import Evaluated
+from .evaluate import Evaluated
 from .paces import stage_paces
-from .simulated import Simulated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A configuration with cuts; simulated, or not where nobody knows its batch or the schedule does not take it."""
-
-    evaluated: Evaluated
-    simulated: Simulated | None
-
-    @property
-    def seconds(self) -> float:
-        """Simulated seconds of a step; infinite where it was not simulated."""
-        return math.inf if self.simulated is None else self.simulated.seconds
-
-
-def distinct(found: Iterable[Found]) -> list[Found]:
+def distinct(found: Iterable[Evaluated]) -> list[Evaluated]:
     """Each of them once: of those that differ in nothing but which of the devices their stages stand on, the first."""
-    seen: dict[object, Found] = {}
-    for each in found:
-        e = each.evaluated
-        figures = (e.bottleneck, each.seconds, e.memory_bytes)
-        seen.setdefault((label(e), e.configuration.counts, e.ends, *(f"{figure:.9g}" for figure in figures)), each)
+    seen: dict[object, Evaluated] = {}
+    for e in found:
+        figures = (e.bottleneck, e.simulated_seconds, e.memory_bytes)
+        seen.setdefault((label(e), e.configuration.counts, e.ends, *(f"{figure:.9g}" for figure in figures)), e)
     return list(seen.values())
 
 
 def as_plan(
-    found: Sequence[Found],
+    found: Sequence[Evaluated],
     topology: Topology,
     *,
     order: Sequence[int],
@@ -54,7 +37,6 @@ def as_plan(
     num_runners_up: int,
     notes: Sequence[str],
     searched: Searched | None = None,
-    norm_seconds: float | None = None,
 ) -> Plan:
     """The first of `found` as a plan, the next ones as its runners-up.
 
@@ -62,10 +44,9 @@ def as_plan(
         order: of the cluster's nodes in `topology`.
         bound: of the bottleneck of any plan [s a microbatch].
         says_size: whether the profile says how many samples a microbatch has.
-        norm_seconds: of the global norm, where the first was simulated with one [s].
     """
-    best = found[0]
-    e, c = best.evaluated, best.evaluated.configuration
+    e, c = found[0], found[0].configuration
+    is_simulated = math.isfinite(e.simulated_seconds)
     if idle := (of := topology.num_devices) - c.num_devices:
         notes = [*notes, f"{idle} of {of} devices stay idle: nothing that was looked at is faster with them"]
     if 8 * idle > 7 * of:
@@ -74,7 +55,7 @@ def as_plan(
         stages=plan_stages(e, order, topology.level_sizes[0]),
         num_devices=topology.num_devices,
         num_chunks=c.num_chunks,
-        costs=e.costs(norm=norm_seconds),
+        costs=e.costs,
         links=e.links,
         cost_model="default",
         schedule=c.schedule,
@@ -82,8 +63,8 @@ def as_plan(
         microbatch_size=c.microbatch_size if says_size else None,
         predicted_step_time=e.bottleneck,
         bound=min(e.bottleneck, bound),
-        simulated_step_time=None if best.simulated is None else best.simulated.seconds,
-        simulated_bubble=None if best.simulated is None else best.simulated.bubble,
+        simulated_step_time=e.simulated_seconds if is_simulated else None,
+        simulated_bubble=e.bubble if is_simulated else None,
         runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
         notes=tuple(notes),
         searched=searched,
@@ -113,8 +94,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 memory_limit=memory.limit if math.isfinite(memory.limit) else None,
                 held=held[s],
                 in_flight=max(1, memory.in_flight[v]),
-                recompute=memory.treatment.recompute[v],
-                optimizer_shards=memory.treatment.shards[v],
+                recompute=memory.recompute[v],
+                optimizer_shards=memory.shards[v],
             )
         )
     return tuple(stages)
@@ -131,24 +112,23 @@ def label(e: Evaluated) -> str:
     """The configuration and what was done about its memory."""
     c = e.configuration
     parts = [c.label]
-    chosen = [name for memory in e.memories for name in memory.treatment.recompute]
+    chosen = [name for memory in e.memories for name in memory.recompute]
     for name in (each for each in RECOMPUTE[1:] if each in chosen):
         times = chosen.count(name)
         parts.append(f"recompute {name}" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))
-    shards = sum(each > 1 for memory in e.memories for each in memory.treatment.shards)
+    shards = sum(each > 1 for memory in e.memories for each in memory.shards)
     if shards:
         parts.append("optimizer sharded" + ("" if shards == c.num_stages else f" in {shards} of {c.num_stages} stages"))
     return ", ".join(parts)
 
 
-def _runner_up(found: Found) -> RunnerUp:
-    e = found.evaluated
+def _runner_up(e: Evaluated) -> RunnerUp:
     sizes = e.model.cuts.members.sum(axis=1)
     return RunnerUp(
         label=label(e),
         replicas=tuple(e.configuration.counts[p] for p in e.configuration.positions),
         num_nodes=tuple(int(sizes[b] - sizes[a]) for a, b in zip(e.ends[:-1], e.ends[1:], strict=True)),
         predicted_step_time=e.bottleneck,
-        simulated_step_time=None if found.simulated is None else found.seconds,
+        simulated_step_time=e.simulated_seconds if math.isfinite(e.simulated_seconds) else None,
         memory_bytes=e.memory_bytes,
     )

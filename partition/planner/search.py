@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
-from ..plans.searched import Searched
-from ..recompute import MemoryRules
+from ..plans.record import Searched
 from ..solver.chunks import level_ranks, neighbours
 from .bounds import LeastSeconds
-from .built import MAX_ACTIONS, RefusedError, TooLongError
 from .cuts import candidate_ends
-from .evaluate import Evaluator, MisfitError
-from .evaluated import Ends, Evaluated
-from .model import Model
-from .result import Found
-from .simulated import num_actions
+from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
+from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
 from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
@@ -39,34 +34,11 @@ _STEPS = 12  # of best first to one of farthest first, where seconds are counted
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
-    """The configuration that came nearest to fitting."""
-
-    configuration: Configuration
-    ends: Ends
-    stage_group: int
-    too_many: float
-    limit: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """Counts of configurations that came so far."""
-
-    considered: int = 0
-    cut: int = 0
-    unfit: int = 0
-    too_long: int = 0
-    simulated: int = 0
-    left: int = 0
-
-
 _Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key, number, what is looked at
-Progress = Callable[[Tally, float | None], None]
+Progress = Callable[[Searched, float | None], None]
 
 
-class _Cut(NamedTuple):
+class _WithCuts(NamedTuple):
     """A configuration with its cuts to look at, the one with the least bound first."""
 
     configuration: Configuration
@@ -75,17 +47,14 @@ class _Cut(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """Configurations that bring their own cuts (unequal replicas), found when they may win.
-
-    Arguments:
-        least: none of them takes less [s a batch].
-    """
+    """Configurations that bring their own cuts (unequal replicas), found when they may win; none takes less than
+    `least` [s]."""
 
     least: float
     find: Callable[[], Iterable[tuple[Configuration, Ends]]]
 
 
-class Search:
+class PlanSearch:
     """One search.
 
     Arguments:
@@ -97,19 +66,18 @@ class Search:
 
     def __init__(
         self,
-        evaluator: Evaluator,
-        rules_of: Callable[[Model], MemoryRules],
+        evaluator: PlanEvaluator,
         *,
         wanted: int,
         max_simulated: int,
         seconds: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.evaluator, self.rules_of = evaluator, rules_of
+        self.evaluator = evaluator
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
-        self.tally = Tally()
+        self._counts = Counter[str]()
         self.least = LeastSeconds(evaluator.topology, norm=evaluator.norm)
-        self.miss: Miss | None = None
+        self.miss: tuple[Configuration, MisfitError] | None = None  # what came nearest to fitting
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
         self.refusal: str | None = None  # of sizes that a schedule does not take, the first
@@ -118,41 +86,40 @@ class Search:
         self._least_left = math.inf  # of those that were not simulated
         self._numbers, self._brought_numbers = count(), count(-1, -1)
 
-    def run(self, configurations: Iterable[Configuration], brought: Sequence[Brought]) -> list[Found]:
+    def run(self, configurations: Iterable[Configuration], brought: Sequence[Brought]) -> list[Evaluated]:
         """Simulated configurations, the best first; empty where nothing fits."""
         queue: list[_Entry] = []
         for c in configurations:
             queue.append((self.least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
-        self.tally.considered += len(queue)
+        self._counts["considered"] += len(queue)
         self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
         queue += [(each.least, 0, (), next(self._brought_numbers), each) for each in brought]
         self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
         heapify(queue)
-        found: list[Found] = []
+        found: list[Evaluated] = []
         for step in count():
             if not queue or self._is_done(queue[0][0], found):
                 break
             self._look(self._next(queue, step), queue, found)
             if self.progress is not None:
-                self.progress(self.tally, _least_seconds(found))
+                self.progress(self.searched, _least_seconds(found) if found else None)
         # Stopped or not, nothing that was brought along and may still win is left out.
         own = [entry for entry in queue if entry[3] < 0]
         queue = [entry for entry in queue if entry[3] >= 0]
         self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
         heapify(own)
-        while own and own[0][0] < _least_seconds(found, otherwise=math.inf):
+        while own and own[0][0] < _least_seconds(found):
             self._look(heappop(own), own, found)
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
-        self.tally.left = len(queue)
         if not found:
             self._find_miss()
         found.sort(key=_rank)
-        best: dict[Configuration, Found] = {}  # of one configuration, with its own cuts and those that were brought
+        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
         for each in found:
-            best.setdefault(each.evaluated.configuration, each)
+            best.setdefault(each.configuration, each)
         return self._refined(list(best.values()))
 
-    def _look(self, entry: _Entry, queue: list[_Entry], found: list[Found]) -> None:
+    def _look(self, entry: _Entry, queue: list[_Entry], found: list[Evaluated]) -> None:
         """Take one step with what is looked at: it joins `found`, or the queue again, or is out."""
         bound, _, key, number, item = entry
         if isinstance(item, list):
@@ -161,24 +128,18 @@ class Search:
         if isinstance(item, Brought):
             for c, ends in item.find():
                 least = max(bound, self.evaluator.least_seconds(c, ends))
-                heappush(queue, (least, 1, c.key, next(self._brought_numbers), _Cut(c, [ends])))
-                self.tally.considered += 1
+                heappush(queue, (least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
+                self._counts["considered"] += 1
             return
         further, least = self._further(item)
         if further is not None:
-            level = 1 + further.is_weighed if isinstance(further, _Cut) else 3
+            level = 1 + further.is_weighed if isinstance(further, _WithCuts) else 3
             heappush(queue, (max(bound, least), level, key, next(self._numbers) if level == 1 else number, further))
 
     @property
     def searched(self) -> Searched:
-        """Record of how far was searched, and what is known of the rest."""
-        tally = self.tally
         return Searched(
-            considered=tally.considered,
-            cut=tally.cut,
-            simulated=tally.simulated,
-            unfit=tally.unfit,
-            too_long=tally.too_long,
+            **{name: self._counts[name] for name in ("considered", "cut", "simulated", "unfit", "too_long")},
             least_left=self._least_left if math.isfinite(self._least_left) else None,
             least=self._least_seconds,
         )
@@ -192,30 +153,30 @@ class Search:
         heapify(queue)
         return farthest
 
-    def _is_done(self, least: float, found: Sequence[Found]) -> bool:
+    def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
         if found and self.deadline is not None and time.monotonic() > self.deadline:
             return True
-        done = bool(found) and least >= _least_seconds(found, otherwise=math.inf) and len(found) >= self.wanted
+        done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
 
-    def _further(self, item: object) -> tuple[_Cut | list[Evaluated] | None, float]:
+    def _further(self, item: object) -> tuple[_WithCuts | list[Evaluated] | None, float]:
         """A configuration as its cuts, cuts as those that fit, with the least seconds; None where nothing is left."""
         if isinstance(item, Configuration):
             return self._cut(item)
-        assert isinstance(item, _Cut)
+        assert isinstance(item, _WithCuts)
         if not item.is_weighed:
             return self._weighed(item)
         fitting = self._fitting(item.configuration, item.every)
-        self.tally.unfit += not fitting
+        self._counts["unfit"] += not fitting
         return fitting or None, fitting[0].bound if fitting else math.inf
 
-    def _cut(self, c: Configuration) -> tuple[_Cut | None, float]:
+    def _cut(self, c: Configuration) -> tuple[_WithCuts | None, float]:
         """A configuration's cuts, and the least seconds of any of them; None where it can't be cut so that it fits."""
-        self.tally.cut += 1
+        self._counts["cut"] += 1
         every = [] if self._is_hopeless(c) else self._ends(c)
         if not every:
-            self.tally.unfit += 1
+            self._counts["unfit"] += 1
             return None, math.inf
         least = {ends: self.evaluator.least_seconds(c, ends) for ends in every}
         every.sort(key=lambda ends: (least[ends], ends))
@@ -224,42 +185,42 @@ class Search:
             for ends in [level_ranks(cuts, ends, c.positions) for ends in every[:2]]:
                 if ends not in least:
                     least[ends] = self.evaluator.least_seconds(c, ends)
-        return _Cut(c, sorted(least, key=lambda ends: (least[ends], ends))), min(least.values())
+        return _WithCuts(c, sorted(least, key=lambda ends: (least[ends], ends))), min(least.values())
 
-    def _weighed(self, cut: _Cut) -> tuple[_Cut, float]:
+    def _weighed(self, cut: _WithCuts) -> tuple[_WithCuts, float]:
         """The same, with the least seconds of any of them now that their memory is known."""
         c, find = cut.configuration, self.evaluator.least_seconds
         try:
             flights = self.evaluator.schedules.in_flight(c, exact=False)
-        except RefusedError:  # `_fitting` says so
+        except SizesError:  # `_fitting` says so
             return cut._replace(is_weighed=True), 0.0
         least = {ends: find(c, ends, flights=flights) for ends in cut.every}
         every = sorted(cut.every, key=lambda ends: (least[ends], ends))
-        return _Cut(c, every, is_weighed=True), least[every[0]]
+        return _WithCuts(c, every, is_weighed=True), least[every[0]]
 
-    def _run(self, item: list[Evaluated], found: list[Found]) -> None:
+    def _run(self, item: list[Evaluated], found: list[Evaluated]) -> None:
         """Simulate the candidates of one configuration; the best of them joins `found`."""
         if num_actions(item[0].configuration) > MAX_ACTIONS:
-            self.tally.too_long += 1
+            self._counts["too_long"] += 1
             self._least_left = min(self._least_left, item[0].bound)
             return
         ran = self._simulated(item)
         found += ran
-        self.tally.simulated += bool(ran)
-        self.tally.unfit += not ran
+        self._counts["simulated"] += bool(ran)
+        self._counts["unfit"] += not ran
 
     def _ends(self, c: Configuration) -> list[Ends]:
         """Cuts to look at; none where the schedule does not take its sizes."""
         try:
-            return candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
-        except RefusedError as error:
+            return candidate_ends(self.evaluator, c)
+        except SizesError as error:
             self._note_refusal(error, self.least.of(c, self.evaluator.model(c)))
             return []
 
     def _find_miss(self) -> None:
         """Look at the hopeless ones for what they lack in truth, in order of what they lack on average."""
         for tried, (excess, c) in enumerate(sorted(self._hopeless, key=lambda each: (each[0], each[1].key))):
-            if self.miss is not None and (excess >= self.miss.too_many or tried >= _MISSES):
+            if self.miss is not None and (excess >= self.miss[1].too_many or tried >= _MISSES):
                 break
             self._fitting(c, self._ends(c))
 
@@ -269,7 +230,7 @@ class Search:
         Where the optimizer is divided, a rank has the parts of others for a moment, of gradients and of weights.
         """
         model = self.evaluator.model(c)
-        rules = self.rules_of(model)
+        rules = model.rules
         ways = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
         optimizer = min(ways[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
         excess = self.least.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
@@ -279,57 +240,52 @@ class Search:
         return True
 
     def _fitting(self, c: Configuration, every: Sequence[Ends]) -> list[Evaluated]:
-        """Candidates that fit the memory, the one with the least bound first."""
         fitting = []
         for ends in every:
             try:
                 fitting.append(self.evaluator.evaluate(c, ends))
             except MisfitError as error:
-                self._note_miss(c, ends, error)
-            except RefusedError as error:
+                self._note_miss(c, error)
+            except SizesError as error:
                 self._note_refusal(error, self.evaluator.least_seconds(c, ends))
                 break
         return sorted(fitting, key=lambda each: (each.bound, each.ends))
 
-    def _note_miss(self, c: Configuration, ends: Ends, error: MisfitError) -> None:
-        if self.miss is None or error.too_many < self.miss.too_many:
-            self.miss = Miss(
-                configuration=c, ends=ends, stage_group=error.stage_group, too_many=error.too_many, limit=error.limit
-            )
+    def _note_miss(self, c: Configuration, error: MisfitError) -> None:
+        if self.miss is None or error.too_many < self.miss[1].too_many:
+            self.miss = c, error.with_traceback(None)
 
-    def _note_refusal(self, error: RefusedError, least: float) -> None:
+    def _note_refusal(self, error: SizesError, least: float) -> None:
         """A schedule that does not take its sizes; or one too long to look at, which would take `least` or more [s]."""
         if isinstance(error, TooLongError):
             self._least_left = min(self._least_left, least)
         self.refusal = str(error) if self.refusal is None else self.refusal
 
-    def _simulated(self, candidates: list[Evaluated]) -> list[Found]:
+    def _simulated(self, candidates: list[Evaluated]) -> list[Evaluated]:
         """The best of its candidates, those that can't win left out; none where all turn out not to run."""
-        found: list[Found] = []
+        found: list[Evaluated] = []
         for evaluated in candidates:
-            least = min((each.seconds for each in found), default=None)
-            if least is not None and evaluated.bound >= least * (1 - _TIE):
+            if evaluated.bound >= _least_seconds(found) * (1 - _TIE):
                 continue
             try:
                 exact = self.evaluator.evaluate(evaluated.configuration, evaluated.ends, exact=True)
             except MisfitError as error:
-                self._note_miss(evaluated.configuration, evaluated.ends, error)
+                self._note_miss(evaluated.configuration, error)
                 continue
-            except RefusedError as error:
+            except SizesError as error:
                 self._note_refusal(error, evaluated.bound)
                 break
             try:
-                simulated = self.evaluator.simulate(exact)
-            except RefusedError as error:  # no short batch stands for it, and all of it is too long
+                found.append(self.evaluator.simulate(exact))
+            except SizesError as error:  # no short batch stands for it, and all of it is too long
                 self._note_refusal(error, exact.bound)
                 break
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
                 self.refused.append(f"{exact.configuration.label}: {error}")
                 break
-            found.append(Found(evaluated=exact, simulated=simulated))
         return [min(found, key=_rank)] if found else []
 
-    def _refined(self, found: list[Found]) -> list[Found]:
+    def _refined(self, found: list[Evaluated]) -> list[Evaluated]:
         """The best few with their cuts moved for as long as that helps."""
         left = float(_REFINED_ACTIONS)
         better = []
@@ -338,45 +294,36 @@ class Search:
             better.append(refined)
         return sorted(better + found[_REFINED:], key=_rank)
 
-    def _move_cuts(self, start: Found, budget: float) -> tuple[Found, float]:
-        best, c = start, start.evaluated.configuration
+    def _move_cuts(self, start: Evaluated, budget: float) -> tuple[Evaluated, float]:
+        best, c = start, start.configuration
         cost = num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
         moved = True
         while moved:
             moved = False
-            for ends in neighbours(self.evaluator.model(c).cuts, best.evaluated.ends):
+            for ends in neighbours(self.evaluator.model(c).cuts, best.ends):
                 try:
                     evaluated = self.evaluator.evaluate(c, ends, exact=True)
                 except MisfitError:
                     continue
-                if evaluated.bound >= best.seconds * (1 - _TIE):
+                if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
                     continue
                 if budget < cost:
                     return best, budget
                 budget -= cost
                 try:
                     simulated = self.evaluator.simulate(evaluated)
-                except RefusedError:  # too long, as no short batch stands for these cuts
+                except SizesError:  # too long, as no short batch stands for these cuts
                     continue
-                if simulated.seconds < best.seconds * (1 - _TIE):
-                    best, moved = replace(best, evaluated=evaluated, simulated=simulated), True
+                if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
+                    best, moved = simulated, True
                     break
         return best, budget
 
 
-@overload
-def _least_seconds(found: Sequence[Found]) -> float | None: ...
+def _least_seconds(found: Sequence[Evaluated]) -> float:
+    return min((each.simulated_seconds for each in found), default=math.inf)
 
 
-@overload
-def _least_seconds(found: Sequence[Found], *, otherwise: float) -> float: ...
-
-
-def _least_seconds(found: Sequence[Found], *, otherwise: float | None = None) -> float | None:
-    return min((each.seconds for each in found), default=otherwise)
-
-
-def _rank(found: Found) -> tuple[object, ...]:
+def _rank(e: Evaluated) -> tuple[object, ...]:
     """Least simulated seconds (to nine digits), then the simplest configuration, the least memory, the first cuts."""
-    e = found.evaluated
-    return (float(f"{found.seconds:.8e}"), e.configuration.key, e.memory_bytes, e.ends)
+    return (float(f"{e.simulated_seconds:.8e}"), e.configuration.key, e.memory_bytes, e.ends)

@@ -95,14 +95,9 @@ class MeasuredProfiles:
 
 
 def _refuse_seconds(what: str, took: Mapping[int, float]) -> None:
-    """ValueError where nothing takes any time, and where more work takes less than a tenth as long.
-
-    Noise alone, of tiny models on a busy machine, makes more work look quicker by half.
-
-    Arguments:
-        what: is counted.
-        took: by count, ascending, seconds of F + B of all ranks.
-    """
+    """ValueError where nothing takes any time, and where more work takes less than a tenth as long: noise alone, of
+    tiny models on a busy machine, makes it look quicker by half. Seconds are of F + B of all ranks, by count,
+    ascending."""
     for fewer, more in pairwise([next(iter(took)), *took]):
         if not took[more] or 10 * took[more] < took[fewer]:
             raise ValueError(

@@ -48,7 +48,6 @@ class Configuration:
 
     @property
     def num_devices(self) -> int:
-        """Devices in use."""
         if self.ranks is not None:
             return sum(map(len, self.ranks))
         return self.pipeline * self.data * self.tensor
@@ -108,14 +107,8 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Whether a configuration can be carried out on these devices, as `plans.to_schedule` and the runtime do.
-
-    Arguments:
-        num_devices: of the cluster.
-        order: of its nodes, as they are looked at.
-        node_size: devices of one.
-        runnable: whether the runtime is to run it, where groups of T divide the devices, and streams leave none idle.
-    """
+    """Whether a configuration can be carried out on these devices, as `plans.to_schedule` does, and, where it is to be
+    `runnable`, the runtime: there groups of T divide the devices, and streams leave none idle."""
 
     num_devices: int
     order: Sequence[int]
@@ -123,7 +116,6 @@ class Runs:
     runnable: bool
 
     def __call__(self, c: Configuration) -> bool:
-        """True where it can."""
         idle = c.num_devices < self.num_devices and family(c.schedule).rule.is_asynchronous
         if self.runnable and (idle or self.num_devices % c.tensor):
             return False
@@ -136,16 +128,9 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The axes. `configurations` is their product, less what does not fit together.
+    """The axes: `configurations` is their product, less what does not fit together; sizes of None are all that fit.
 
-    Arguments:
-        num_devices: of the cluster.
-        global_batch: samples of a batch.
-        schedules: canonical names, with the numbers of chunks V to try for each.
-        microbatch_sizes, tensor_sizes: to try.
-        pipeline_sizes, data_sizes: to try; None: all that fit.
-        max_stages: S at most, by tensor size: the longest chain of nodes.
-        all_layouts: those as well that leave more than an eighth of more than ALL_SIZES devices idle.
+    With `all_layouts` those as well that leave more than an eighth of more than ALL_SIZES devices idle.
     """
 
     num_devices: int

@@ -11,7 +11,7 @@ from ...schedules.timing.costs import by_stage
 from ...schedules.wording import count, duration, size
 from ..memory import MemoryUse
 from ..stage_cost import message_seconds
-from .record import PlanRecord, PlanStage, RunnerUp
+from .record import PlanRecord, RunnerUp
 from .simulated import sampled
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
@@ -46,7 +46,8 @@ def explain(plan: PlanRecord) -> str:
     lines += _folded(_stages(plan, more), "stages")
     lines += _folded(_replicas(plan), "stages")
     lines += _memory(plan)
-    lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
+    for each in plan.runners_up:
+        lines.append(f"runner-up {each.label or '-'.join(map(str, each.replicas))}: {_loss(plan, each)}")
     if plan.searched is not None and plan.simulated_step_time is not None:
         lines += plan.searched.lines(plan.simulated_step_time)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))])
@@ -100,22 +101,18 @@ def _folded(rows: list[str], what: str) -> list[str]:
 
 
 def _stages(plan: PlanRecord, more: Sequence[str]) -> list[str]:
+    rows = []
     actions = zip(plan.seconds(Op.F), plan.seconds(Op.B), strict=True)
-    return [
-        _stage(number, stage, (forward, backward, stage.step_seconds), more)
-        for number, (stage, (forward, backward)) in enumerate(zip(plan.stages, actions, strict=True))
-    ]
-
-
-def _stage(number: int, stage: PlanStage, figures: Sequence[float], more: Sequence[str]) -> str:
-    memory = "-" if stage.memory is None else size(stage.memory.total)
-    flight = "-" if stage.in_flight is None else str(stage.in_flight)
-    columns = "".join(f"  {getattr(stage, name):>6}" for name in more)
-    seconds = " ".join(f"{each * 1e3:10.3f}" for each in figures)
-    return (
-        f"{number:5}  {len(stage.nodes):5}  {_span(stage.ranks):9} {seconds}  {flight:>9}  {memory:>11}"
-        f"  {stage.recompute:9}{columns}  {stage.nodes[0]} .. {stage.nodes[-1]}"
-    )
+    for number, (stage, (forward, backward)) in enumerate(zip(plan.stages, actions, strict=True)):
+        memory = "-" if stage.memory is None else size(stage.memory.total)
+        flight = "-" if stage.in_flight is None else str(stage.in_flight)
+        columns = "".join(f"  {getattr(stage, name):>6}" for name in more)
+        seconds = " ".join(f"{each * 1e3:10.3f}" for each in (forward, backward, stage.step_seconds))
+        rows.append(
+            f"{number:5}  {len(stage.nodes):5}  {_span(stage.ranks):9} {seconds}  {flight:>9}  {memory:>11}"
+            f"  {stage.recompute:9}{columns}  {stage.nodes[0]} .. {stage.nodes[-1]}"
+        )
+    return rows
 
 
 def _replicas(plan: PlanRecord) -> list[str]:
@@ -153,14 +150,6 @@ def _memory(plan: PlanRecord) -> list[str]:
     return lines + _folded(table, "kinds of ranks")
 
 
-def _whole(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-
-
-def _label(other: RunnerUp) -> str:
-    return other.label or "-".join(map(str, other.replicas))
-
-
 def _loss(plan: PlanRecord, other: RunnerUp) -> str:
     predicted = f"{duration(other.predicted_step_time)} a microbatch"
     memory = "" if other.memory_bytes is None else f"; {size(other.memory_bytes)}"
@@ -179,4 +168,5 @@ def _more(seconds: float, least: float) -> str:
 def _span(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return str(ranks[0])
-    return f"{ranks[0]}-{ranks[-1]}" if _whole(ranks) else f"{len(ranks)} ranks"
+    in_a_row = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if in_a_row else f"{len(ranks)} ranks"

@@ -86,7 +86,6 @@ def input_grad_share(stage: PlanStage, profile: Profile | None) -> float:
 
 
 def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
-    """The plan's costs with seconds of I and W."""
     backward = plan.costs.free_of_overhead.table(num_stages=len(plan.stages)).rows[Op.B]
     input_grad = [
         [share * seconds for seconds in row]
@@ -97,7 +96,6 @@ def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
 
 
 def _costs(plan: PlanRecord) -> Costs:
-    """Costs of one pipeline, the mean of all replicas."""
     return Costs(
         forward=plan.seconds(Op.F),
         input_grad=plan.seconds(Op.I),
@@ -119,5 +117,4 @@ def _updates(plan: PlanRecord) -> list[float]:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Whether a search can begin with it."""
     return schedule.num_slices == 1 and all(len(ranks) == 1 for ranks in schedule.owners)

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
 def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatches: int | None = None) -> Exhibit:
     """Its own schedule, simulated with its own costs and links; of a plan that keeps none over free ones, with a note.
 
-    Arguments:
-        name: for headings; the schedule's by default.
-        num_microbatches: of the whole batch, where the plan leaves it open.
-
     Raises ValueError as `schedule_of` does.
     """
     from ...viz.exhibit import Exhibit

@@ -1,20 +1,40 @@
-"""A plan's own schedule, simulated as its planner did."""
+"""A plan's own schedule, simulated as its planner did, and with what its steps took in place of what was predicted.
+
+    inputs of the simulation, as steps show them  ->  F, B, I, W, runtime, messages, sums, update; around a step
+    simulated again                               ->  step, bubble, range
+
+What a trial did not show (a message that nobody waited for) stays as predicted. F, B, I and W of a stage's replicas are
+each rank's own; sums and updates have one figure for all.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import add
+from statistics import median, quantiles
+from typing import NamedTuple, TypeVar
 
-from ...schedules.ir import Schedule
+from ...schedules.ir import COMPUTE_OPS, Op, Schedule
 from ...schedules.timing.costs import Costs
+from ...schedules.timing.inputs import calibrate
 from ...schedules.timing.links import Links
+from ...schedules.timing.measured_inputs import measured_inputs
+from ...schedules.timing.prediction import PredictionCheck, check_prediction
 from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSamples, simulate_spread
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread
 from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import with_late_updates
-from .record import PlanRecord
+from ...schedules.wording import count, duration
+from .record import PlanRecord, PlanStage
 from .to_schedule import schedule_of
 
+P = TypeVar("P", bound=PlanRecord)
+
+_LEAST_SPREAD = 8  # durations of a stage that tell how they vary
+_SHOWN = 0.01  # of the step, from which on a cause is named
 MOST_SAMPLED = MOST_ACTIONS // LEAST_SAMPLES  # actions of a batch that is simulated many times
 
 
@@ -58,7 +78,7 @@ def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSam
 
 
 class ExpectedStep(NamedTuple):
-    """What a step of a plan is expected to take [s], and its bubble."""
+    """Expected seconds of a step of a plan [s], and its bubble."""
 
     seconds: float
     bubble: float
@@ -80,8 +100,109 @@ def expected(plan: PlanRecord) -> ExpectedStep | None:
 
 
 def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Links | None]:
-    """What runs, and the links on the ranks that run it."""
+    """The schedule, and the links on the ranks that run it."""
     schedule, links = schedule_of(plan, num_microbatches=num_microbatches), plan.links
     if links is not None:
         links = links.on(schedule.owners[: len(plan.stages) // plan.num_chunks])
     return with_late_updates(schedule, links), links
+
+
+def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
+    """The plan with what its own steps took, simulated again; a note says how far the prediction was off, and where.
+
+    Bottlenecks, runners-up and bounds, which were not measured, are corrected by the ratio of the steps.
+
+    Arguments:
+        steps: measured ones of the plan's own schedule.
+        known: costs that the same run measured itself: what goes on between actions, and whether there is a norm.
+    """
+    predicted, _, on_ranks = simulated(plan)
+    seen = measured_inputs(steps, known, planned=plan.costs)
+    if not all(seconds for each, seconds in seen.items() if each.kind == "overhead"):
+        seen = {
+            each: seconds for each, seconds in seen.items() if each.kind != "overhead"
+        }  # a process of several ranks
+    costs, links = calibrate(predicted.schedule, plan.costs, on_ranks, seen, queueing=True)
+    alone = [(place,) for place in range(len(plan.stages) // plan.num_chunks)]
+    measured = replace(plan, costs=costs, links=None if links is None else links.on(alone))
+    after = simulated(measured).timeline
+    took = median(step.batch_seconds for step in steps)
+    check = check_prediction(predicted, steps, costs=plan.costs, links=on_ranks, known=known)
+    return _scaled(
+        replace(
+            measured,
+            stages=_stages(plan, measured, steps),
+            simulated_step_time=after.batch_seconds,
+            simulated_bubble=max(0.0, after.bubble),
+            tried_seconds=took,
+            notes=(*plan.notes, _note(check, took, len(steps))),
+        ),
+        after.batch_seconds / predicted.batch_seconds,
+    )
+
+
+def _note(check: PredictionCheck, took: float, num_steps: int) -> str:
+    causes = [
+        f"{each.name} {'-' if each.seconds < 0 else '+'}{duration(abs(each.seconds))}"
+        for each in check.causes
+        if abs(each.seconds) >= _SHOWN * took
+    ]
+    return (
+        f"tried for {count(num_steps, 'step')}: {duration(took)} a batch, predicted from the profile "
+        f"{duration(check.predicted)}{': ' if causes else ''}{', '.join(causes)}"
+    )
+
+
+def _stages(plan: PlanRecord, measured: PlanRecord, steps: Sequence[Timeline]) -> tuple[PlanStage, ...]:
+    """Stages with how their actions varied, and a pace that is as far off as these."""
+    spreads = _spreads(steps)
+    before, after = (list(map(add, each.seconds(Op.F), each.seconds(Op.B))) for each in (plan, measured))
+    return tuple(
+        replace(
+            stage,
+            step_seconds=stage.step_seconds * (now / was if was > 0 else 1.0),
+            spread=spreads.get(number, stage.spread),
+        )
+        for number, (stage, was, now) in enumerate(zip(plan.stages, before, after, strict=True))
+    )
+
+
+def _spreads(steps: Sequence[Timeline]) -> dict[int, float]:
+    """By stage half the interquartile range of its actions over the median, weighted by their seconds."""
+    durations: dict[tuple[int, object, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for rank, trace in enumerate(step.ranks):
+            for (stage, op, _), start, end in trace.compute:
+                if op in COMPUTE_OPS:
+                    durations[stage, op, rank].append(end - start)
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (stage, _, _), own in durations.items():
+        if len(own) >= _LEAST_SPREAD and (middle := median(own)) > 0:
+            low, _, high = quantiles(own, n=4, method="inclusive")
+            found[stage].append((middle, (high - low) / 2 / middle))
+    return {stage: sum(w * s for w, s in own) / sum(w for w, _ in own) for stage, own in found.items()}
+
+
+def _scaled(plan: P, ratio: float) -> P:
+    """The plan with bottlenecks, runners-up and bounds, which nothing measured, corrected by what the step was off."""
+    searched = plan.searched
+    return replace(
+        plan,
+        predicted_step_time=plan.predicted_step_time * ratio,
+        bound=plan.bound * ratio,
+        runners_up=tuple(
+            replace(
+                each,
+                predicted_step_time=each.predicted_step_time * ratio,
+                simulated_step_time=None if (s := each.simulated_step_time) is None else s * ratio,
+            )
+            for each in plan.runners_up
+        ),
+        searched=None
+        if searched is None
+        else replace(
+            searched,
+            least=searched.least * ratio,
+            least_left=None if searched.least_left is None else searched.least_left * ratio,
+        ),
+    )

@@ -33,7 +33,6 @@ class Size(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Elements of all samples."""
         return self.samples * self.length
 
 
@@ -52,7 +51,6 @@ class StageLaws:
 
 
 def ascending(sizes: Iterable[Size]) -> list[Size]:
-    """Sizes by their elements, the smallest first."""
     return sorted(sizes, key=lambda size: (size.tokens, size))
 
 

@@ -36,23 +36,19 @@ class HostClock:
     """The monotonic clock, which all processes of a host share: on the CPU an operation ends when its call returns."""
 
     def stamp(self) -> float:
-        """See Clock."""
         return time.perf_counter()
 
     def settle(self) -> None:
         """Nothing is under way."""
 
     def seconds(self, stamp: Stamp) -> float:
-        """The stamp as it is."""
         assert isinstance(stamp, float)
         return stamp
 
     def between(self, begin: Stamp, end: Stamp) -> float:
-        """See Clock."""
         return self.seconds(end) - self.seconds(begin)
 
     def now(self) -> float:
-        """See Clock."""
         return self.stamp()
 
 
@@ -67,13 +63,11 @@ class CudaClock:
         self._origin_seconds = time.perf_counter()
 
     def stamp(self) -> torch.cuda.Event:
-        """An event behind the work so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def settle(self) -> None:
-        """See Clock."""
         torch.cuda.synchronize(self._device)
 
     def seconds(self, stamp: Stamp) -> float:
@@ -88,7 +82,6 @@ class CudaClock:
         return float(begin.elapsed_time(end)) / 1e3
 
     def now(self) -> float:
-        """See Clock."""
         return time.perf_counter()
 
 

@@ -38,22 +38,26 @@ NO_TARGET = "none"  # of a model's own loss
 LossFunction = Callable[[Any, Any], Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """Options of `profile_model`, which says what they mean."""
+
+    batch_dims: BatchDims | None = None
+    target: Any = None
+    loss_fn: LossFunction | str | None = None
+    optimizer: OptimizerFactory | None = None
+    autocast: torch.dtype | None = None
+    repetitions: int = 30
+    seconds: float = 10.0
+    split_backward: bool = True
+    tensor: int = 1
+    traffic: Traffic | None = None
+    progress: Callable[[str], None] | None = None
+    agree: Agree | None = None
+
+
 def profile_model(
-    model: nn.Module,
-    example_inputs: Sequence[object] | Mapping[str, object] | Arguments,
-    *,
-    batch_dims: BatchDims | None = None,
-    target: Any = None,
-    loss_fn: LossFunction | str | None = None,
-    optimizer: OptimizerFactory | None = None,
-    autocast: torch.dtype | None = None,
-    repetitions: int = 30,
-    seconds: float = 10.0,
-    split_backward: bool = True,
-    tensor: int = 1,
-    traffic: Traffic | None = None,
-    progress: Callable[[str], None] | None = None,
-    agree: Agree | None = None,
+    model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object] | Arguments, **options: Any
 ) -> Profile:
     """Measure every cut unit of a model: the children of an nn.Sequential, or the modules of any other model.
 
@@ -67,6 +71,8 @@ def profile_model(
 
     Arguments:
         example_inputs: arguments of ONE microbatch: a tuple, or a dict of keywords.
+
+    Options:
         batch_dims: dimension of the batch by name or position, see PipelineModule; 0 by default.
         target: for `loss_fn`.
         loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last unit. "model": the model
@@ -85,42 +91,43 @@ def profile_model(
     Raises ValueError for a model that cannot be recorded, inputs that do not fit, a loss without target, and an
     optimizer that needs a closure.
     """
-    tell = progress or (lambda text: None)
-    arguments = _arguments(model, example_inputs, batch_dims)
-    loss, target = _loss_option(loss_fn, target)
-    _check(arguments, target, loss, repetitions, seconds)
+    given = ProfileOptions(**options)
+    tell = given.progress or (lambda text: None)
+    arguments = _arguments(model, example_inputs, given.batch_dims)
+    loss, target = _loss_option(given.loss_fn, given.target)
+    _check(arguments, target, loss, given.repetitions, given.seconds)
     device = next((p.device for p in model.parameters()), arguments.tensors[0].device)
     clock = clock_for(device)
     arguments = arguments.map(lambda x: x.detach().to(device))
     if isinstance(target, torch.Tensor):
         target = target.to(device)
-    learns = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    learns = [model, given.loss_fn] if isinstance(given.loss_fn, nn.Module) else [model]
     with profiled(*learns, device=device), torch.enable_grad():
         tell(f"cutting {type(model).__name__} into units")
         passes = Passes(
-            model_units(model, arguments, enter_unit=None, agree=agree),
+            model_units(model, arguments, enter_unit=None, agree=given.agree),
             arguments,
             loss=None if loss is None else _again_and_again(loss, target),
             apart=[*model.parameters(), *model.buffers()],
-            autocast=autocast,
+            autocast=given.autocast,
             clock=clock,
         )
         tell(f"{len(passes.samples)} units, {len(passes.firsts)} of them different")
-        share = 1 - SPLIT_SHARE if split_backward else 1.0
+        share = 1 - SPLIT_SHARE if given.split_backward else 1.0
         both = (passes.run_units, passes.run_whole)
-        _repeat(both, repetitions=repetitions, seconds=seconds * share, what="forward, backward", tell=tell)
-        if split_backward:
-            left = seconds * SPLIT_SHARE
-            _repeat((passes.run_split,), repetitions=repetitions, seconds=left, what="I, W", tell=tell)
+        _repeat(both, given.repetitions, given.seconds * share, tell, what="forward, backward")
+        if given.split_backward:
+            _repeat((passes.run_split,), given.repetitions, given.seconds * SPLIT_SHARE, tell, what="I, W")
         tell("memory")
         workspaces = _workspaces(passes, device)
-        sums = {i: passes.traffic(i, traffic) for i in passes.firsts} if traffic is not None else {}
+        sums = {i: passes.traffic(i, given.traffic) for i in passes.firsts} if given.traffic is not None else {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        updates = {i: _update(passes.samples[i], optimizer, names, clock) for i in passes.firsts}
-    found = _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
+        updates = {i: _update(passes.samples[i], given.optimizer, names, clock) for i in passes.firsts}
+    measured = updates if given.optimizer else None
+    found = _profile(model, passes, workspaces, measured, device=device, autocast=given.autocast)
     pairs = zip(found.nodes, passes.samples, strict=True)
-    nodes = [sums[sample.like].at(node) if sums else node for node, sample in pairs]
-    return replace(found, nodes=tuple(nodes), tensor=tensor)
+    nodes = [replace(node, **sums[sample.like]) if sums else node for node, sample in pairs]
+    return replace(found, nodes=tuple(nodes), tensor=given.tensor)
 
 
 def _arguments(
@@ -128,7 +135,6 @@ def _arguments(
     example: Sequence[object] | Mapping[str, object] | Arguments,
     batch_dims: BatchDims | None,
 ) -> Arguments:
-    """The arguments of the microbatch; ValueError for wrong names."""
     if isinstance(example, Arguments):
         return example
     signature = None if is_sequential(model) else inspect.signature(model.forward)
@@ -206,12 +212,7 @@ def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
 
 
 def _repeat(
-    passes: Sequence[Callable[..., None]],
-    *,
-    repetitions: int,
-    seconds: float,
-    what: str,
-    tell: Callable[[str], None],
+    passes: Sequence[Callable[..., None]], repetitions: int, seconds: float, tell: Callable[[str], None], *, what: str
 ) -> None:
     """Make these passes in turn: WARM_UP times without, then with a record, until repetitions or time are used up."""
     started = told = time.perf_counter()
@@ -251,17 +252,13 @@ def _workspaces(passes: Passes, device: torch.device) -> dict[int, int]:
     return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    seconds: float
-    state_bytes: int
-    parameter_bytes: int
+_Update = tuple[float, int, int]  # seconds, bytes of state and of parameters
 
 
 def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[int, str], clock: Clock) -> _Update:
     """The optimizers' steps on copies of a unit's parameters."""
     if optimizer is None or not sample.parameters:
-        return _Update(seconds=0.0, state_bytes=0, parameter_bytes=0)
+        return 0.0, 0, 0
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in sample.parameters]
     for parameter, copy in zip(sample.parameters, copies, strict=True):
         copy.grad = _gradient(sample, parameter)
@@ -277,7 +274,7 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[i
     spans = [clock.between(a, b) for a, b in pairwise(marks)]
     states = [state for one in made for state in one.state.values()]
     state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-    return _Update(seconds=Estimate.of(spans).seconds, state_bytes=bytes_of(state), parameter_bytes=bytes_of(copies))
+    return Estimate.of(spans).seconds, bytes_of(state), bytes_of(copies)
 
 
 def _gradient(sample: Sample, parameter: torch.Tensor) -> torch.Tensor:
@@ -314,8 +311,8 @@ def _profile(
     both = [f + b for f, b in zip(step.forward, step.backward, strict=True)]
     ratio = None
     if updates is not None:
-        trained = [updates[sample.like] for sample in passes.samples]
-        ratio = sum(u.state_bytes for u in trained) / max(1, sum(u.parameter_bytes for u in trained))
+        _, states, sizes = zip(*(updates[sample.like] for sample in passes.samples), strict=True)
+        ratio = sum(states) / max(1, sum(sizes))
     return Profile(
         nodes=tuple(nodes),
         edges=_edges(passes),
@@ -370,7 +367,7 @@ def _node(
         spread=Estimate.of([f + b for f, b in zip(times.forward, times.backward, strict=True)]).spread,
         input_grad_seconds=input_grad,
         weight_grad_seconds=weight_grad,
-        update_seconds=0.0 if updates is None else updates[sample.like].seconds,
+        update_seconds=0.0 if updates is None else updates[sample.like][0],
         workspace_bytes=workspaces[sample.like],
         runs_again=bool(sample.stage.units),  # calls between modules do not, by themselves
     )

@@ -17,12 +17,9 @@ Made = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None]
 
 @dataclass(frozen=True, slots=True)
 class NamedFactory:
-    """Result of `named`."""
-
     make: Callable[[NamedParameters], Made]
 
     def __call__(self, parameters: NamedParameters) -> Made:
-        """The optimizer, or several, of a stage's named parameters."""
         return self.make(parameters)
 
 
@@ -56,10 +53,7 @@ def named(make: Callable[[NamedParameters], Made]) -> NamedFactory:
 def make_optimizers(
     factory: OptimizerFactory, parameters: Sequence[tuple[str, nn.Parameter]], *, where: str
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of some parameters, of which there must be one at least.
-
-    Arguments:
-        where: the parameters' place, for people, as "stage 2 (3, 4)".
+    """The optimizers of some parameters, of which there must be one at least; `where` they stand, for people.
 
     Raises ValueError for what is no optimizer, and for one that steps with anything but gradients.
     """
@@ -101,9 +95,6 @@ def make_optimizers_of_copies(
     """Optimizers as `make_optimizers` makes them of the user's own parameters, holding copies in the places of these.
 
     A factory may know its parameters by identity (`{id(p) for p in model.head.parameters()}`), and copies by nothing.
-
-    Arguments:
-        parameters: (name, the user's own, its copy).
     """
     with _hooks_as_found([own for _, own, _ in parameters]):
         made = make_optimizers(factory, [(name, own) for name, own, _ in parameters], where=where)

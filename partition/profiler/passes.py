@@ -28,7 +28,7 @@ from ..graph.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
-from .traffic import Sums, Traffic
+from .traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +64,11 @@ class Sample:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
         return [parameter for parameter in self.stage.module.parameters() if parameter.requires_grad]
 
 
 @dataclass(slots=True, kw_only=True)
-class Times:
+class PassTimes:
     """Samples [s], one a pass, of one unit or of the whole."""
 
     forward: list[float] = field(default_factory=list)
@@ -79,14 +78,7 @@ class Times:
 
 
 class Passes:
-    """A model's units, run in passes.
-
-    Arguments:
-        units: of the model.
-        arguments: of the model, one microbatch.
-        loss: the model's output -> (loss,); None: the output gets a gradient as it is.
-        apart: tensors that the stash leaves out: parameters and buffers.
-        autocast: type in which forwards run; None: as they are.
+    """A model's units, run in passes; the stash leaves `apart` out: parameters and buffers.
 
     Raises ValueError for inputs that do not fit the model.
     """
@@ -107,23 +99,29 @@ class Passes:
         self._clock = clock
         self.samples = self._learn(units, apart)
         self.firsts = [i for i, sample in enumerate(self.samples) if sample.like == i]
-        self.times = {i: Times() for i in self.firsts}
-        self.step = Times()
+        self.times = {i: PassTimes() for i in self.firsts}
+        self.step = PassTimes()
         self.splits = False
 
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""
         return self.samples[index].forward(self._autocast())
 
-    def traffic(self, index: int, told: Traffic) -> Sums:
-        """Sums over the tensor ranks in F and in B of a unit that is the first of its equals."""
+    def traffic(self, index: int, told: Traffic) -> dict[str, Any]:
+        """Figures of a `Node` about sums over the tensor ranks, of a unit that is the first of its equals."""
         told.take()
         leaves, outputs = self.forward(index)
-        forward = told.take()
+        num_forward, forward_bytes = told.take()
         if outputs:
             torch.autograd.backward(outputs, self.samples[index].gradients)
         del leaves
-        return Sums(forward=forward, backward=told.take())
+        num_backward, backward_bytes = told.take()
+        return {
+            "forward_sums": num_forward,
+            "forward_sum_bytes": forward_bytes,
+            "backward_sums": num_backward,
+            "backward_sum_bytes": backward_bytes,
+        }
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:
@@ -143,7 +141,7 @@ class Passes:
         stage = finish = None
         for index, (unit, piece) in enumerate(zip(units.units, cut.pieces, strict=True)):
             linked = piece.link(stage, index=index, inputs=self._form)
-            inputs = take(linked.inputs, self._inputs, values)
+            inputs = take(linked[1], self._inputs, values)
             with stash.counting() as saved, self._autocast():
                 with _explained(unit, inputs):
                     stage, outputs, _ = first_run(piece, linked, inputs)

@@ -2,28 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
-
-from ..profile import Node
-
-
-class Sums(NamedTuple):
-    """Messages of one unit: (number, bytes) in F and in B."""
-
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-
-    def at(self, node: Node) -> Node:
-        """The node with these."""
-        return replace(
-            node,
-            forward_sums=self.forward[0],
-            forward_sum_bytes=self.forward[1],
-            backward_sums=self.backward[0],
-            backward_sum_bytes=self.backward[1],
-        )
-
 
 class Traffic:
     """Number of sums, and bytes of each rank in them, since they were last taken."""
@@ -38,7 +16,6 @@ class Traffic:
         self._bytes += num_bytes if kind == "sum" else num_bytes / 2
 
     def take(self) -> tuple[float, float]:
-        """(sums, bytes)."""
         found = self._sums, self._bytes
         self._sums = self._bytes = 0.0
         return found

@@ -60,11 +60,9 @@ class Cuts:
 
     @property
     def seconds(self) -> Floats:
-        """[n] F + B of each cut's nodes [s]."""
         return self.forward + self.backward
 
     def stages(self, first: Cut, last: Cut) -> StageSums:
-        """Stages between the cuts `first` and `last`, elementwise."""
         return StageSums(
             forward=_between(self.forward, first, last),
             backward=_between(self.backward, first, last),
@@ -92,7 +90,7 @@ class Cuts:
         return self._apart(first, last, [shared for _, shared in self.tied])
 
     def _apart(self, first: Cut, last: Cut, shared: Sequence[float]) -> Floats:
-        """What stages share with others; `shared`: by group of `tied`."""
+        """Figures that stages share with others; `shared`: by group of `tied`."""
         found = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(last)))
         for (nodes, _), each in zip(self.tied, shared, strict=True):
             inside = [self.members[last, node] & ~self.members[first, node] for node in nodes]
@@ -135,17 +133,11 @@ class Cuts:
         Under "layer" a tensor from in front of the stage that nodes in front take, too, and perhaps none of the stage,
         counts as kept: exact for chains, never less.
         """
-        if recompute == "layer":
-            kept, seconds, again = self._layer
-            inputs = _between(self.taken, first, last) + self.half_taken[first]
-            return Recomputed(
-                kept=inputs + _between(kept, first, last),
-                again=np.asarray(again[first, last]),
-                seconds=_between(seconds, first, last),
-            )
-        kept, seconds, again = self._selective
+        is_layer = recompute == "layer"
+        kept, seconds, again = self._layer if is_layer else self._selective
+        inputs = _between(self.taken, first, last) + self.half_taken[first] if is_layer else 0.0
         return Recomputed(
-            kept=_between(kept, first, last),
+            kept=inputs + _between(kept, first, last),
             again=np.asarray(again[first, last]),
             seconds=_between(seconds, first, last),
         )

@@ -39,13 +39,12 @@ class Solution:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """[S] replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """What the program looks at: so many cuts at most, and stages of multiples of `unit` devices."""
+    """How fine the program looks: so many cuts at most, and stages of multiples of `unit` devices."""
 
     cuts: int
     unit: int = 1
@@ -141,7 +140,6 @@ class _Table:
             first = last + 1
 
     def _block(self, first: int, last: int) -> _Block:
-        """The pairs with `first` to `last` units of devices."""
         counts = np.array(self.most[first : last + 1])
         devices = np.repeat(np.arange(first, last + 1), counts)
         starts = np.cumsum(counts) - counts

@@ -62,7 +62,6 @@ def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
 
 
 def _arrangements(counts: Counter[str]) -> Iterator[tuple[str, ...]]:
-    """All different sequences with so many of each."""
     if not counts:
         yield ()
     for name in sorted(counts):

@@ -61,7 +61,7 @@ class RangeCosts:
     Arguments:
         num_microbatches: of a batch, M.
         memory_limit: of every device [bytes]; None: what its kind says, if anything.
-        beside: of it, what is certain to go to others than tensors (`allocator.certain`) [bytes].
+        beside: of it, what is certain to go to others than tensors (`memory.certain`) [bytes].
         optimizer_ratio: bytes of optimizer state a byte of parameters (2 for Adam).
         action_seconds: that the runtime takes of a rank around each action, messages apart [s].
     """
@@ -156,7 +156,6 @@ class RangeCosts:
         return np.maximum(own, sums.behind * at.taken)
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
-        """Bytes on each device."""
         fixed, each, behind = self.parts(sums, replicas=at.replicas)
         return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
 

@@ -238,9 +238,9 @@ class InferredStages:
             for index, piece in enumerate(cut.pieces):
                 is_last = index == len(cut.pieces) - 1
                 left = kept.new_tensors() if is_last else []
-                linked = piece.link(stages[-1] if stages else None, index=index, inputs=inputs.form)
-                arguments = fresh_leaves(take(linked.inputs, flat, [run.outputs for run in runs]))
-                with _explained(index, arguments), stand_ins(linked.module, self._device) as written:
+                linked = module, sources = piece.link(stages[-1] if stages else None, index=index, inputs=inputs.form)
+                arguments = fresh_leaves(take(sources, flat, [run.outputs for run in runs]))
+                with _explained(index, arguments), stand_ins(module, self._device) as written:
                     stage, outputs, changed = first_run(piece, linked, arguments)
                 _refuse_shared_memory(stage, index, arguments, changed)
                 stages.append(stage)

@@ -14,12 +14,12 @@ from support.inside import (
     Evaluated,
     MemoryRules,
     Model,
+    PlanEvaluator,
     RangeCosts,
-    RefusedError,
+    SizesError,
     Topology,
     steady_in_flight,
 )
-from support.inside import PlannerEvaluateEvaluator as Evaluator
 
 from stagewright.partition import Cluster, Profile, partition, plan
 
@@ -83,7 +83,7 @@ class Case:
         self.profile = profile = data.draw(PROFILES)
         cluster = data.draw(CLUSTERS)
         self.schedule = data.draw(st.sampled_from(SCHEDULES))
-        self.model = Model(profile, optimizer_ratio=2.0)
+        self.model = Model(profile, MemoryRules(optimizer_ratio=2.0))
         last = len(self.model.cuts) - 1
         most = min(cluster.num_devices, last)
         num_stages = data.draw(st.integers(1, most))
@@ -111,9 +111,7 @@ class Case:
             num_microbatches=self.num_microbatches,
             ranks=tuple(tuple(range(a, a + n)) for a, n in zip(starts[:-1], counts, strict=True)),
         )
-        self.evaluator = Evaluator(
-            Topology(cluster), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: self.model
-        )
+        self.evaluator = PlanEvaluator(Topology(cluster), lambda _size, _tensor: self.model)
 
     def exact(self) -> Evaluated:
         if self.num_microbatches is not None:
@@ -138,7 +136,7 @@ def test_the_dynamic_program_is_never_slower_and_never_smaller(data: st.DataObje
     case = Case(data, has_batch=True)
     try:
         exact = case.exact()
-    except RefusedError:
+    except SizesError:
         assume(False)
     seconds, held = case.by_range()
     assert max(seconds) <= exact.bottleneck * (1 + 1e-9) + 1e-12

@@ -130,7 +130,7 @@ def run(units: RecordedUnits, num_stages: int) -> Tensor:
     results: list[Tensors] = []
     for index, piece in enumerate(cut.pieces):
         linked = piece.link(stage, index=index, inputs=Arguments.of((X,)).form)
-        stage, outputs, _ = first_run(piece, linked, take(linked.inputs, (X,), results))
+        stage, outputs, _ = first_run(piece, linked, take(linked[1], (X,), results))
         results.append(outputs)
     return results[-1][0]
 

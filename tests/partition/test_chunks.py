@@ -12,6 +12,7 @@ from support.inside import (
     Configuration,
     MemoryRules,
     Model,
+    PlanEvaluator,
     Topology,
     all_cuts,
     all_stages,
@@ -21,7 +22,6 @@ from support.inside import (
     level_ranks,
     neighbours,
 )
-from support.inside import PlannerEvaluateEvaluator as Evaluator
 
 from stagewright.partition import Cluster, Node, Profile, partition
 
@@ -67,7 +67,8 @@ def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memor
         Node(name=f"n{i}", forward_seconds=w, backward_seconds=w, activation_bytes=a, stash_bytes=a, parameter_bytes=p)
         for i, (w, a, p) in enumerate(work)
     ]
-    model = Model(Profile(nodes=tuple(nodes), microbatch_size=1), optimizer_ratio=2.0)
+    rules = MemoryRules(optimizer_ratio=2.0, recompute=("none", "full"))
+    model = Model(Profile(nodes=tuple(nodes), microbatch_size=1), rules)
     c = Configuration(
         pipeline=2,
         data=1,
@@ -77,13 +78,12 @@ def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memor
         microbatch_size=1,
         num_microbatches=4,
     )
-    rules = MemoryRules(optimizer_ratio=2.0, recompute=("none", "full"))
     topology = Topology(Cluster.from_levels([(2, 2.0)]), memory_limit=float(memory))
-    evaluator = Evaluator(topology, lambda _: rules, lambda *_: model)
-    place, flights = evaluator.placements.of(c), evaluator.schedules.in_flight(c, exact=False)
-    every = even_ends(model, place, flights, rules, c, reach=len(model.coarse))
+    evaluator = PlanEvaluator(topology, lambda *_: model)
+    place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
+    every = even_ends(model, place, flights, c, reach=len(model.coarse))
     for reach in (1, 2, 4):
-        assert even_ends(model, place, flights, rules, c, reach=reach) == every
+        assert even_ends(model, place, flights, c, reach=reach) == every
 
 
 def test_no_cut_fits() -> None:

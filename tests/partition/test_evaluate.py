@@ -8,8 +8,16 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from support.inside import Configuration, Evaluated, MemoryRules, MisfitError, Model, Simulated, Topology, defer_updates
-from support.inside import PlannerEvaluateEvaluator as Evaluator
+from support.inside import (
+    Configuration,
+    Evaluated,
+    MemoryRules,
+    MisfitError,
+    Model,
+    PlanEvaluator,
+    Topology,
+    defer_updates,
+)
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition, plan
@@ -22,10 +30,10 @@ NODES = (
 )
 
 
-def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Evaluated, Simulated]:
+def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Evaluated, Evaluated]:
     """Four microbatches of two stages."""
-    model = Model(Profile(nodes=nodes), optimizer_ratio=2.0)
-    evaluator = Evaluator(Topology(CLUSTER), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: model)
+    model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0))
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
     configuration = Configuration(
         pipeline=2,
         data=replicas[0],
@@ -44,13 +52,15 @@ def test_stages_costs_and_messages_reach_the_simulator() -> None:
     _, found = evaluated("1f1b", (1, 1))
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
-    assert (found.seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
+    assert (found.simulated_seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
 
 
 def test_memory_is_that_of_the_configuration_at_hand() -> None:
     """Between two evaluations of the same cuts the batch grows, and more is in flight."""
-    model = Model(Profile(nodes=tuple(replace(node, stash_bytes=100.0) for node in NODES)), optimizer_ratio=2.0)
-    evaluator = Evaluator(Topology(CLUSTER), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: model)
+    model = Model(
+        Profile(nodes=tuple(replace(node, stash_bytes=100.0) for node in NODES)), MemoryRules(optimizer_ratio=2.0)
+    )
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
     small = Configuration(
         pipeline=2, data=1, tensor=1, schedule="1f1b", num_chunks=1, microbatch_size=1, num_microbatches=1
     )
@@ -63,7 +73,7 @@ def test_optimizer_steps_and_memory() -> None:
     """The optimizer's step stands behind the flush; the first rank holds two microbatches, the second one."""
     nodes = tuple(replace(node, update_seconds=3.0, stash_bytes=100.0) for node in NODES)
     (small, plain), (large, found) = evaluated("1f1b", (1, 1)), evaluated("1f1b", (1, 1), nodes)
-    assert found.seconds == pytest.approx(plain.seconds + 3)
+    assert found.simulated_seconds == pytest.approx(plain.simulated_seconds + 3)
     first, second = (memory.uses[0] for memory in small.memories)
     assert (first.parameters, first.gradients, first.optimizer, first.workspace) == (20, 20, 40, 5)
     assert first.communication == 5 * (4 + 2)  # gradients received ahead, two activations sent
@@ -80,9 +90,9 @@ def test_replicas_without_a_flush() -> None:
     gradients = Sum(stage=0, seconds=2 * (1 + 20 / 2 / 10), ways=((0, 1), (1, 0)))
     links = Links(network=ways, activation_bytes=5, sums=(gradients,))
     timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2]), links)
-    assert found.seconds == pytest.approx(timeline.batch_seconds)
+    assert found.simulated_seconds == pytest.approx(timeline.batch_seconds)
     # Messages queue behind the sum on the cards, and two microbatches in flight a replica leave no slack.
-    assert found.seconds > 4 * 3.0
+    assert found.simulated_seconds > 4 * 3.0
     # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
     links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
     assert evaluation.bottleneck == max(3.0, links) == 3.0
@@ -123,12 +133,12 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
             )
             for i in range(7)
         )
-        model = Model(Profile(nodes=nodes), optimizer_ratio=2.0)
         rules = MemoryRules(
             optimizer_ratio=2.0, recompute=("none", "full", "layer", "selective"), sharding=("none", "full")
         )
+        model = Model(Profile(nodes=nodes), rules)
         limit = draw.uniform(40, 120)
-        evaluator = Evaluator(Topology(CLUSTER, memory_limit=limit), lambda _, r=rules: r, lambda _s, _t, m=model: m)
+        evaluator = PlanEvaluator(Topology(CLUSTER, memory_limit=limit), lambda _s, _t, m=model: m)
         for schedule, pipeline, chunks in (("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 2, 3)):
             c = Configuration(
                 pipeline=pipeline,
@@ -147,7 +157,7 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
                     found = evaluator.evaluate(c, ends, flights=flights)
                 except MisfitError:
                     continue
-                again = any(name != "none" for each in found.memories for name in each.treatment.recompute)
+                again = any(name != "none" for each in found.memories for name in each.recompute)
                 assert plain <= least <= found.bound * (1 + 1e-9)
                 higher[least > plain] += again
     assert higher[True] > 60
@@ -175,5 +185,5 @@ def test_one_stage_has_tied_weights_once() -> None:
         assert found.simulated_step_time == wanted.simulated_step_time
         assert found.memory_bytes == wanted.memory_bytes
         assert found.update_seconds == wanted.update_seconds
-    apart = Model(twice, optimizer_ratio=2.0).stages((0, 1, 3))
+    apart = Model(twice, MemoryRules(optimizer_ratio=2.0)).stages((0, 1, 3))
     assert (apart.weights.tolist(), apart.update.tolist()) == ([30.0, 50.0], [3.0, 5.0])

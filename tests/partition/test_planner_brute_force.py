@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Configuration, LeastSeconds, Model, Topology
+from support.inside import Configuration, LeastSeconds, MemoryRules, Model, Topology
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
 
@@ -131,7 +131,7 @@ def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
         num_chunks=(len(each["ends"]) - 1) // each["pipeline"],
         **{name: value for name, value in each.items() if name != "ends"},
     )
-    return LeastSeconds(Topology(cluster)).of(configuration, Model(profile, optimizer_ratio=2.0))
+    return LeastSeconds(Topology(cluster)).of(configuration, Model(profile, MemoryRules(optimizer_ratio=2.0)))
 
 
 @settings(max_examples=50, deadline=None)

@@ -52,7 +52,7 @@ CHAIN = Profile(
 
 
 def rows(profile: Profile, first: int, last: int) -> dict[str, tuple[float, float, float]]:
-    sums = Model(profile, optimizer_ratio=2.0).cuts.stages(first, last)
+    sums = Model(profile, MemoryRules(optimizer_ratio=2.0)).cuts.stages(first, last)
     found = {name: sums.under(name) for name in RECOMPUTE}
     return {name: (float(row.kept), float(row.again), float(row.seconds)) for name, row in found.items()}
 
@@ -100,7 +100,7 @@ def graphs(draw: st.DrawFn) -> Profile:
 @given(graphs())
 def test_each_tensor_that_enters_a_node_counts_once(profile: Profile) -> None:
     """All stages between all cuts, by sets of names; a tensor that only skips over the stage may count as well."""
-    cuts = Model(profile, optimizer_ratio=2.0).cuts
+    cuts = Model(profile, MemoryRules(optimizer_ratio=2.0)).cuts
     names = np.array([node.name for node in profile.nodes])
     for first, last in zip(*np.nonzero(cuts.inside), strict=True):
         own = {*names[cuts.members[last]]} - {*names[cuts.members[first]]}
@@ -207,7 +207,7 @@ def test_the_least_seconds_that_fit(data: st.DataObject) -> None:
     fitting = [seconds(case, choice) for choice in choices if fitted_alone(case, choice).too_many == 0]
     assert (found.too_many == 0) == bool(fitting)
     if fitting:
-        assert seconds(case, found.treatment.recompute) == min(fitting)
+        assert seconds(case, found.recompute) == min(fitting)
     else:
         assert found.too_many == min(fitted_alone(case, choice).too_many for choice in choices)
 
@@ -232,7 +232,7 @@ def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:
     assert not fitting or found.too_many == 0
     if found.too_many:
         return
-    mine = found.treatment.recompute
+    mine = found.recompute
     for v, name in product(range(num_chunks), RECOMPUTE):
         other = (*mine[:v], name, *mine[v + 1 :])
         assert seconds(case, other) >= seconds(case, mine) or fitted_alone(case, other).too_many > 0
@@ -281,7 +281,7 @@ def test_where_the_optimizer_is_divided(
     exchange = TransferTime(latency=1.0, seconds_a_byte=0.02)
     place = RankPlace(stages=(0,), replicas=replicas, tensor=1, limit=limit, exchange=exchange)
     found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).fit(sums, flight, place)
-    assert found.treatment.shards == (shards,)
+    assert found.shards == (shards,)
 
 
 # Plans.

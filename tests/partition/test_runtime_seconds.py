@@ -14,6 +14,7 @@ from support.inside import (
     LeastSeconds,
     MemoryRules,
     Model,
+    PlanEvaluator,
     RangeCosts,
     Topology,
     all_cuts,
@@ -22,7 +23,6 @@ from support.inside import (
     message_seconds,
     reorder,
 )
-from support.inside import PlannerEvaluateEvaluator as Evaluator
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
@@ -226,7 +226,7 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
             for node in NODES
         )
         measured = Profile(nodes=nodes, action_seconds=random_.choice((0.0, 0.1, 5.0)), around_seconds=2.0 * trial)
-        model = Model(measured, optimizer_ratio=2.0)
+        model = Model(measured, MemoryRules(optimizer_ratio=2.0))
         links = Topology(
             cluster(
                 4,
@@ -235,9 +235,8 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
                 sum_busy=random_.choice((0.0, 0.6, 1.0)),
             )
         )
-        rules = MemoryRules(optimizer_ratio=2.0)
         norm = (None, 0.0, 7.0)[trial % 3]
-        evaluator = Evaluator(links, lambda _, rules=rules: rules, lambda _size, _tensor, model=model: model, norm=norm)
+        evaluator = PlanEvaluator(links, lambda _size, _tensor, model=model: model, norm=norm)
         c = Configuration(
             pipeline=2,
             data=data,
@@ -249,9 +248,9 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
         )
         bounds = LeastSeconds(links, norm=norm)
         least = bounds.of(c, model)
-        for ends in candidate_ends(evaluator, rules, c):
+        for ends in candidate_ends(evaluator, c):
             evaluated = evaluator.evaluate(c, ends, exact=True)
-            seconds = evaluator.simulate(evaluated).seconds
+            seconds = evaluator.simulate(evaluated).simulated_seconds
             assert evaluated.bound <= seconds * (1 + 1e-9)
             assert least <= seconds * (1 + 1e-9)
             assert evaluated.bottleneck * c.batch <= seconds * (1 + 1e-9)
@@ -289,7 +288,7 @@ def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunk
         num_microbatches=8,
     )
     least = LeastSeconds(Topology(cluster(bandwidth=20.0, sum_busy=busy))).of(
-        c, Model(profile(0.0), optimizer_ratio=2.0)
+        c, Model(profile(0.0), MemoryRules(optimizer_ratio=2.0))
     )
     assert least == pytest.approx(work + 8 * (1.0 if chunks == 1 else busy))
 

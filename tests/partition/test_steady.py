@@ -13,13 +13,13 @@ from support.inside import (
     Configuration,
     MemoryRules,
     Model,
+    PlanEvaluator,
     Topology,
     count_in_flight,
     long_batch,
     short_batches,
     simulated_batch,
 )
-from support.inside import PlannerEvaluateEvaluator as Evaluator
 from support.sizes import fitting
 
 from stagewright.partition import Cluster, Node, Profile, partition, plan
@@ -57,10 +57,10 @@ def test_more_microbatches_are_more_rounds_in_the_middle(each: Any) -> None:
                     assert [(a.stage, a.op, a.index) for a in all_of_it[-half:]] == moved
 
 
-def evaluator_of(profile: Profile, bandwidth: float, num_ranks: int) -> Evaluator:
-    model = Model(profile, optimizer_ratio=2.0)
+def evaluator_of(profile: Profile, bandwidth: float, num_ranks: int) -> PlanEvaluator:
+    model = Model(profile, MemoryRules(optimizer_ratio=2.0))
     cluster = Cluster.parse(f"{num_ranks}:net={bandwidth}B/s@0.25s")
-    return Evaluator(Topology(cluster), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: model)
+    return PlanEvaluator(Topology(cluster), lambda _size, _tensor: model)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -83,8 +83,8 @@ def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:
     c = configuration("1f1b" if V == 1 else "interleaved", P, V, M)
     evaluator = evaluator_of(Profile(nodes=nodes), data.draw(st.sampled_from([0.5, 2.0, 2.0**30])), P)
     found = evaluator.evaluate(c, tuple(range(P * V + 1)), exact=True)
-    whole, folded = simulated_batch(found, evaluator.schedules, M), evaluator.simulate(found)
-    assert folded.seconds == whole.makespan
+    whole, folded = simulated_batch(c, found.costs, found.links, evaluator.schedules, M), evaluator.simulate(found)
+    assert folded.simulated_seconds == whole.makespan
     assert folded.bubble == pytest.approx(whole.bubble, abs=1e-9)
 
 
@@ -98,7 +98,7 @@ def folded(c: Configuration, M: int, costs: Costs) -> tuple[float | None, list[i
         return simulate(build(c.schedule, num_ranks=c.pipeline, num_microbatches=m, num_chunks=chunks), costs)
 
     found = long_batch(simulated, c, M)
-    return None if found is None else found.seconds, sizes
+    return None if found is None else found[0], sizes
 
 
 @pytest.mark.parametrize(("P", "V", "M"), [(1, 1, 10**5), (4, 1, 10**5 + 3), (4, 3, 10**5), (16, 1, 1000)])
@@ -160,7 +160,7 @@ def test_the_bound_of_a_split_backward_is_below_what_is_simulated(schedule: str,
     nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(4 * V))
     evaluator = evaluator_of(Profile(nodes=nodes), 2.0**30, 4)
     found = evaluator.evaluate(configuration(schedule, 4, V, 8), tuple(range(4 * V + 1)), exact=True)
-    assert 8 * V * 3 <= found.bound <= evaluator.simulate(found).seconds
+    assert 8 * V * 3 <= found.bound <= evaluator.simulate(found).simulated_seconds
 
 
 def test_what_no_short_batch_stands_for() -> None:

@@ -42,7 +42,7 @@ def run_in_stages(units: ModelUnits, stage_of: dict[str, int], *inputs: Tensor) 
     stage: StageModule | None = None
     for index, piece in enumerate(cut.pieces):
         linked = piece.link(stage, index=index, inputs=Arguments.of(inputs).form)
-        stage, found, _ = first_run(piece, linked, take(linked.inputs, inputs, results))
+        stage, found, _ = first_run(piece, linked, take(linked[1], inputs, results))
         again = stage.run(take(stage.inputs, inputs, results))
         assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
         results.append(found)

@@ -1,15 +1,12 @@
 """Cut units that are the user's own modules: one forward recorded on fake tensors, run in stages as plain Python.
 
 which      modules that are units, and modules that are opened
-intercept  calls of modules, of torch's functions, of autograd functions and of checkpointing, seen while a model runs
-attributes who writes and reads what lies in objects and modules, and what a forward leaves behind
-reads what lies in objects and modules
-reads      what the code between units reads while it is recorded
+intercept  calls of modules, of torch's functions, of autograd functions and of checkpointing, told to a listener
+reads      what the code between units reads and writes while it is recorded
 guards     of a record: whether what it has read is as it was
 templates  arguments with references in the places of tensors
-calls      a record: calls of units, and of torch's functions between them
-values     of a forward that is being recorded, by number, who made which tensor, what units work on unpassed
-draws      under which number each call is seeded, and decisions on numbers that are drawn between units
+calls      a record: calls of units, and of torch's functions between them; what follows from what
+values     of a forward that is being recorded, by number, who made which tensor, and the numbers of random calls
 words      a record in words and an order that are the same in every process
 recorder   listens, and makes one
 recording  the forward it listens to, on fake tensors, and its errors with the user's line

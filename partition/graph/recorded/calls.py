@@ -1,60 +1,49 @@
-"""A record of one forward: calls of units, and of torch's functions between them, in order."""
+"""A record of one forward: calls of units, and of torch's functions between them, in order; what follows from what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from ..forms import Form
 from ..units import Together
-from .reads import Reads
-from .templates import Parts, Template, walk
+from .reads import CodeReads
+from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, walk
 
 _KINDS = ("cpu", "cuda")
 
 
 class Context(NamedTuple):
-    """The modes in which a call was made, where they differ from those in which the model was called.
+    """Modes of a moment, or those in which a call was made where they differ from those around the model.
 
-    grad: whether a graph was built; None: as around the model.
-    autocast: (kind of device, type or None for no autocast) of those that differ.
+    grad: whether a graph is built; None: as around the model.
+    autocast: (kind of device, type or None for no autocast).
     """
 
     grad: bool | None = None
     autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
 
-
-class Modes(NamedTuple):
-    """All modes of a moment."""
-
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype | None], ...]
-
     @classmethod
-    def now(cls) -> Modes:
-        """The ones in force."""
+    def now(cls) -> Context:
         kinds = [(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in _KINDS]
         return cls(torch.is_grad_enabled(), tuple(kinds))
 
-    def differing(self, around: Modes) -> Context:
-        """These, seen from within `around`."""
+    def differing(self, around: Context) -> Context:
+        """Those that differ."""
         autocast = tuple(mine for mine, other in zip(self.autocast, around.autocast, strict=True) if mine != other)
         return Context(None if self.grad == around.grad else self.grad, autocast)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Region:
-    """Calls that ran within one torch.utils.checkpoint.checkpoint.
-
-    Arguments:
-        options: of checkpoint, beside the function and its arguments.
-    """
+    """Calls that ran within one torch.utils.checkpoint.checkpoint, with these options."""
 
     options: Mapping[str, Any]
 
@@ -89,16 +78,13 @@ class Call:
     writes: bool = False
 
     def templates(self) -> list[Template]:
-        """Templates of the arguments, with all in them."""
         return [*walk(self.args), *walk(self.kwargs)]
 
     def made(self) -> list[int]:
-        """Numbers of the values that it gives."""
         return [*self.results.values(), *self.changed.values()]
 
     @property
     def is_one_tensor(self) -> bool:
-        """Whether it returns a tensor alone."""
         return self.structure.is_leaf() and 0 in self.results
 
 
@@ -121,12 +107,7 @@ class UnitCall(Call):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GlueCall(Call):
-    """A call of a public function of torch.
-
-    Arguments:
-        is_random: whether it draws random numbers.
-        is_effect: whether it is made for what it does to a value, such as a hook.
-    """
+    """A call of a public function of torch; an effect is made for what it does to a value, such as a hook."""
 
     function: Callable[..., Any]
     is_random: bool
@@ -141,19 +122,13 @@ class Store:
     key: str
 
     def __call__(self, value: torch.Tensor, before: torch.Tensor) -> None:
-        """Assign it."""
         self.module._buffers[self.key] = value
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
-    """A decision of the code between the units on a number that it drew, as a function of that number.
-
-    Arguments:
-        read: what Python took of it.
-        expected: in every sample.
-        line: of the user's code.
-    """
+class DecisionGuard:
+    """A decision of the code between the units on a number that it drew, as a function of that number: what Python read
+    of it was as expected in every sample."""
 
     read: Callable[[torch.Tensor], object]
     expected: object
@@ -189,6 +164,91 @@ class Record:
     output_form: Form
     bytes_of: Mapping[int, float]
     together: tuple[tuple[int, int, str], ...]
-    reads: Reads
+    reads: CodeReads
     handed_on: Together = ()
     as_run: tuple[int, ...] = ()
+
+
+def calls_behind(number: int, made_by: Sequence[int], calls: Sequence[Call]) -> list[GlueCall] | None:
+    """The calls that make a value, in order; None where they take an input, a parameter or a unit's value."""
+    found: dict[int, GlueCall] = {}
+    todo = [made_by[number]]
+    while todo:
+        at = todo.pop()
+        call = calls[at] if at >= 0 else None
+        if not isinstance(call, GlueCall) or call.changed or call.writes or call.is_effect:
+            return None
+        if at in found:
+            continue
+        found[at] = call
+        for each in call.templates():
+            if isinstance(each, Slot | MadeObject):
+                return None
+            if isinstance(each, Ref):
+                todo.append(made_by[each.number])
+    return [found[at] for at in sorted(found)]
+
+
+def follows(numbers: Iterable[int], made_by: Sequence[int], calls: Sequence[UnitCall | GlueCall]) -> bool:
+    """Whether one of these values follows from inputs, parameters or units, unlike a mask that is made once."""
+    todo = [*numbers]
+    while todo:
+        maker = made_by[todo.pop()]
+        call = calls[maker] if maker >= 0 else None
+        if call is None or isinstance(call, UnitCall):
+            return True
+        for each in call.templates():
+            if isinstance(each, Slot) and each.table == "_parameters":
+                return True
+            if isinstance(each, Ref):
+                todo.append(each.number)
+    return False
+
+
+def around_writes(calls: Sequence[UnitCall | GlueCall]) -> Iterator[tuple[int, int, str]]:
+    """Pairs of calls that take a buffer which the code between the units writes to: one stage makes them all."""
+    taking: dict[Slot, list[int]] = {}
+    for i, call in enumerate(calls):
+        for each in call.templates():
+            if isinstance(each, Slot):
+                taking.setdefault(each, []).append(i)
+    for slot, takers in taking.items():
+        if any(calls[i].writes for i in takers):
+            for first, second in pairwise(takers):
+                yield first, second, f"both take buffer {slot.key!r}, which changes"
+
+
+# What Python calls to read a tensor's value.
+READS = {getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item")}
+_SAMPLES = 64
+
+
+def samples_of(number: int, calls: Sequence[GlueCall], read: Callable[[Any], object]) -> list[object]:
+    """Readings of a value that these calls make, of real tensors: one where none of them draws random numbers."""
+    samples = []
+    for _ in range(_SAMPLES if any(call.is_random for call in calls) else 1):
+        values: dict[int, Any] = {}
+        with unset_fake_temporarily():
+            for call in calls:
+                result = call.function(*_filled(call.args, values), **_filled(call.kwargs, values))
+                leaves = pytree.tree_leaves(result)
+                values |= {value: leaves[place] for place, value in call.results.items()}
+            samples.append(read(values[number]))
+    return samples
+
+
+def _filled(template: Template, values: Mapping[int, Any]) -> Any:
+    if isinstance(template, Ref):
+        return values[template.number]
+    if isinstance(template, Constant):
+        return template.value
+    assert isinstance(template, Parts)
+    parts = [_filled(each, values) for each in template.parts]
+    if template.kind is dict:
+        return dict(zip(template.keys, parts, strict=True))
+    if template.kind is slice:
+        return slice(*parts)
+    if template.kind is None:
+        assert template.spec is not None
+        return pytree.tree_unflatten(parts, template.spec)
+    return template.kind(parts)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..cut import crossing, forbid
 from .calls import DRAWS, GlueCall, Record, UnitCall
-from .templates import Ref, Slot, State
+from .templates import MadeObject, Ref, Slot
 
 
 class Flow:
@@ -36,7 +36,7 @@ class Flow:
         templates = [call.templates() for call in record.calls]
         self.values = [[each.number for each in found if isinstance(each, Ref)] for found in templates]
         self.slots = [[each for each in found if isinstance(each, Slot)] for found in templates]
-        self._states = [any(isinstance(each, State) for each in found) for found in templates]
+        self._states = [any(isinstance(each, MadeObject) for each in found) for found in templates]
         self.results = [each.number for each in record.results if isinstance(each, Ref)]
         live = self._live()
         self.everywhere = self._everywhere(live)
@@ -46,11 +46,9 @@ class Flow:
         self.position = {call: i for i, call in enumerate(self.order)}
 
     def call(self, position: int) -> UnitCall | GlueCall:
-        """The call at a position of the order."""
         return self.record.calls[self.order[position]]
 
     def sources(self, call: int) -> set[int]:
-        """The calls that it needs."""
         made = {self.maker[number] for number in self.values[call] if number in self.maker}
         return (made | self.record.calls[call].behind) - {call}
 
@@ -99,7 +97,6 @@ class Flow:
         return found
 
     def parameters(self, call: int) -> list[nn.Parameter]:
-        """All that it uses."""
         each = self.record.calls[call]
         own = list(each.module.parameters()) if isinstance(each, UnitCall) else []
         return own + [p for slot in self.slots[call] if isinstance(p := slot.tensor(), nn.Parameter)]
@@ -137,7 +134,6 @@ class Flow:
         return None
 
     def name_of(self, call: int) -> str:
-        """For people."""
         each = self.record.calls[call]
         return each.name if isinstance(each, UnitCall) else getattr(each.function, "__name__", str(each.function))
 
@@ -155,10 +151,6 @@ class Flow:
             found[i] = None if unit in seen else call.enters
             seen.add(unit)
         return found
-
-    def same_calls(self, other: Flow) -> bool:
-        """Whether another record has the same calls in the same order."""
-        return self.steps == other.steps
 
     # Stages
 
@@ -196,7 +188,6 @@ class Flow:
 
     @cached_property
     def steps(self) -> list[object]:
-        """Units and functions that are called, in order."""
         return [
             each.name if isinstance(each, UnitCall) else each.function
             for each in (self.record.calls[call] for call in self.order)
@@ -211,7 +202,7 @@ def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow, *, same_mo
 
     Raises ValueError, by name, where other modules run, or what they need would flow back.
     """
-    if flow.same_calls(other):
+    if flow.steps == other.steps:
         return {call: stage_of[mine] for call, mine in zip(other.order, flow.order, strict=True)}
     units = {call.name: stage_of[i] for i in flow.order if isinstance(call := flow.record.calls[i], UnitCall)}
     names = [call.name for i in other.order if isinstance(call := other.record.calls[i], UnitCall)]

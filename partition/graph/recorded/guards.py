@@ -33,7 +33,7 @@ from torch import nn
 
 from ..source_line import is_ours, is_users
 from ..untouched import is_users_module
-from .reads import Reads
+from .reads import CodeReads
 
 _OFTEN = 5  # recordings in a row
 
@@ -43,13 +43,9 @@ class RecordingWarning(UserWarning):
 
 
 class Guards:
-    """What a record's code has read, as it is when this is made.
+    """All that a record's code has read, as it is when this is made; flags of training count in training alone."""
 
-    Arguments:
-        training: whether flags of modules count; an evaluation has its own.
-    """
-
-    def __init__(self, reads: Reads, *, training: bool) -> None:
+    def __init__(self, reads: CodeReads, *, training: bool) -> None:
         self._reads = reads
         self._ignored = frozenset() if training else frozenset({"training"})
         self._walk = Walk(reads, self._ignored)
@@ -130,7 +126,7 @@ class Walk:
         unknown: paths of what is compared by identity alone.
     """
 
-    def __init__(self, reads: Reads, ignored: Collection[str]) -> None:
+    def __init__(self, reads: CodeReads, ignored: Collection[str]) -> None:
         self.texts: dict[str, str] = {}
         self.pins: dict[str, int] = {}
         self.unknown: list[str] = []
@@ -160,7 +156,6 @@ class Walk:
                 self.unknown.append(f"what {code.co_qualname} closes over")
 
     def is_same(self) -> bool:
-        """Whether all that was visited is the same as then."""
         return (
             all([*map(id, get())] == ids for get, ids, _ in self._checks)
             and all(get() == forms for get, forms in self._forms)
@@ -191,13 +186,12 @@ class Walk:
         return values
 
     def _equal(self, paths: Iterable[str], get: Callable[[], list[object]]) -> None:
-        """What is compared by value each time."""
+        """Values that are compared each time."""
         values = get()
         self._forms.append((get, values))
         self.texts |= dict(zip(paths, map(str, values), strict=True))
 
     def _entries(self, path: str, table: Mapping[Any, object], names: Collection[Any]) -> _Places:
-        """Entries of a table, also absent ones."""
         if not names:
             return []
         values = self._check(lambda: map(table.get, names, repeat(_MISSING)))
@@ -373,7 +367,7 @@ def _key(key: object, place: int) -> str:
 
 
 def _there(take: Callable[..., object], *args: object) -> Any:
-    """What is taken; MISSING of an empty cell or slot, or of an object without a `__dict__`."""
+    """The value that is taken; MISSING of an empty cell or slot, or of an object without a `__dict__`."""
     try:
         return take(*args)
     except (ValueError, AttributeError):

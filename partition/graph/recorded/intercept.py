@@ -1,5 +1,6 @@
 """Calls that a model makes while it runs, told to a listener: of modules, of torch's functions, of custom autograd
-functions and of checkpointing.
+functions and of checkpointing. One listener is here: it tells the numbers of units and of random calls between them,
+the ones of a record, while the model runs as it is.
 
 Modules are seen whatever calls them, since for so long their classes have another `__call__`; autograd functions also
 where `apply` was bound to a name before, since its code is another one for so long.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .which import Roles
 
 _MISSING = object()
 
@@ -45,17 +49,14 @@ class Listener(Protocol):
     def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of one of the modules that are listened to."""
 
-    def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a public function of torch, outside of others."""
-
-    def autograd_function(
-        self,
-        kind: type[torch.autograd.Function],
-        apply: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def function(
+        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of `kind.apply`."""
+        """A call of a public function of torch, or of the `apply` of an autograd function, outside of others.
+
+        Arguments:
+            call: makes it.
+        """
 
     def reentrant(
         self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
@@ -75,16 +76,21 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(listener: Listener, modules: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Within: the listener is told.
+    """Within: the listener is told, of modules of those with these ids."""
+    with Patches() as patches, _autograd_functions(listener), _checkpointing(listener), _Functions(listener):
 
-    Arguments:
-        modules: that are listened to, by id.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(_modules(listener, modules))
-        stack.enter_context(_autograd_functions(listener))
-        stack.enter_context(_checkpointing(listener))
-        stack.enter_context(_Functions(listener))
+        def hooked(original: Callable[..., Any], _: object) -> Callable[..., Any]:
+            def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if id(self) not in modules:
+                    return original(self, *args, **kwargs)
+                return listener.module(self, partial(original, self), args, kwargs)
+
+            return call
+
+        # Classes get another `__call__`: objects and what type() says of them stay as they are. All originals are taken
+        # first, since a class may have that of another.
+        for kind, original in {type(module): type(module).__call__ for module in modules.values()}.items():
+            patches.put(kind, "__call__", partial(hooked, original))
         yield
 
 
@@ -96,33 +102,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._listener.function(func, args, kwargs or {})
-
-
-@contextmanager
-def _modules(listener: Listener, modules: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Classes get another `__call__`: objects and what type() says of them stay as they are."""
-    kinds = {type(module): type(module).__call__ for module in modules.values()}
-    own = {kind: kind.__dict__["__call__"] for kind in kinds if "__call__" in kind.__dict__}
-
-    def hooked(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(self) not in modules:
-                return original(self, *args, **kwargs)
-            return listener.module(self, partial(original, self), args, kwargs)
-
-        return call
-
-    for kind, original in kinds.items():
-        kind.__call__ = hooked(original)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            if kind in own:
-                kind.__call__ = own[kind]  # type: ignore[method-assign]
-            else:
-                del kind.__call__
+        return self._listener.function(func, func, args, kwargs or {})
 
 
 _TOLD = "_stagewright_told"  # a name among those of torch's module, for so long
@@ -157,7 +137,7 @@ def _autograd_functions(listener: Listener) -> Iterator[None]:
 
         if kind is torch.utils.checkpoint.CheckpointFunction:
             return listener.reentrant(apply, args[0], args[1], args[2:])
-        return listener.autograd_function(kind, apply, args, kwargs)
+        return listener.function(kind.apply, apply, args, kwargs)
 
     names[_TOLD] = told
     function.__code__ = _Code.__dict__["apply"].__func__.__code__
@@ -192,3 +172,114 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
         yield
     finally:
         setattr(place, _GENERATOR, original)
+
+
+@contextmanager
+def announcing(roles: Roles, numbers: Sequence[int | None], enter: Callable[[int], None]) -> Iterator[None]:
+    """Within, one forward of the model: `enter` is told as the stages tell it, also where it is checkpointed.
+
+    Arguments:
+        numbers: of the calls of units and the random ones between them, in order; see `Flow.numbers`.
+    """
+    with _Announcer(roles, numbers, enter).listens():
+        yield
+
+
+class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """See Listener. A function between the units counts where it first draws."""
+
+    def __init__(self, roles: Roles, numbers: Sequence[int | None], enter: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._units = {id(module) for module in roles.units.values()}
+        self._modules = {id(module): module for module in (*roles.opened.values(), *roles.units.values())}
+        self._enter = enter
+        self._numbers = numbers
+        self._next = 0
+        self._inside = False
+        self._has_drawn = False
+        self._listens = False
+
+    @contextmanager
+    def listens(self) -> Iterator[None]:
+        if self._listens:
+            yield
+            return
+        self._listens = True
+        try:
+            with listening(self, self._modules), self:
+                yield
+        finally:
+            self._listens = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._has_drawn:
+            self._has_drawn = True
+            self._tell()
+        return func(*args, **(kwargs or {}))
+
+    def _tell(self) -> None:
+        number = self._numbers[self._next] if self._next < len(self._numbers) else self._next
+        self._next += 1
+        if number is not None:
+            self._enter(number)
+
+    def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside or id(module) not in self._units:
+            return call(*args, **kwargs)
+        self._tell()
+        self._inside, self._has_drawn = True, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def function(
+        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._inside:
+            return call(*args, **kwargs)
+        self._inside, self._has_drawn = True, False
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._inside, self._has_drawn = False, True
+
+    def reentrant(
+        self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
+    ) -> Any:
+        if self._inside:
+            return apply(function, preserve, *args)
+        again = self._again(function)
+        runs = [again, function]  # the first time within this forward, then in the backward
+
+        def run(*given: Any) -> Any:
+            return (runs.pop() if len(runs) > 1 else again)(*given)
+
+        return apply(run, preserve, *args)
+
+    def not_reentrant(
+        self,
+        generator: Callable[..., Generator[None]],
+        function: Callable[..., Any],
+        options: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> AbstractContextManager[None]:
+        rerun = function if self._inside else self._again(function)
+        return contextmanager(generator)(rerun, *options.values(), *args, **kwargs)
+
+    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as it runs again in the backward: it begins with the number of the first time."""
+        first = self._next
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            kept, self._next = self._next, first
+            try:
+                with self.listens():
+                    return function(*args, **kwargs)
+            finally:
+                self._next = kept
+
+        return again

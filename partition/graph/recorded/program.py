@@ -15,7 +15,7 @@ import linecache
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,93 +27,60 @@ from ..forms import Form
 from ..units import MODEL_INPUT, EnterUnit, Linked, OutputError, StageModule, ValueRef
 from .calls import Call, Context, GlueCall, Region, UnitCall
 from .flow import Flow
-from .templates import Constant, Parts, Ref, Slot, State, Template, is_written_out, walk
+from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, is_written_out, walk
 
 _NUMBERS = count()
 
 
-def make_piece(
-    flow: Flow,
-    stage_of: Mapping[int, int],
-    stage: int,
-    num_stages: int,
-    *,
-    numbers: Mapping[int, int | None],
-    enter_unit: EnterUnit | None,
-) -> RecordedPiece:
-    """A stage of a record: it makes the calls that `stage_of` puts on it, and others that all stages make."""
-    given, own = flow.needed(stage_of, stage, is_last=stage == num_stages - 1)
-    outputs: Sequence[Template] = flow.record.results
-    if stage < num_stages - 1:
-        outputs = [Ref(number) for number in flow.travelling(stage_of, stage, num_stages)]
-
-    def source(number: int) -> ValueRef:
-        maker = flow.maker.get(number)
-        if maker is None:
-            return ValueRef(MODEL_INPUT, number)
-        producer = stage_of[maker]
-        return ValueRef(producer, flow.travelling(stage_of, producer, num_stages).index(number))
-
-    return RecordedPiece(
-        flow=flow,
-        calls=tuple(own),
-        given=tuple(given),
-        inputs=tuple(map(source, given)),
-        outputs=tuple(outputs),
-        numbers=numbers,
-        enter_unit=enter_unit,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPiece:
-    """One stage of a recorded model.
-
-    Arguments:
-        flow: of the record.
-        calls: that it makes, ascending.
-        given: numbers of the values that it takes.
-        inputs: where they come from.
-        outputs: that it returns.
-        numbers: of its calls, for random numbers.
-    """
+    """One stage of a recorded model: the calls that `stage_of` puts on it, and others that all stages make."""
 
     flow: Flow
-    calls: tuple[int, ...]
-    given: tuple[int, ...]
-    inputs: tuple[ValueRef, ...]
-    outputs: tuple[Template, ...]
+    stage_of: Mapping[int, int]
+    stage: int
+    num_stages: int
     numbers: Mapping[int, int | None]
     enter_unit: EnterUnit | None
+    is_flat: ClassVar[bool] = True
+
+    def parts(self) -> tuple[list[int], list[int], list[Template]]:
+        """Numbers of the values that it takes, the calls that it makes, ascending, and what it returns."""
+        is_last = self.stage == self.num_stages - 1
+        given, calls = self.flow.needed(self.stage_of, self.stage, is_last=is_last)
+        if is_last:
+            return given, calls, list(self.flow.record.results)
+        return given, calls, [Ref(n) for n in self.flow.travelling(self.stage_of, self.stage, self.num_stages)]
 
     @property
     def name(self) -> str:
-        """See Piece."""
-        own = [call for call in self.calls if call in self.flow.position]
+        own = [call for call in self.parts()[1] if call in self.flow.position]
         names = [call.name for i in own if isinstance(call := self.flow.record.calls[i], UnitCall)]
         names = names or [self.flow.name_of(call) for call in own] or ["nothing"]  # without labels, a loss is gone
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
     @property
     def end(self) -> str:
-        """See Piece."""
         return self.name
 
     def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
-        """See Piece."""
-        module = Program(
-            self.flow,
-            self.calls,
-            inputs=self.given,
-            outputs=self.outputs,
-            numbers=self.numbers,
-            enter_unit=self.enter_unit,
+        given, calls, outputs = self.parts()
+        number_of = (
+            {} if self.enter_unit is None else {id(self.flow.record.calls[i]): self.numbers.get(i) for i in calls}
         )
-        return Linked(module=module, inputs=self.inputs, is_flat=True)
+        module = Program(self.flow, calls, inputs=given, outputs=outputs, writer=_Writer(self.enter_unit, number_of))
+        return module, tuple(map(self._source, given))
+
+    def _source(self, number: int) -> ValueRef:
+        maker = self.flow.maker.get(number)
+        if maker is None:
+            return ValueRef(MODEL_INPUT, number)
+        producer = self.stage_of[maker]
+        return ValueRef(producer, self.flow.travelling(self.stage_of, producer, self.num_stages).index(number))
 
     def form(self) -> object:
-        """See Piece."""
-        number = {value: i for i, value in enumerate(self.given)}
+        given, calls, outputs = self.parts()
+        number = {value: i for i, value in enumerate(given)}
 
         def text(template: Template) -> object:
             if isinstance(template, Ref):
@@ -122,42 +89,28 @@ class RecordedPiece:
                 return tensor_form(template.tensor())
             if isinstance(template, Constant):
                 return value_form(template.value)
-            if isinstance(template, State):
+            if isinstance(template, MadeObject):
                 return template.kind, tuple(map(text, template.attributes.values()))
             return template.kind, tuple(map(text, template.parts)), template.keys
 
         found: list[Any] = []
-        for i in self.calls:
+        for i in calls:
             call = self.flow.record.calls[i]
             what = module_form(call.module) if isinstance(call, UnitCall) else call.function
             found.append((what, text(call.args), text(call.kwargs), call.context, call.region is not None))
             for made in call.made():
                 number[made] = len(number)
-        return tuple(found), tuple(map(text, self.outputs))
+        return tuple(found), tuple(map(text, outputs))
 
 
 class Program(nn.Module):
     """Runs some calls of a record: flat tensors in, a tuple of tensors out.
 
     Its parameters and buffers are those of the units that it runs, and those that the code between them takes.
-
-    Arguments:
-        flow: of the record.
-        calls: ascending.
-        inputs: numbers of the values that it is called with.
-        outputs: that it returns.
-        numbers: of its calls, for random numbers.
     """
 
     def __init__(
-        self,
-        flow: Flow,
-        calls: Sequence[int],
-        *,
-        numbers: Mapping[int, int | None],
-        inputs: Sequence[int],
-        outputs: Sequence[Template],
-        enter_unit: EnterUnit | None,
+        self, flow: Flow, calls: Sequence[int], *, inputs: Sequence[int], outputs: Sequence[Template], writer: _Writer
     ) -> None:
         super().__init__()
         chosen = [flow.record.calls[i] for i in calls]
@@ -170,7 +123,6 @@ class Program(nn.Module):
             if id(slot.module) not in inside:
                 holders.setdefault(id(slot.module), {})[slot] = None
         self.slots = nn.ModuleList(_Entries(list(each)) for each in holders.values())
-        writer = _Writer(enter_unit, {id(flow.record.calls[i]): numbers.get(i) for i in calls})
         self.code = writer.write(chosen, inputs, outputs)
         self.forward = _compiled(self.code, writer.names)
 
@@ -211,14 +163,10 @@ class _View(dict[str, Any]):
 
 
 class _Writer:
-    """Writes the Python of some calls.
+    """Writes the Python of some calls; `names` that it uses, and what they mean."""
 
-    Attributes:
-        names: that it uses, and what they mean.
-    """
-
-    def __init__(self, enter_unit: EnterUnit | None, numbers: Mapping[int, int | None]) -> None:
-        self._number_of = numbers if enter_unit is not None else {}
+    def __init__(self, enter_unit: EnterUnit | None, number_of: Mapping[int, int | None]) -> None:
+        self._number_of = number_of
         self._known: dict[tuple[str, int], str] = {}
         self._states: set[int] = set()
         self.names: dict[str, Any] = {
@@ -316,7 +264,7 @@ class _Writer:
     # Texts
 
     def _new_states(self, call: Call) -> Iterator[str]:
-        for state in [each for each in call.templates() if isinstance(each, State)][::-1]:  # inner ones first
+        for state in [each for each in call.templates() if isinstance(each, MadeObject)][::-1]:  # inner ones first
             if state.number not in self._states:
                 self._states.add(state.number)
                 attributes = ", ".join(f"{key!r}: {self._text(each)}" for key, each in state.attributes.items())
@@ -328,7 +276,7 @@ class _Writer:
             return f"v{template.number}"
         if isinstance(template, Slot):
             return f"{self._name('t', vars(template.module)[template.table])}[{template.key!r}]"
-        if isinstance(template, State):
+        if isinstance(template, MadeObject):
             return f"s{template.number}"
         if isinstance(template, Constant):
             return self._constant(template.value)

@@ -15,12 +15,24 @@ from ..forms import Form
 from ..made_up import call_for_shapes
 from ..memory import memory_of
 from ..source_line import line_now, module_at
-from .attributes import Attributes, around_writes, follows, plain_attributes
-from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
-from .draws import READS, Draws, calls_behind, samples_of
-from .reads import Reads
+from .calls import (
+    READS,
+    Call,
+    Context,
+    DecisionGuard,
+    GlueCall,
+    Record,
+    Region,
+    Store,
+    UnitCall,
+    around_writes,
+    calls_behind,
+    follows,
+    samples_of,
+)
+from .reads import Attributes, CodeReads, plain_attributes
 from .templates import Constant, Parts, Ref, Slot, Template
-from .values import Owners, RefusedError, Values
+from .values import Draws, Owners, RefusedError, Values
 from .which import Roles
 
 _HOOKED = {
@@ -31,9 +43,7 @@ _HOOKED = {
 _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
 
 
-class Recorder:
-    """Listens to one forward; see `Listener`."""
-
+class ForwardRecorder:
     def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
         self._roles = roles
         self._path_of = {id(module): path for path, module in (*roles.opened.items(), *roles.units.items())}
@@ -42,7 +52,7 @@ class Recorder:
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
         self._plain = {path: plain_attributes(module) for path, module in roles.opened.items()}
-        self._reads = Reads(roles.opened, is_within_call=lambda: self._running is not None or self._is_busy)
+        self._reads = CodeReads(roles.opened, is_within_call=lambda: self._running is not None or self._is_busy)
         self._attributes = Attributes(
             running=lambda: self._running,
             opened={id(module) for module in roles.opened.values()},
@@ -59,7 +69,7 @@ class Recorder:
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
         self._unit_memory = {memory_of(x) for x in held} - {None}
-        self._around = Modes.now()
+        self._around = Context.now()
         self._hooks_around = _saved_tensor_hooks()
         self._calls: list[UnitCall | GlueCall] = []
         self._times: dict[str, int] = {}
@@ -84,7 +94,6 @@ class Recorder:
 
     @contextmanager
     def watching(self, kinds: set[type]) -> Iterator[None]:
-        """Within: every operation is seen, and what is read of objects of these classes."""
         with self._owners.watching(), self._attributes.watched() as patches, self._reads.watching(kinds, patches):
             yield
 
@@ -98,7 +107,6 @@ class Recorder:
     # What is listened to
 
     def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Listener."""
         if self._running is not None:
             return call(*args, **kwargs)
         path = self._path_of[id(module)]
@@ -120,21 +128,15 @@ class Recorder:
             keeps_state = writes or len(self._calls) in self._attributes.setting_own
             return UnitCall(**common, name=name, module=module, keeps_state=keeps_state)
 
-        return self._make(
-            lambda: call_for_shapes(module, args, kwargs, call=call),
-            args,
-            kwargs,
-            unit_call,
-            unit=name,
-            is_random=lambda: True,
-        )
+        return self._make(lambda: call_for_shapes(module, args, kwargs, call=call), args, kwargs, unit_call, unit=name)
 
-    def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Listener."""
+    def function(
+        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._running is not None or self._is_busy:
-            return function(*args, **kwargs)
+            return call(*args, **kwargs)
         if function is torch.Tensor.__iter__:
-            return iter(self.function(torch.Tensor.unbind, args, kwargs))
+            return iter(self.function(torch.Tensor.unbind, torch.Tensor.unbind, args, kwargs))
         if function in READS and not kwargs:
             decided = self._decided(function, args)
             if decided is not None:
@@ -143,43 +145,17 @@ class Recorder:
             raise RefusedError("the forward runs a backward")
         self._note_stores()
         self._draws.drew = False
-        return self._make(
-            lambda: function(*args, **kwargs),
-            args,
-            kwargs,
-            lambda common: GlueCall(
-                **common, function=function, is_random=self._draws.drew, is_effect=function in _SETTERS | _HOOKED
-            ),
-            unit=None,
-            is_random=lambda: self._draws.drew,
-            is_effect=function in _SETTERS,
-            is_hook=function in _HOOKED,
-        )
+        is_effect = function in _SETTERS | _HOOKED
 
-    def autograd_function(
-        self,
-        kind: type[torch.autograd.Function],
-        apply: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """See Listener."""
-        if self._running is not None:
-            return apply(*args, **kwargs)
-        self._draws.drew = False
-        return self._make(
-            lambda: apply(*args, **kwargs),
-            args,
-            kwargs,
-            lambda common: GlueCall(**common, function=kind.apply, is_random=self._draws.drew, is_effect=False),
-            unit=None,
-            is_random=lambda: self._draws.drew,
-        )
+        def glue_call(common: dict[str, Any]) -> GlueCall:
+            return GlueCall(**common, function=function, is_random=self._draws.drew, is_effect=is_effect)
+
+        is_hook = function in _HOOKED
+        return self._make(lambda: call(*args, **kwargs), args, kwargs, glue_call, is_effect=is_effect, is_hook=is_hook)
 
     def reentrant(
         self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
     ) -> Any:
-        """See Listener."""
         if self._running is not None:
             return apply(function, preserve, *args)
         with self._region({"use_reentrant": True, "preserve_rng_state": preserve}):
@@ -193,7 +169,6 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> AbstractContextManager[None]:
-        """See Listener."""
         if self._running is not None:
             return contextmanager(generator)(function, *options.values(), *args, **kwargs)
         return self._region({"use_reentrant": False, **options})
@@ -201,8 +176,7 @@ class Recorder:
     @contextmanager
     def _region(self, options: Mapping[str, Any]) -> Iterator[None]:
         if self._regions:  # one within another: the outer one keeps less
-            with nullcontext():
-                yield
+            yield
             return
         self._regions.append(Region(options=options))
         yield
@@ -229,7 +203,7 @@ class Recorder:
                 "the code between the modules decides on a random number, such as which layer to leave out"
             )
         if len(samples) > 1:
-            self._append(Guard(read, samples[0], line_now()), (Ref(number),))
+            self._append(DecisionGuard(read, samples[0], line_now()), (Ref(number),))
         return samples[0]
 
     # Making a call
@@ -248,8 +222,7 @@ class Recorder:
         kwargs: dict[str, Any],
         build: Callable[[dict[str, Any]], UnitCall | GlueCall],
         *,
-        unit: str | None,
-        is_random: Callable[[], bool],
+        unit: str | None = None,
         is_effect: bool = False,
         is_hook: bool = False,
     ) -> Any:
@@ -258,7 +231,7 @@ class Recorder:
         me = len(self._calls)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
-        modes = Modes.now()
+        modes = Context.now()
         try:  # before the call, which may change what it is given
             templates, refused = self._values.templates(args, kwargs), None
         except RefusedError as error:
@@ -275,7 +248,7 @@ class Recorder:
         leaves, structure = pytree.tree_flatten(result)
         changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
         made = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if is_effect or is_hook:
+        if is_effect:
             changed = given[:1]
         if not (unit is not None or made or changed):
             return result
@@ -287,7 +260,7 @@ class Recorder:
         _refuse_fakes_in_closures(args, kwargs)
         record = build(self._fields(templates, given, modes, structure))
         self._calls.append(record)
-        if is_random():
+        if isinstance(record, UnitCall) or record.is_random:
             record.enters = self._draws.number(me)
         for x in {id(x): x for x in changed}.values():
             self._note_change(record, me, x, is_hook=is_hook)
@@ -300,7 +273,7 @@ class Recorder:
         self,
         templates: tuple[Template, Template],
         given: Sequence[torch.Tensor],
-        modes: Modes,
+        modes: Context,
         structure: pytree.TreeSpec,
     ) -> dict[str, Any]:
         """Those that both kinds of calls have; what it gives is noted later."""
@@ -363,24 +336,10 @@ class Recorder:
 
     def _append(self, function: Callable[..., None], args: tuple[Template, ...], *, writes: bool = False) -> None:
         """A call of our own, made for its effect."""
-        call = GlueCall(
-            args=Parts(tuple, args),
-            kwargs=Parts(dict, ()),
-            context=Context(),
-            region=self._regions[-1] if self._regions else None,
-            line=line_now(),
-            results={},
-            structure=pytree.tree_structure(None),
-            changed={},
-            writes=writes,
-            function=function,
-            is_random=False,
-            is_effect=True,
-        )
-        self._calls.append(call)
+        common = self._fields((Parts(tuple, args), Parts(dict, ())), (), self._around, pytree.tree_structure(None))
+        self._calls.append(GlueCall(**common, writes=writes, function=function, is_random=False, is_effect=True))
 
     def finish(self, output: object) -> Record:
-        """The record, from what the model returned."""
         self._draws.check()
         self._is_busy = self._has_ended = True
         form, tensors = Form.of_output(output)
@@ -392,7 +351,8 @@ class Recorder:
             carried = [
                 k
                 for k, v in vars(module).items()
-                if self._attributes.carries(module, k) and follows(v, self._values, self._calls)
+                if self._attributes.carries(module, k)
+                and follows(self._values.numbers_in(v), self._values.made_by, self._calls)
             ]
             self._stack.append(path)  # an inner module that does this can run whole
             if carried:

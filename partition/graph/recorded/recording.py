@@ -11,7 +11,7 @@ from ..modes import OWN_HOOKS, changing_hook
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
 from .intercept import listening
-from .recorder import Recorder
+from .recorder import ForwardRecorder
 from .values import RefusedError
 from .which import Roles
 
@@ -38,14 +38,8 @@ _EXPECTED = (
 
 
 def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
-    """Run the model once, on fake tensors, in the mode in which its modules stand; it stays as it was.
-
-    Arguments:
-        example: arguments, of whose tensors shapes and types count.
-        training: whether a graph is built.
-
-    Raises RecordingError, with the user's source line, for what cannot be recorded.
-    """
+    """Run the model once, on fake tensors, in the mode in which its modules stand, in training with a graph; it stays
+    as it was. RecordingError, with the user's source line, for what cannot be recorded."""
     expected: str | None
     for path, module in roles.opened.items():
         hooks = next((kind for kind in OWN_HOOKS if vars(module)[kind]), None)
@@ -57,7 +51,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
             reason = f"a hook on all modules ({kind}) changes gradients of {module_at(path)}"
             raise RecordingError(module, reason, inside=path, expected="such a hook on the modules in it")
     with on_fakes(model, example, device=device, training=training) as fakes:
-        recorder = Recorder(model, roles, fakes.given.tensors)
+        recorder = ForwardRecorder(model, roles, fakes.given.tensors)
         try:
             heard = {id(each): each for each in (*roles.opened.values(), *roles.units.values())}
             with listening(recorder, heard), recorder.watching(fakes.kinds):

@@ -1,10 +1,10 @@
 """Arguments of a call with references in the places of tensors, and the Python that puts them together again.
 
-Ref       a value that the model's inputs or an earlier call gave
-Slot      an entry of a module's table of parameters or buffers, looked up when the call is made
-Constant  the object itself: numbers, types, functions, tensors of the user's own that no module owns
-State     an object that the forward made, such as a cache: made anew, once in each run of a stage
-Parts     a tuple, list, dict, slice or any container that torch's pytrees know, of templates
+Ref         a value that the model's inputs or an earlier call gave
+Slot        an entry of a module's table of parameters or buffers, looked up when the call is made
+Constant    the object itself: numbers, types, functions, tensors of the user's own that no module owns
+MadeObject  an object that the forward made, such as a cache: made anew, once in each run of a stage
+Parts       a tuple, list, dict, slice or any container that torch's pytrees know, of templates
 """
 
 from __future__ import annotations
@@ -39,21 +39,16 @@ _FIXED = (
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value by its number."""
-
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Entry `key` of `module._parameters` or `module._buffers`."""
-
     module: nn.Module
     table: str
     key: str
 
     def tensor(self) -> torch.Tensor:
-        """The tensor that stands there now."""
         value = getattr(self.module, self.table)[self.key]
         assert isinstance(value, torch.Tensor)
         return value
@@ -61,19 +56,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The object itself."""
-
     value: object
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """An object with attributes, or a dict or list of a class of its own.
-
-    Arguments:
-        number: the same for the same object.
-        attributes: as they were when the object was first seen.
-    """
+class MadeObject:
+    """An object with attributes as it was when it was first seen, or a dict or list of a class of its own."""
 
     number: int
     kind: type
@@ -83,12 +71,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A container.
-
-    Arguments:
-        kind: tuple, list, dict or slice; None: any that `spec` makes.
-        keys: of a dict.
-    """
+    """A tuple, list, dict or slice, or any container that `spec` makes."""
 
     kind: type | None
     parts: tuple[Template, ...]
@@ -96,8 +79,8 @@ class Parts:
     spec: pytree.TreeSpec | None = None
 
 
-Template = Ref | Slot | Constant | State | Parts
-T = TypeVar("T", Ref | Slot | Constant | State | Parts, Parts)
+Template = Ref | Slot | Constant | MadeObject | Parts
+T = TypeVar("T", Ref | Slot | Constant | MadeObject | Parts, Parts)
 
 
 def make_template(value: object, leaf: Callable[[object], Template]) -> Template:
@@ -116,26 +99,23 @@ def make_template(value: object, leaf: Callable[[object], Template]) -> Template
 
 
 def walk(template: Template) -> Iterator[Template]:
-    """The template and all in it."""
     yield template
     parts: Sequence[Template] = ()
     if isinstance(template, Parts):
         parts = template.parts
-    elif isinstance(template, State):
+    elif isinstance(template, MadeObject):
         parts = [*template.attributes.values(), *([] if template.items is None else [template.items])]
     for part in parts:
         yield from walk(part)
 
 
 def renumbered(template: T, numbers: Mapping[int, int]) -> T:
-    """The template with other numbers of values."""
-
     def other(part: Any) -> Any:
         if isinstance(part, Ref):
             return Ref(numbers[part.number])
         if isinstance(part, Parts):
             return replace(part, parts=tuple(map(other, part.parts)))
-        if isinstance(part, State):
+        if isinstance(part, MadeObject):
             attributes = {key: other(each) for key, each in part.attributes.items()}
             return replace(part, attributes=attributes, items=None if part.items is None else other(part.items))
         return part

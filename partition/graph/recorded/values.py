@@ -1,4 +1,5 @@
-"""Tensors of a forward that is being recorded: values by number, arguments in terms of them, who made which tensor."""
+"""Tensors of a forward that is being recorded: values by number, arguments in terms of them, who made which tensor, and
+under which number each call is seeded."""
 
 from __future__ import annotations
 
@@ -12,15 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..memory import Operations, memory_of
-from .templates import Constant, Ref, Slot, State, Template, is_fixed, make_template, walk
+from ..untouched import python_and_numpy
+from .calls import DRAWS
+from .templates import Constant, MadeObject, Ref, Slot, Template, is_fixed, make_template, walk
 
 
 class RefusedError(Exception):
-    """Raised where the user's code does what cannot be recorded.
-
-    Arguments:
-        expected: in its place; None: what is expected of all such code.
-    """
+    """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code."""
 
     def __init__(self, reason: str, *, expected: str | None = None) -> None:
         super().__init__(reason)
@@ -62,7 +61,7 @@ class Values:
         self._number: dict[int, int] = {}  # of the value that a tensor is now, by id
         self._grad_fn: dict[int, object] = {}
         self._over: dict[object, list[int]] = {}  # memory -> numbers of the values over it
-        self._states: dict[int, State] = {}
+        self._states: dict[int, MadeObject] = {}
         self._opened_states: list[int] = []  # being looked into, outermost first
         self._kept: list[object] = []  # an id stays one object's
 
@@ -83,8 +82,11 @@ class Values:
         """The value that a tensor is now; None for a parameter, a buffer and what nobody has returned."""
         return self._number.get(id(tensor))
 
+    def numbers_in(self, value: object) -> list[int]:
+        found = (self.number_of(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+        return [number for number in found if number is not None]
+
     def over(self, memory: object) -> Sequence[int]:
-        """Numbers of the values over this memory."""
         return self._over.get(memory, ())
 
     def templates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Template, Template]:
@@ -92,7 +94,6 @@ class Values:
         return make_template(args, self._leaf), make_template(kwargs, self._leaf)
 
     def tensor(self, tensor: torch.Tensor) -> Template:
-        """Template of a tensor alone; see `templates`."""
         known = self.number_of(tensor)
         if known is not None:
             if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self.last_write:
@@ -123,7 +124,7 @@ class Values:
             attributes = {key: make_template(each, self._leaf) for key, each in vars(value).items()}
             items = _items(value, self._leaf)
             self._opened_states.pop()
-            self._states[id(value)] = State(len(self._states), type(value), attributes, items)
+            self._states[id(value)] = MadeObject(len(self._states), type(value), attributes, items)
             self._on_object(value)
         return self._states[id(value)]
 
@@ -165,7 +166,6 @@ class Owners:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within: every operation is seen."""
         with Operations(self._operation):
             yield
 
@@ -183,11 +183,9 @@ class Owners:
             self._unit = None
 
     def came_from_outside(self, tensor: torch.Tensor) -> None:
-        """An input."""
         self._owner[id(tensor)] = _GLUE
 
     def what(self, tensor: torch.Tensor) -> str:
-        """A tensor in words."""
         owner = self._owner.get(id(tensor), _GLUE)
         shape = f"a tensor of shape {tuple(tensor.shape)}"
         if owner >= 0:
@@ -235,3 +233,56 @@ def _flat(value: Any) -> Iterator[Any]:
         yield from _flat(list(value.values()))
     else:
         yield value
+
+
+class Draws:
+    """Numbers of what may draw, in the order of the calls.
+
+    Arguments:
+        join: called with two calls that draw numbers of one unit.
+
+    Attributes:
+        drew: whether torch's generators were drawn from since it was last set to False.
+    """
+
+    def __init__(self, join: Callable[[int, int, str], None]) -> None:
+        self.drew = False
+        self._join = join
+        self._count = 0
+        self._whole: int | None = None  # number of the unit that was opened and is under way
+        self._drawing: list[int] = []  # calls in it that have drawn
+        self._generators = python_and_numpy()
+
+    def note(self) -> None:
+        self.drew = True
+
+    @contextmanager
+    def whole_unit(self) -> Iterator[None]:
+        """Within, a unit that was opened runs: the calls in it draw its numbers."""
+        if self._whole is not None:
+            yield
+            return
+        self._whole, self._count, self._drawing = self._count, self._count + 1, []
+        yield
+        self._whole = None
+
+    def number(self, call: int) -> int:
+        """The number of a call that may draw; `drew` says whether it did."""
+        if self._whole is None:
+            self._count += 1
+            return self._count - 1
+        number = self._whole + (len(self._drawing) << DRAWS)
+        if self.drew:
+            for before in self._drawing[-1:]:
+                self._join(before, call, "both draw random numbers of one unit")
+            self._drawing.append(call)
+        return number
+
+    def settle(self) -> None:
+        """A call is through, which may have drawn from Python's and numpy's generators."""
+        self._generators = python_and_numpy()
+
+    def check(self) -> None:
+        """RefusedError where the code between the calls has drawn from them."""
+        if python_and_numpy() != self._generators:
+            raise RefusedError("the code between the modules draws from Python's or numpy's random generator")

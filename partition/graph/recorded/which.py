@@ -34,12 +34,7 @@ class Roles:
 
 
 def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: Collection[str] = ()) -> Roles:
-    """The rule above.
-
-    Arguments:
-        also_open: paths of modules that are opened although they would be units.
-        keep_whole: paths of modules that are units although they would be opened.
-    """
+    """The rule above, but for paths of modules that are opened, or units, all the same."""
     opened: dict[str, nn.Module] = {"": model}
     units: dict[str, nn.Module] = {}
     opened_units: set[str] = set()
@@ -66,7 +61,6 @@ def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: C
 
 
 def has_parts(module: nn.Module) -> bool:
-    """Whether there is something to open."""
     return any(child is not None for child in module._modules.values())
 
 

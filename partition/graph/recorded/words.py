@@ -29,20 +29,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..units import Step
-from .calls import DRAWS, Call, Context, GlueCall, Guard, Record, Store, UnitCall
-from .templates import Constant, Parts, Ref, Slot, State, Template, renumbered
+from .calls import DRAWS, Call, Context, DecisionGuard, GlueCall, Record, Store, UnitCall
+from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, renumbered
 
 # Modules of types whose text says all of a value; of other objects the class alone counts.
 _TOLD = ("builtins", "functools", "numpy", "torch")
 
 
 class Words:
-    """Texts of values and calls.
-
-    Arguments:
-        model: whose modules are named by their paths.
-        numbers: whether numbers count, which shapes decide on.
-    """
+    """Texts of values and calls, with modules by their paths; without numbers, which shapes decide on, or with them."""
 
     def __init__(self, model: nn.Module, *, numbers: bool = True) -> None:
         self._numbers = numbers
@@ -51,7 +46,7 @@ class Words:
         self._states: dict[int, int] = {}  # in the order in which they are named here
 
     def call(self, call: Any, value: Callable[[int], str]) -> str:
-        """What is called, under which modes, with what; values are named by `value`."""
+        """The text of a call, with its modes and arguments; values are named by `value`."""
         if isinstance(call, UnitCall):
             what = f"{call.name.partition('#')[0]} ({type(call.module).__name__})"
         else:
@@ -64,7 +59,6 @@ class Words:
         return f"{what}({', '.join(arguments)}){modes}{region}"
 
     def record(self, record: Record) -> Iterator[Step]:
-        """All of it, call by call."""
         regions: dict[object, int] = {}
         for call in record.calls:
             region = "" if call.region is None else regions.setdefault(call.region, len(regions))
@@ -88,7 +82,7 @@ class Words:
             if template.kind is not dict:
                 return f"{template.kind.__name__ if template.kind else _plain(template.spec)}({', '.join(parts)})"
             return str(dict(zip(map(self.value, template.keys), parts, strict=True)))
-        assert isinstance(template, State)
+        assert isinstance(template, MadeObject)
         number = self._states.setdefault(template.number, len(self._states))
         held = {key: self._template(each, value) for key, each in template.attributes.items()}
         items = None if template.items is None else self._template(template.items, value)
@@ -124,7 +118,7 @@ def _parts(value: Any) -> tuple[str, Iterable[Any] | None]:
         return kind, value
     if isinstance(value, slice):
         return kind, [value.start, value.stop, value.step]
-    if isinstance(value, Guard | Store):
+    if isinstance(value, DecisionGuard | Store):
         return kind, [getattr(value, key) for key in value.__slots__ if key != "line"]
     if isinstance(value, types.MethodWrapperType):
         return value.__name__, [value.__self__]
@@ -153,7 +147,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def _content(tensor: torch.Tensor) -> str:
-    """Of a constant: each process has made its own."""
+    """The text of a constant's content: each process has made its own."""
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
         return ""
     with torch.no_grad():
@@ -162,7 +156,6 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 def digest(steps: Iterable[Step]) -> str:
-    """A short text that differs where any step does."""
     return blake2b("\n".join(step.text for step in steps).encode(), digest_size=16).hexdigest()
 
 
@@ -213,7 +206,7 @@ def _needs(record: Record) -> list[set[int]]:
             found[i] |= {j for j in range(i) if taken[j] & old}
     users: dict[int, list[int]] = {}
     for i, call in enumerate(calls):
-        for number in {each.number for each in call.templates() if isinstance(each, State)}:
+        for number in {each.number for each in call.templates() if isinstance(each, MadeObject)}:
             users.setdefault(number, []).append(i)
     for first, second in (pair for each in users.values() for pair in pairwise(each)):
         found[second].add(first)
