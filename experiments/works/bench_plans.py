@@ -8,7 +8,7 @@ cuts       one model under one schedule, cut in three ways in turn
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,16 +112,7 @@ def memory(case: Case, repetitions: int) -> Iterator[Figure]:
     del repetitions
     plan = Plan.load(_plan_file(case))
     say(f"{case.text('case')} {_described(case)}: memory {case.text('kind')}")
-    load_everything()
-    gc.collect()
-    meter = MemoryMeter()
-    side = OurSide.of_model(planned_problem(case), plan=plan)
-    for _ in range(_MEMORY_STEPS):
-        side.step()
-    peaks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(peaks, meter.peak())
-    side.pipe.close()
-    for rank, peak in enumerate(peaks):
+    for rank, peak in enumerate(resident_peaks(lambda: OurSide.of_model(planned_problem(case), plan=plan))):
         predicted = plan.memory_bytes.get(rank, 0.0)
         yield Figure(
             case=_shown(case),
@@ -134,12 +125,24 @@ def memory(case: Case, repetitions: int) -> Iterator[Figure]:
         )
 
 
-def load_everything() -> None:
-    """A step of a tiny GPT over the same ranks: modules, threads and tables that the first model brings in."""
+def resident_peaks(make: Callable[[], OurSide]) -> list[int]:
+    """By rank, how many bytes its resident memory grows by in a few steps; for fresh processes.
+
+    A step of a tiny GPT comes first: modules, threads and tables that the first model brings in.
+    """
     tiny = gpt_problem(GPTConfig(layers=dist.get_world_size(), width=16, length=8), batch=4)
-    side = OurSide.of_model(tiny, schedule="1f1b", num_microbatches=4)
-    side.step()
+    first = OurSide.of_model(tiny, schedule="1f1b", num_microbatches=4)
+    first.step()
+    first.pipe.close()
+    gc.collect()
+    meter = MemoryMeter()
+    side = make()
+    for _ in range(_MEMORY_STEPS):
+        side.step()
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, meter.peak())
     side.pipe.close()
+    return peaks
 
 
 def _plan_file(case: Case) -> Path:

@@ -17,7 +17,7 @@ from ...schedules import Costs, MemoryPart, Schedule, StageBytes, build, memory_
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from . import zero_bubble
-from .zero_bubble import FORWARD, INPUT_GRAD, THEIRS, WEIGHT_GRAD, agreed, of_chunks
+from .zero_bubble import FORWARD, INPUT_GRAD, THEIRS, WEIGHT_GRAD, agreed, of_chunks, our_side, torch_side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,27 +32,21 @@ _BETWEEN_STEPS = (MemoryPart.WEIGHTS, MemoryPart.OPTIMIZER, MemoryPart.BUFFERS)
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
     """The rank with most: ours by schedule, measured and predicted, and torch's, measured; on two ranks."""
     del repetitions  # bytes are the same in each
-    from ..measure.models import Workload, make_problem
-    from ..measure.sides import OurSide, TorchSide
+    from ..measure.models import Workload
 
     M = case.count("microbatches")
-
-    def workload(name: str, num_chunks: int) -> Workload:
-        return Workload(model="gpt", schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks)
-
+    workload = Workload(model="gpt", schedule="1f1b", num_ranks=2, num_microbatches=M)
     ours, costs = agreed(2, M, Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD))
-    stages = {chunks: _bytes_of_stages(workload("1f1b", chunks)) for chunks in (1, 2)}
+    stages = {chunks: _bytes_of_stages(workload, chunks) for chunks in (1, 2)}
     for name, schedule in ours.items():
         chunks = schedule.num_stages // 2
-        side = OurSide.of_schedule(schedule, make_problem(workload("1f1b", chunks)))
+        side = our_side(schedule, workload)
         found = _most(side.step, side.pipe.parameters())
         side.pipe.close()
         expected = predicted(schedule, of_chunks(costs, chunks), stages[chunks])
         yield from _figures(case.also(schedule=name), found, expected)
     for name in THEIRS:
-        plain = name.removeprefix("torch ")
-        chunks = 1 if plain in ("gpipe", "1f1b") else 2
-        theirs = TorchSide(workload(plain, chunks), make_problem(workload(plain, chunks)))
+        theirs = torch_side(name, workload)
         parameters = [parameter for stage in theirs.stages for parameter in stage.submod.parameters()]
         theirs.step()  # makes its receive buffers
         found = _most(theirs.step, parameters, beside=theirs.receive_bytes)
@@ -69,14 +63,11 @@ def predicted(schedule: Schedule, costs: Costs, stages: Sequence[StageBytes]) ->
     return max(most)
 
 
-def _bytes_of_stages(workload: Workload) -> Sequence[StageBytes]:
+def _bytes_of_stages(workload: Workload, chunks: int) -> Sequence[StageBytes]:
     """[S] seen in one step of plain or interleaved 1F1B."""
-    from ..measure.models import make_problem
-    from ..measure.sides import OurSide
-
-    chunks, name = workload.num_chunks, "1f1b" if workload.num_chunks == 1 else "interleaved"
+    name = "1f1b" if chunks == 1 else "interleaved"
     schedule = build(name, num_ranks=2, num_microbatches=workload.num_microbatches, num_chunks=chunks)
-    side = OurSide.of_schedule(schedule, make_problem(workload))
+    side = our_side(schedule, workload)
     side.step()
     with side.pipe.watch_memory() as watched:
         side.step()

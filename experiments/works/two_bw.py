@@ -106,24 +106,14 @@ def _gains(case: Case, seconds: Mapping[str, Sequence[float]], how: How) -> Iter
 def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
     """Peak growth of resident memory over a few steps of a small GPT with AdamW; on both ranks, in fresh processes."""
     del repetitions
-    import gc
-
-    import torch.distributed as dist
-
-    from ..host import MemoryMeter
     from ..measure.models import gpt_problem
     from ..measure.sides import OurSide
     from ..training.gpt import GPTConfig
-    from .bench_plans import load_everything
+    from .bench_plans import resident_peaks
 
-    load_everything()
-    gc.collect()
-    meter = MemoryMeter()
-    problem = gpt_problem(GPTConfig(layers=8, width=256, length=128), batch=4 * case.count("microbatches"))
-    side = OurSide.of_model(problem, schedule=case.text("schedule"), num_microbatches=case.count("microbatches"))
-    for _ in range(4):  # the optimizer's state is there from the first on
-        side.step()
-    peaks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(peaks, meter.peak())
-    side.pipe.close()
-    yield Figure(case=case, name="memory of a rank", value=max(peaks), unit="bytes", how=How.MEASURED)
+    def side() -> OurSide:
+        problem = gpt_problem(GPTConfig(layers=8, width=256, length=128), batch=4 * case.count("microbatches"))
+        return OurSide.of_model(problem, schedule=case.text("schedule"), num_microbatches=case.count("microbatches"))
+
+    most = max(resident_peaks(side))
+    yield Figure(case=case, name="memory of a rank", value=most, unit="bytes", how=How.MEASURED)

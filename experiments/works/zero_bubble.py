@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
 
 if TYPE_CHECKING:
-    from ..measure.models import StagesProblem
+    from ..measure.models import Workload
+    from ..measure.sides import OurSide, TorchSide
 
 FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.020  # [s] of a rank's whole work of one microbatch
 _SEARCH = 10.0  # [s] of one synthesis
@@ -87,36 +89,48 @@ def of_chunks(costs: Costs, num_chunks: int) -> Costs:
     )
 
 
+def our_side(schedule: Schedule, workload: Workload) -> OurSide:
+    """The model of a workload in the stages of a schedule."""
+    from ..measure.models import make_problem
+    from ..measure.sides import OurSide
+
+    chunks = schedule.num_stages // schedule.num_ranks
+    return OurSide.of_schedule(schedule, make_problem(replace(workload, num_chunks=chunks)))
+
+
+def torch_side(name: str, workload: Workload) -> TorchSide:
+    """The model of a workload under one of `THEIRS`."""
+    from ..measure.models import make_problem
+    from ..measure.sides import TorchSide
+
+    plain = name.removeprefix("torch ")
+    own = replace(workload, schedule=plain, num_chunks=1 if plain in ("gpipe", "1f1b") else 2)
+    return TorchSide(own, make_problem(own))
+
+
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Seconds of a batch of each schedule, actions asleep, over what the simulator says; runs on all of its ranks."""
-    from ..measure.models import Workload, make_problem
-    from ..measure.sides import OurSide, TorchSide
+    from ..measure.models import Workload
     from ..measure.sleeping import ours_asleep, put_asleep
     from ..measure.timing import in_turn, timed
 
     P, M = case.count("ranks"), case.count("microbatches")
     told = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
-
-    def workload(name: str, num_chunks: int) -> Workload:
-        return Workload(model="tiny", schedule=name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks)
-
+    workload = Workload(model="tiny", schedule="1f1b", num_ranks=P, num_microbatches=M)
     with ours_asleep(told.table(num_stages=P)):
-        measured = _measured(build("zb-1p", num_ranks=P, num_microbatches=M), make_problem(workload("1f1b", 1)))
+        measured = _measured(workload)
     ours, rank_costs = agreed(P, M, measured)
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for name, schedule in ours.items():
-            chunks = schedule.num_stages // P
-            side = OurSide.of_schedule(schedule, make_problem(workload(name, chunks)))
+            side = our_side(schedule, workload)
             stack.callback(side.pipe.close)
-            table = of_chunks(told, chunks).table(num_stages=schedule.num_stages)
+            table = of_chunks(told, schedule.num_stages // P).table(num_stages=schedule.num_stages)
             runs[name] = partial(_asleep, side.step, table)
         for name in THEIRS[3:]:
-            chunks = 2
-            theirs = TorchSide(workload(name.removeprefix("torch "), chunks), make_problem(workload(name, chunks)))
-            seconds = of_chunks(told, chunks).table(num_stages=P * chunks)
+            theirs = torch_side(name, workload)
             for stage in theirs.stages:
-                put_asleep(stage, seconds)
+                put_asleep(stage, of_chunks(told, 2).table(num_stages=2 * P))
             runs[name] = partial(timed, theirs.step)
         for run_once in runs.values():  # groups connect, shapes are known
             run_once()
@@ -189,30 +203,20 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
     """The same of a GPT with AdamW on two ranks, for the seconds of its own actions under zb-1p."""
-    from ..measure.models import Workload, make_problem
-    from ..measure.sides import OurSide, TorchSide
+    from ..measure.models import Workload
     from ..measure.timing import in_turn, timed
 
     M = case.count("microbatches")
-
-    def problem(num_chunks: int) -> StagesProblem:
-        return make_problem(workload("1f1b", num_chunks))
-
-    def workload(name: str, num_chunks: int) -> Workload:
-        return Workload(model="gpt", schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks)
-
-    ours, costs = agreed(2, M, _measured(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1)))
+    workload = Workload(model="gpt", schedule="1f1b", num_ranks=2, num_microbatches=M)
+    ours, costs = agreed(2, M, _measured(workload))
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for name, schedule in ours.items():
-            side = OurSide.of_schedule(schedule, problem(schedule.num_stages // 2))
+            side = our_side(schedule, workload)
             stack.callback(side.pipe.close)
             runs[name] = partial(timed, side.step)
         for name in THEIRS:
-            plain = name.removeprefix("torch ")
-            chunks = 1 if plain in ("gpipe", "1f1b") else 2
-            theirs = TorchSide(workload(plain, chunks), problem(chunks))
-            runs[name] = partial(timed, theirs.step)
+            runs[name] = partial(timed, torch_side(name, workload).step)
         for run_once in runs.values():
             run_once()
             run_once()
@@ -220,15 +224,14 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
     yield from _figures(case, times, ours, costs, How.MEASURED)
 
 
-def _measured(schedule: Schedule, problem: StagesProblem) -> Costs:
-    """Seconds of actions and the latency of messages in a few batches: the means over stages, since schedules are made
-    for equal ones."""
-    from ..measure.sides import OurSide
-
-    side = OurSide.of_schedule(schedule, problem)
+def _measured(workload: Workload) -> Costs:
+    """Seconds of actions and the latency of messages in a few batches under zb-1p: the means over stages, since
+    schedules are made for equal ones."""
+    S = workload.num_ranks
+    side = our_side(build("zb-1p", num_ranks=S, num_microbatches=workload.num_microbatches), workload)
     for _ in range(4):
         side.step()
-    S, costs = schedule.num_stages, side.pipe.measured_costs()
+    costs = side.pipe.measured_costs()
     side.pipe.close()
     table, whole = costs.free_of_overhead.table(num_stages=S), costs.table(num_stages=S)
 
