@@ -1,4 +1,4 @@
-"""Schedule families: the record that stands beside each builder, and that the registry lists."""
+"""Schedule families: the record that stands beside each builder, and that the registry finds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Seconds = Callable[[EqualStages], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A schedule by name. Adding one = a file with a builder and this record, and a line in the registry.
+    """A schedule by name. Adding one = a file in `builders` with a builder and this record.
 
     Arguments:
         name: canonical, lower case.

@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
 
-from .builders.asynchronous import PACI, PIPEDREAM, TWO_BW
-from .builders.both_ways import CHIMERA, DUALPIPE, DUALPIPE_V
-from .builders.hanayo import HANAYO
-from .builders.looping import GIS, INTERLEAVED, INTERLEAVED_ZB, LOOPED_BFS
-from .builders.plain import EAGER_1F1B, GPIPE, ONE_F_ONE_B
-from .builders.sliced import SEQ1F1B, SEQ_ZB_H1, SLIMPIPE, TERAPIPE
-from .builders.v_blocks import V_HALF, V_MIN
-from .builders.zb_v import ZB_V
-from .builders.zero_bubble import ZB_1P, ZB_2P, ZB_H1, ZB_H2
+from . import builders
 from .families import Family
 from .ir import Schedule
 from .wording import count
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            GPIPE,
-            ONE_F_ONE_B,
-            EAGER_1F1B,
-            INTERLEAVED,
-            LOOPED_BFS,
-            PIPEDREAM,
-            TWO_BW,
-            PACI,
-            ZB_H1,
-            ZB_H2,
-            ZB_1P,
-            ZB_2P,
-            INTERLEAVED_ZB,
-            GIS,
-            TERAPIPE,
-            SEQ1F1B,
-            SEQ_ZB_H1,
-            SLIMPIPE,
-            CHIMERA,
-            DUALPIPE,
-            DUALPIPE_V,
-            HANAYO,
-            ZB_V,
-            V_HALF,
-            V_MIN,
-        )
-    }
+_IN_ORDER = (
+    "gpipe 1f1b eager-1f1b interleaved looped-bfs pipedream 2bw paci zb-h1 zb-h2 zb-1p zb-2p interleaved-zb gis "
+    "terapipe seq1f1b seq-zb-h1 slimpipe chimera dualpipe dualpipe-v hanayo zb-v v-half v-min"
 )
+
+
+def _found() -> dict[str, Family]:
+    """The families that stand in the modules of `builders`; those that `_IN_ORDER` does not name come last."""
+    modules = (import_module(f".{each.name}", builders.__name__) for each in iter_modules(builders.__path__))
+    families = [each for module in modules for each in vars(module).values() if isinstance(each, Family)]
+    place = {name: at for at, name in enumerate(_IN_ORDER.split())}
+    return {each.name: each for each in sorted(families, key=lambda each: place.get(each.name, len(place)))}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(_found())
 
 _NAMES = {name: each.name for each in FAMILIES.values() for name in (each.name, *each.aliases)}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..families import EqualStages, Family
+from ..families import Family
 from ..ir import Action, Op, Schedule
 from .warmup import plain_warmup, replica_counts
 
@@ -42,23 +42,21 @@ def build_stream(
     rule: str,
     counts: Sequence[int],
     num_microbatches: int,
-    warmups: Sequence[int],
     update_every: int,
     num_batches: int | None,
+    warmups: Sequence[int] | None = None,
     most_ahead: float = math.inf,
 ) -> Schedule:
     """A stream with stage s on ranks of its own.
 
     Arguments:
-        name, rule: of the family, and of the weights.
+        rule: of the weights.
         counts: replicas of each stage.
-        warmups: forwards of one replica ahead of its backwards, by stage.
-        update_every: microbatches of an update group.
-        num_batches: that the program spans; None: enough to show the steady state.
+        warmups: forwards of one replica ahead of its backwards, by stage; None: the plain ones.
         most_ahead: microbatches of all replicas that a forward may be ahead of the backwards.
-
-    Raises ValueError for a number of batches that is none.
     """
+    if warmups is None:
+        warmups = [plain_warmup(counts, stage) for stage in range(len(counts))]
     # Batches under way at once.
     deepest = math.ceil(max(warmup * count for warmup, count in zip(warmups, counts, strict=True)) / num_microbatches)
     if num_batches is None:
@@ -116,11 +114,6 @@ def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, n
     return tuple(program)
 
 
-def deepest_first(equal: EqualStages) -> tuple[int, ...]:
-    """Stage activations of each rank: a plain warm-up, and one more."""
-    return tuple(range(equal.num_ranks, 0, -1))
-
-
 Warmup = str | Sequence[int]
 
 
@@ -158,13 +151,11 @@ def pipedream(
     check_update_every(update_every, num_microbatches, counts)
     if not isinstance(vertical_sync, bool):
         raise ValueError(f"vertical_sync={vertical_sync!r}: expected True or False")
-    warmups = [plain_warmup(counts, stage) for stage in range(len(counts))]
     return build_stream(
         name="pipedream",
         rule="vertical-sync" if vertical_sync else "stashing",
         counts=counts,
         num_microbatches=num_microbatches,
-        warmups=warmups,
         update_every=update_every,
         num_batches=num_batches,
     )
@@ -198,13 +189,12 @@ def two_bw(
     Raises ValueError for options that do not fit, and for M below the warm-up.
     """
     counts = replica_counts(replicas, num_ranks)
-    warmups = _warmups(warmup, counts, num_microbatches)
     return build_stream(
         name="2bw",
         rule="2bw",
         counts=counts,
         num_microbatches=num_microbatches,
-        warmups=warmups,
+        warmups=_warmups(warmup, counts, num_microbatches),
         most_ahead=num_microbatches,
         update_every=num_microbatches,
         num_batches=num_batches,
@@ -245,28 +235,6 @@ def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> li
     return depths
 
 
-PIPEDREAM = Family(
-    name="pipedream",
-    build=pipedream,
-    options=("num_batches", "replicas", "update_every", "vertical_sync"),
-    weight_rules=("stashing", "vertical-sync"),
-    full_after=1,
-    batch_seconds=lambda equal: None if equal.latency else equal.work,
-    peak_activations=deepest_first,
-)
-
-TWO_BW = Family(
-    name="2bw",
-    build=two_bw,
-    options=("num_batches", "replicas", "warmup"),
-    aliases=("pipedream-2bw",),
-    weight_rules=("2bw",),
-    full_after=1,
-    batch_seconds=lambda equal: None if equal.latency else equal.work,
-    peak_activations=deepest_first,
-)
-
-
 def paci(
     *,
     num_ranks: int,
@@ -304,18 +272,25 @@ def paci(
         rule="one-version",
         counts=counts,
         num_microbatches=num_microbatches,
-        warmups=[plain_warmup(counts, stage) for stage in range(len(counts))],
         update_every=every,
         num_batches=num_batches,
     )
 
 
-PACI = Family(
-    name="paci",
-    build=paci,
-    options=("num_batches", "replicas", "update_every"),
-    weight_rules=("one-version",),
-    full_after=1,
-    batch_seconds=lambda equal: None if equal.latency else equal.work,
-    peak_activations=deepest_first,
+PIPEDREAM, TWO_BW, PACI = (
+    Family(
+        name=name,
+        build=build,
+        options=("num_batches", "replicas", *options),
+        aliases=aliases,
+        weight_rules=rules,
+        full_after=1,
+        batch_seconds=lambda equal: None if equal.latency else equal.work,
+        peak_activations=lambda equal: tuple(range(equal.num_ranks, 0, -1)),  # a plain warm-up, and one more
+    )
+    for name, build, options, aliases, rules in (
+        ("pipedream", pipedream, ("update_every", "vertical_sync"), (), ("stashing", "vertical-sync")),
+        ("2bw", two_bw, ("warmup",), ("pipedream-2bw",), ("2bw",)),
+        ("paci", paci, ("update_every",), (), ("one-version",)),
+    )
 )

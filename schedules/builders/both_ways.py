@@ -8,8 +8,7 @@ stages go down the ranks and up again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
@@ -78,18 +77,6 @@ CHIMERA = Family(
 )
 
 
-class Direction(NamedTuple):
-    """One of the two ways that microbatches take through a rank.
-
-    Arguments:
-        stage: that the rank has of it.
-        microbatch: index of the n-th microbatch that takes it.
-    """
-
-    stage: int
-    microbatch: Callable[[int], int]
-
-
 def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Even microbatches go down the ranks, odd ones up; a rank pairs forwards of one way with backwards of the other.
 
@@ -115,18 +102,13 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
             f"num_microbatches={num_microbatches} for schedule 'dualpipe' on {num_ranks} ranks: half of them take each "
             f"way; expected an even number, at least {2 * num_ranks} (2P)"
         )
+    even, odd = range(0, num_microbatches, 2), range(1, num_microbatches, 2)
     programs = []
     for rank in range(num_ranks):
-        down, up = Direction(rank, lambda n: 2 * n), Direction(num_ranks - 1 - rank, lambda n: 2 * n + 1)
-        from_near_end = rank < num_ranks // 2
-        programs.append(
-            eight_steps(
-                (down, up) if from_near_end else (up, down),
-                position=rank if from_near_end else num_ranks - 1 - rank,
-                length=num_ranks // 2,
-                each_way=num_microbatches // 2,
-            )
-        )
+        position = min(rank, num_ranks - 1 - rank)
+        ways = [(rank, even), (num_ranks - 1 - rank, odd)]
+        nearer_first = ways if position == rank else ways[::-1]
+        programs.append(eight_steps(nearer_first, position=position, length=num_ranks // 2))
     return Schedule(
         name="dualpipe",
         placement=placement,
@@ -136,7 +118,7 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-def eight_steps(ways: tuple[Direction, Direction], *, position: int, length: int, each_way: int) -> tuple[Action, ...]:
+def eight_steps(ways: Sequence[tuple[int, range]], *, position: int, length: int) -> tuple[Action, ...]:
     """Program of a rank at `position` (h) between the end where way 0 begins and the middle, `length` (H) ranks away.
 
     1   2(H-1-h) x  F0                   warm-up of the nearer end's way
@@ -149,65 +131,34 @@ def eight_steps(ways: tuple[Direction, Direction], *, position: int, length: int
     8   (h+1)    x  W                    for the end
 
     Arguments:
-        each_way: microbatches that take each way, at least 2H.
+        ways: the rank's stage of each way, and the microbatches that take it, at least 2H.
     """
-    order = _Order(ways)
+    F, B, I, W = Op.F, Op.B, Op.I, Op.W
+    program: list[Action] = []
+    coming = {(is_forward, way): iter(ways[way][1]) for is_forward in (True, False) for way in (0, 1)}
+    put_off: deque[Action] = deque()
+
+    def add(*steps: tuple[Op, int], times: int = 1) -> None:
+        for _ in range(times):
+            for op, way in steps:
+                if op is W:  # whatever is due, of either way
+                    program.append(put_off.popleft())
+                    continue
+                program.append(Action(ways[way][0], op, next(coming[op is F, way])))
+                if op is I:
+                    put_off.append(program[-1]._replace(op=W))
+
     inner, outer = position + 1, length - 1 - position
-    for _ in range(2 * outer):
-        order.forward(0)
-    for _ in range(inner):
-        order.forward(0)
-        order.forward(1)
-    for _ in range(outer):
-        order.input_grad(1)
-        order.weight_grad()
-        order.forward(1)
-    for _ in range(each_way - 2 * length + inner):
-        order.forward(0)
-        order.backward(1)
-        order.forward(1)
-        order.backward(0)
-    for _ in range(outer):
-        order.backward(1)
-        order.forward(1)
-        order.backward(0)
+    add((F, 0), times=2 * outer)
+    add((F, 0), (F, 1), times=inner)
+    add((I, 1), (W, 1), (F, 1), times=outer)
+    add((F, 0), (B, 1), (F, 1), (B, 0), times=len(ways[0][1]) - 2 * length + inner)
+    add((B, 1), (F, 1), (B, 0), times=outer)
     for number in range(2 * inner):
-        (order.backward if number < inner else order.input_grad)(1 - number % 2)
-    for _ in range(outer):
-        order.weight_grad()
-        order.input_grad(0)
-    for _ in range(inner):
-        order.weight_grad()
-    return tuple(order.actions)
-
-
-class _Order:
-    """A program being written: each way's microbatches in turn, and weight gradients as they were put off."""
-
-    def __init__(self, ways: Sequence[Direction]) -> None:
-        self.actions: list[Action] = []
-        self._ways = ways
-        self._forwards = [0, 0]
-        self._backwards = [0, 0]
-        self._put_off: deque[Action] = deque()
-
-    def forward(self, way: int) -> None:
-        self.actions.append(self._next(Op.F, way, self._forwards))
-
-    def backward(self, way: int) -> None:
-        self.actions.append(self._next(Op.B, way, self._backwards))
-
-    def input_grad(self, way: int) -> None:
-        self.actions.append(self._next(Op.I, way, self._backwards))
-        self._put_off.append(self.actions[-1]._replace(op=Op.W))
-
-    def weight_grad(self) -> None:
-        self.actions.append(self._put_off.popleft())
-
-    def _next(self, op: Op, way: int, counts: list[int]) -> Action:
-        stage, microbatch = self._ways[way]
-        counts[way] += 1
-        return Action(stage, op, microbatch(counts[way] - 1))
+        add((B if number < inner else I, 1 - number % 2))
+    add((W, 0), (I, 0), times=outer)
+    add((W, 0), times=inner)
+    return tuple(program)
 
 
 def bubble_of_pairs(equal: EqualStages, ranks_behind: int) -> float | None:
@@ -263,15 +214,10 @@ def dualpipe_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
         )
     placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
     programs = []
-    for rank, (down, up) in enumerate(placement):
-        ways = Direction(down, lambda n: n), Direction(up, lambda n: n)
-        programs.append(eight_steps(ways, position=rank, length=num_ranks, each_way=num_microbatches))
-    return Schedule(
-        name="dualpipe-v",
-        placement=placement,
-        programs=tuple(programs),
-        num_microbatches=num_microbatches,
-    )
+    for rank, stages in enumerate(placement):
+        ways = [(stage, range(num_microbatches)) for stage in stages]
+        programs.append(eight_steps(ways, position=rank, length=num_ranks))
+    return Schedule(name="dualpipe-v", placement=placement, programs=tuple(programs), num_microbatches=num_microbatches)
 
 
 def _dualpipe_v_seconds(equal: EqualStages) -> float | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from numbers import Real
-from typing import NamedTuple
 
 from ..ir import BACKWARD_OPS, Action, Op, Schedule
 from ..placement import Placement
@@ -40,23 +39,43 @@ class Rules:
     split: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """Programs of all ranks, and what they take [s]: the longest span of a rank, and until the last end."""
-
-    programs: tuple[tuple[Action, ...], ...]
-    span: float
-    makespan: float
+Choice = tuple[float, Op, int]  # start, op, stage
+_NOTHING: Choice = (_NEVER, Op.F, -1)
 
 
 class StuckError(ValueError):
     """Rules under which no rank may go on."""
 
 
-class _Choice(NamedTuple):
-    start: float
-    op: Op = Op.F
-    stage: int = -1
+class _RankProgram:
+    """Actions placed on a rank so far.
+
+    Attributes: `first` and `free`, when its first one starts and its last one ends [s]; `idle`, in between [s]; `held`,
+    stage activations.
+    """
+
+    def __init__(self) -> None:
+        self.program: list[Action] = []
+        self.first = self.free = self.idle = self.held = 0.0
+
+    def run(self, action: Action, start: float, seconds: float) -> float:
+        """An action is placed; returns its end."""
+        if self.program:
+            self.idle += start - self.free
+        else:
+            self.first = start
+        self.program.append(action)
+        self.free = start + seconds
+        return self.free
+
+
+class Listed:
+    """Programs of all ranks, and what they take [s]: the longest span of a rank, and until the last end."""
+
+    def __init__(self, ranks: Sequence[_RankProgram]) -> None:
+        self.programs = tuple(tuple(rank.program) for rank in ranks)
+        self.span = max(rank.free - rank.first for rank in ranks)
+        self.makespan = max(rank.free for rank in ranks)
 
 
 def list_order(placement: Placement, num_microbatches: int, costs: CostTable, rules: Rules) -> Listed:
@@ -73,7 +92,7 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
     backward = Op.I if rules.split else Op.B
     rank_of[0].arrived[Op.F, 0] += [0.0] * num_microbatches
     choices = [rank.choose(0.0) for rank in ranks]
-    starts = [choice.start for choice in choices]
+    starts = [choice[0] for choice in choices]
     most_idle = 0.0
     for _ in range(num_microbatches * len(rank_of) * (3 if rules.split else 2)):
         start = min(starts)
@@ -90,45 +109,40 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
             other.arrived[key].append(end if other is rank else end + costs.latency[stage])
         most_idle = max(most_idle, rank.idle)
         for each in (rank,) if other is rank else (rank, other):
-            choices[each.number] = choice = each.choose(most_idle)
-            starts[each.number] = choice.start
-    return Listed(
-        programs=tuple(tuple(rank.program) for rank in ranks),
-        span=max(rank.free - rank.first for rank in ranks),
-        makespan=max(rank.free for rank in ranks),
-    )
+            choices[each.number] = each.choose(most_idle)
+            starts[each.number] = choices[each.number][0]
+    return Listed(ranks)
 
 
-class _RankList:
+class _RankList(_RankProgram):
     """A rank's past, and its next choices."""
 
     def __init__(self, number: int, own: Sequence[int], costs: CostTable, rules: Rules) -> None:
+        super().__init__()
         self.number, self.rules, self.stages = number, rules, tuple(sorted(own))
         self.backward = Op.I if rules.split else Op.B
         # Of each stage, when what its next forwards and backwards need is there.
         self.arrived: dict[tuple[Op, int], list[float]] = {(op, s): [] for s in own for op in (Op.F, self.backward)}
         self.done = {(op, s): 0 for s in own for op in (Op.F, self.backward, Op.W)}
         self.rows = {(op, s): costs.row(op, s) for op, s in self.done}
-        self.program: list[Action] = []
         self.owed: deque[int] = deque()  # stages of the W that are due, in the order of their I
         self.order = None if rules.order is None else deque(a for a in rules.order[number] if a.op is not Op.W)
-        self.held = self.free = self.idle = self.first = 0.0
 
-    def choose(self, most_idle: float) -> _Choice:
+    def choose(self, most_idle: float) -> Choice:
         """The next action; its start is infinite where none may run."""
         best, without_room = self._next()
         if self.owed:
-            gap = best.start - self.free
+            gap = best[0] - self.free
             seconds = self._seconds(Op.W, self.owed[0])
             makes_room = gap > 0 and without_room <= self.free + seconds
             in_a_small_gap = gap > 0 and (self.rules.fills_small_gaps or self.idle + gap > most_idle)
             if gap >= seconds or makes_room or in_a_small_gap:
-                return _Choice(self.free, Op.W, self.owed[0])
+                return self.free, Op.W, self.owed[0]
         return best
 
-    def _next(self) -> tuple[_Choice, float]:
+    def _next(self) -> tuple[Choice, float]:
         """The forward or backward that starts first; and when one could start that there is no room for."""
-        best, without_room = _Choice(_NEVER), _NEVER
+        best, without_room = _NOTHING, _NEVER
         full = self.held + 1.0 > self.rules.memory_limit + 1e-9
         if self.order is None:
             candidates = [(self.backward, stage) for stage in self.stages]
@@ -146,23 +160,17 @@ class _RankList:
                 if full:
                     without_room = min(without_room, start)
                     continue
-            if start < best.start:
-                best = _Choice(start, op, stage)
+            if start < best[0]:
+                best = start, op, stage
         return best, without_room
 
     def take(self, start: float, op: Op, stage: int) -> float:
-        """An action is placed; returns its end."""
-        if self.program:
-            self.idle += start - self.free
-        else:
-            self.first = start
-        self.program.append(Action(stage, op, self.done[op, stage]))
-        self.free = start + self._seconds(op, stage)
+        end = self.run(Action(stage, op, self.done[op, stage]), start, self._seconds(op, stage))
         self.done[op, stage] += 1
         if op is Op.W:
             self.held -= self.rules.kept
             self.owed.popleft()
-            return self.free
+            return end
         if self.order is not None:
             self.order.popleft()
         if op in BACKWARD_OPS:
@@ -170,10 +178,9 @@ class _RankList:
             self.owed += [stage] if op is Op.I else []
         else:
             self.held += 1.0
-        return self.free
+        return end
 
     def _seconds(self, op: Op, stage: int) -> float:
-        """Seconds of the next action of one op and stage."""
         row = self.rows[op, stage]
         return row[self.done[op, stage] % len(row)]
 
@@ -241,14 +248,14 @@ def with_weights(
     may idle until it is as far below the most as it was at the end. Nothing comes where memory does not suffice.
     """
     for before_i, before_f in product((True, False) if len(placement[0]) > 1 else (True,), (True, False)):
-        allowed, least = [0.0] * len(placement), float("inf")
+        allowed, least = [0.0] * len(placement), _NEVER
         while True:
             weights = _Weights(placement, table, memory_limit, kept, allowed)
-            if not weights.place(order, before_i=before_i, before_f=before_f) or max(weights.idle) >= least:
+            if not weights.place(order, before_i=before_i, before_f=before_f) or weights.most_idle() >= least:
                 break
-            yield weights.listed()
-            least = max(weights.idle)
-            allowed = [least - idle for idle in weights.idle]
+            yield Listed(weights.ranks)
+            least = weights.most_idle()
+            allowed = [least - rank.idle for rank in weights.ranks]
 
 
 class _Weights:
@@ -261,68 +268,55 @@ class _Weights:
     def __init__(
         self, placement: Placement, table: CostTable, memory_limit: float, kept: float, allowed: list[float]
     ) -> None:
-        num_ranks = len(placement)
         self.table, self.kept, self.allowed = table, kept, allowed
         self.limit = memory_limit + 1e-9
         self.rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
         self.first_stages = {min(own) for own in placement}
-        self.programs: list[list[Action]] = [[] for _ in range(num_ranks)]
-        self.owed: list[deque[Action]] = [deque() for _ in range(num_ranks)]
-        self.first, self.free, self.held, self.idle = ([0.0] * num_ranks for _ in range(4))
+        self.ranks = [_RankProgram() for _ in placement]
+        self.owed: list[deque[Action]] = [deque() for _ in placement]
         self.arrived: dict[Action, float] = {}
+
+    def most_idle(self) -> float:
+        return max(rank.idle for rank in self.ranks)
 
     def place(self, order: Sequence[Action], *, before_i: bool, before_f: bool) -> bool:
         """Whether memory lets all be placed."""
         rank_of, last = self.rank_of, len(self.rank_of) - 1
         for action in order:
             stage, op, k = action
-            rank = rank_of[stage]
-            owed = self.owed[rank]
+            number = rank_of[stage]
+            rank, owed = self.ranks[number], self.owed[number]
             more = 1.0 if op is Op.F else self.kept - 1.0
-            while self.held[rank] + more > self.limit:
+            while rank.held + more > self.limit:
                 if not owed:
                     return False
-                self.weight(rank)
+                self.weight(number)
             arrival = self.arrived.get(action, 0.0)
-            while owed and arrival >= self.free[rank] + self.seconds(owed[0]):
-                self.weight(rank)
-            gap = arrival - self.free[rank]
+            while owed and arrival >= rank.free + self.seconds(owed[0]):
+                self.weight(number)
+            gap = arrival - rank.free
             short = before_f if op is Op.F else before_i or stage in self.first_stages
-            if owed and short and gap > 0 and self.idle[rank] + gap > max(*self.idle, self.allowed[rank]):
-                self.weight(rank)
-            start = max(self.free[rank], arrival)
-            if self.programs[rank]:
-                self.idle[rank] += start - self.free[rank]
-            else:
-                self.first[rank] = start
-            self.programs[rank].append(action)
-            self.held[rank] += more
-            self.free[rank] = end = start + self.seconds(action)
+            if owed and short and gap > 0 and rank.idle + gap > max(self.most_idle(), self.allowed[number]):
+                self.weight(number)
+            rank.held += more
+            end = rank.run(action, max(rank.free, arrival), self.seconds(action))
             if op is Op.I:
                 owed.append(Action(stage, Op.W, k))
             if op is Op.F and stage < last:
                 user = Action(stage + 1, Op.F, k)
             else:
                 user = Action(stage if op is Op.F else stage - 1, Op.I, k)
-            to_self = rank_of.get(user.stage, rank) == rank
+            to_self = rank_of.get(user.stage, number) == number
             self.arrived[user] = end if to_self else end + self.table.latency[stage]
-        for rank, owed in enumerate(self.owed):
+        for number, owed in enumerate(self.owed):
             while owed:
-                self.weight(rank)
+                self.weight(number)
         return True
 
-    def weight(self, rank: int) -> None:
-        action = self.owed[rank].popleft()
-        self.free[rank] += self.seconds(action)
-        self.held[rank] -= self.kept
-        self.programs[rank].append(action)
+    def weight(self, number: int) -> None:
+        rank, action = self.ranks[number], self.owed[number].popleft()
+        rank.run(action, rank.free, self.seconds(action))
+        rank.held -= self.kept
 
     def seconds(self, action: Action) -> float:
         return self.table.of(action.op, action.stage, action.index)
-
-    def listed(self) -> Listed:
-        return Listed(
-            programs=tuple(map(tuple, self.programs)),
-            span=max(free - first for free, first in zip(self.free, self.first, strict=True)),
-            makespan=max(self.free),
-        )

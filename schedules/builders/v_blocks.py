@@ -1,4 +1,7 @@
-"""V-Half and V-Min (Qi et al., 2024, controllable memory): a V of stages as one repeated building block.
+"""Stages that go down the ranks and up again.
+
+Hanayo (Liu et al., 2023, wave-like pipeline parallelism): several times. V-Half and V-Min (Qi et al., 2024,
+controllable memory): once, a V, as one repeated building block:
 
     rank 0 | F0 .  .  .  .  F1 I1 .  .  .  .  I0          a block: the way of one microbatch, down, up, down and up
     rank 1 | .  F0 .  .  F1 .  .  I1 .  .  I0 .           (of 3 ranks; F0, I0 of the first chunk, F1, I1 of the second)
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
 from ..placement import snake_placement
-from ..timing.costs import Costs, CostTable
+from ..timing.costs import Costs
 from .greedy import Rules, list_order, read_costs
 
 _PERIOD = 6
@@ -23,13 +26,14 @@ Block = Callable[[int, int], tuple[int, int, int, int]]  # P, rank -> slots of F
 
 
 def repeat_block(
-    name: str, block: Block, *, num_ranks: int, num_microbatches: int, memory_limit: int, table: CostTable
+    name: str, block: Block, *, num_ranks: int, num_microbatches: int, memory_limit: int, costs: Costs | None
 ) -> Schedule:
     """The block once a microbatch, squeezed: each F and I in its order as soon as it can, and W in the gaps.
 
     Where two steps of a block fall into one slot of the period, the block of one rank more is taken without its last
     rank: the last two stages of the way down and the first two of the way up are left out.
     """
+    table = read_costs(costs, num_stages=2 * num_ranks)
     ranks = range(num_ranks)
     fitting = all(len({slot % _PERIOD for slot in block(num_ranks, rank)}) == 4 for rank in ranks)
     size = num_ranks if fitting else num_ranks + 1
@@ -61,9 +65,8 @@ def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None)
 
     Raises ValueError for costs that are not above 0.
     """
-    table = read_costs(costs, num_stages=2 * num_ranks)
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    return repeat_block("v-half", _half_block, memory_limit=_half_most(num_ranks), table=table, **sizes)
+    return repeat_block("v-half", _half_block, memory_limit=_half_most(num_ranks), costs=costs, **sizes)
 
 
 def _half_block(P: int, rank: int) -> tuple[int, int, int, int]:
@@ -86,19 +89,6 @@ def _half_peaks(equal: EqualStages) -> tuple[int, ...] | None:
     return None if M < 2 * P else (_half_most(P),) * P
 
 
-V_HALF = Family(
-    name="v-half",
-    build=v_half,
-    placement="snake",
-    options=("costs",),
-    num_chunks=2,
-    splits_backward=True,
-    batch_seconds=_half_seconds,
-    span_seconds=_half_seconds,
-    peak_activations=_half_peaks,
-)
-
-
 def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Two chunks a rank in a V, each step of a microbatch's way right behind the one before: activations live shortest.
 
@@ -112,9 +102,8 @@ def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) 
 
     Raises ValueError for costs that are not above 0.
     """
-    table = read_costs(costs, num_stages=2 * num_ranks)
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    return repeat_block("v-min", _min_block, memory_limit=_min_most(num_ranks), table=table, **sizes)
+    return repeat_block("v-min", _min_block, memory_limit=_min_most(num_ranks), costs=costs, **sizes)
 
 
 def _min_block(P: int, rank: int) -> tuple[int, int, int, int]:
@@ -137,14 +126,68 @@ def _min_peaks(equal: EqualStages) -> tuple[int, ...] | None:
     return None if M < P or P % 3 == 2 else (_min_most(P),) * P
 
 
-V_MIN = Family(
-    name="v-min",
-    build=v_min,
+V_HALF, V_MIN = (
+    Family(
+        name=name,
+        build=build,
+        placement="snake",
+        options=("costs",),
+        num_chunks=2,
+        splits_backward=True,
+        batch_seconds=seconds,
+        span_seconds=seconds,
+        peak_activations=peaks,
+    )
+    for name, build, seconds, peaks in (
+        ("v-half", v_half, _half_seconds, _half_peaks),
+        ("v-min", v_min, _min_seconds, _min_peaks),
+    )
+)
+
+
+_HANAYO_COSTS = Costs(forward=1.0, backward=2.0)
+
+
+def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Each rank takes a backward if there is one, and of several what is nearest to the end of its way.
+
+        rank 0 | 0F0 0F1 .   3F0 3B0 3F1 3B1 0B0 .   0B1       P=2, V=2, M=2, unit time
+        rank 1 | .   1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 .
+
+    A wave is two chunks: V = 2w of the paper. Where the way turns, two stages of one rank follow each other, without a
+    message. The order is a list schedule for B = 2F with at most 2P microbatches under way. The paper's bubble for
+    M = P and B = 2F, (2P-2)/(3Pw+P-1), is not that of this order: one wave takes 2P (F+B) + 2(P-1) B, where B is at
+    least 2F (a third of idle time for P=4, not 0.4); of more waves neither form holds (0.213 for P=4, w=2, 0.222 by
+    the paper's). With more microbatches than P it waits more than interleaved 1F1B does.
+    """
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=num_chunks)
+    num_stages = num_ranks * num_chunks
+    rules = Rules(caps=(2 * num_ranks,) * num_stages, memory_limit=float("inf"), split=False)
+    listed = list_order(placement, num_microbatches, _HANAYO_COSTS.table(num_stages=num_stages), rules)
+    return Schedule(name="hanayo", placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
+
+
+def _is_one_wave(equal: EqualStages) -> bool:
+    return equal.num_chunks == 2 and equal.num_microbatches == equal.num_ranks
+
+
+def _hanayo_seconds(equal: EqualStages) -> float | None:
+    backward = equal.input_grad + equal.weight_grad
+    if not _is_one_wave(equal) or equal.latency or backward < 2 * equal.forward:
+        return None
+    return equal.work + 2 * (equal.num_ranks - 1) * backward
+
+
+def _hanayo_peaks(equal: EqualStages) -> tuple[int, ...] | None:
+    P = equal.num_ranks
+    return tuple(min(2 * P, P + 1 + 3 * rank // 2) for rank in range(P)) if _is_one_wave(equal) else None
+
+
+HANAYO = Family(
+    name="hanayo",
+    build=hanayo,
     placement="snake",
-    options=("costs",),
-    num_chunks=2,
-    splits_backward=True,
-    batch_seconds=_min_seconds,
-    span_seconds=_min_seconds,
-    peak_activations=_min_peaks,
+    options=("num_chunks",),
+    batch_seconds=_hanayo_seconds,
+    peak_activations=_hanayo_peaks,
 )

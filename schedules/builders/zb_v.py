@@ -53,7 +53,6 @@ class _Rounds:
         return len(self.ends[stage])
 
     def back(self, rank: int) -> int:
-        """The later stage of a rank."""
         return self.last - rank
 
     def may_forward(self, stage: int) -> bool:
@@ -155,7 +154,7 @@ def zb_v(
     Arguments:
         memory_limit: most chunk activations of a rank at once, at least 2; 2P where not given.
         costs: of one chunk's action each.
-        kept: part of an activation that stays from the end of its I until the end of its W, see `zb_1p`.
+        kept: part of an activation that stays from the end of its I until the end of its W, see `zb_automatic`.
 
     Raises ValueError for a limit below 2 and costs that are not above 0.
     """

@@ -6,6 +6,7 @@ ZB-H1 and ZB-H2 are made by hand, ZB-1p and ZB-2p for measured costs and a memor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from statistics import fmean
 
 from ..families import EqualStages, Family
@@ -107,7 +108,9 @@ ZB_H2 = Family(
 )
 
 
-def zb_1p(
+def zb_automatic(
+    name: str,
+    most: int,
     *,
     num_ranks: int,
     num_microbatches: int,
@@ -115,42 +118,28 @@ def zb_1p(
     costs: Costs | None = None,
     kept: float = 1.0,
 ) -> Schedule:
-    """The least span that a greedy search finds for given costs, under a memory limit of P activations.
+    """ZB-1p and ZB-2p: the least span that a greedy search finds for given costs, under a limit of P or 2P activations.
 
     Forwards ahead fill the time until the first gradient, as many as memory allows; then forwards and backwards take
     turns, or each rank takes what can start first, a backward before a forward. W fill gaps that are long enough, and
     short ones where a rank has idled most, or everywhere; a W makes room for a forward that has none. Tried are some
     slopes of the warm-up over the ranks, as the paper tries its flags, and what has the least span is taken, of these
     the least makespan. There is no closed form. Where there are P activations, M >= P and W takes no more than F and I,
-    it has the span of ZB-H1, the least. O(M P^2): some seconds at P=32, M=256.
+    it has the span of ZB-H1, the least; with 2P usual costs leave no bubble in a rank's span. O(M P^2): some seconds at
+    P=32, M=256.
 
     Arguments:
-        memory_limit: most stage activations of a rank at once, at least 1; P where not given.
+        most: memory limit where none is given, in P activations.
+        memory_limit: most stage activations of a rank at once, at least 1.
         costs: of one stage action each; F, I and W of 1 and no latency where not given.
         kept: part of an activation that stays from the end of its I until the end of its W. Then more W may wait, but
             only where the runtime frees the rest at I; `check` and `simulate` count an activation whole until its W.
 
     Raises ValueError for a limit below 1 and costs that are not above 0.
     """
-    limit = read_memory(memory_limit, kept, default=num_ranks, least=1)
-    return _automatic("zb-1p", num_microbatches, limit, read_costs(costs, num_stages=num_ranks), kept)
-
-
-def zb_2p(
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    memory_limit: float | None = None,
-    costs: Costs | None = None,
-    kept: float = 1.0,
-) -> Schedule:
-    """`zb_1p` with a memory limit of 2P activations where none is given: no bubble in a rank's span for usual costs."""
-    limit = read_memory(memory_limit, kept, default=2 * num_ranks, least=1)
-    return _automatic("zb-2p", num_microbatches, limit, read_costs(costs, num_stages=num_ranks), kept)
-
-
-def _automatic(name: str, num_microbatches: int, limit: float, table: CostTable, kept: float) -> Schedule:
-    placement = cyclic_placement(num_ranks=len(table.latency), num_chunks=1)
+    limit = read_memory(memory_limit, kept, default=most * num_ranks, least=1)
+    table = read_costs(costs, num_stages=num_ranks)
+    placement = cyclic_placement(num_ranks=num_ranks, num_chunks=1)
     return best_order(name, placement, num_microbatches, table, _candidates(num_microbatches, table, limit, kept))
 
 
@@ -200,10 +189,10 @@ def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:
 ZB_1P, ZB_2P = (
     Family(
         name=name,
-        build=build,
+        build=partial(zb_automatic, name, most),
         options=("costs", "kept", "memory_limit"),
         aliases=(name.replace("-", ""),),
         splits_backward=True,
     )
-    for name, build in (("zb-1p", zb_1p), ("zb-2p", zb_2p))
+    for name, most in (("zb-1p", 1), ("zb-2p", 2))
 )
