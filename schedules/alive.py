@@ -6,7 +6,7 @@ The checker, the simulator's timelines and the planner count with these, and nob
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .ir import BACKWARD_OPS, LAST_USES, Action, Op
 from .messages import Message, Transfer
@@ -27,7 +27,7 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
         alive        1   2   2   2   2   2   1       one lives from its F to the end of its B or W
 
     One that leaves the rank while it waits (see `moves`) counts up to the action that begins its way out, and again
-    from the one that begins its way back. Here a way takes no time, see `by_time`.
+    from the one that begins its way back. Here a way takes no time.
     Of a stage without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
     the beginning. The mapping is one and the same, and holds until the next step of the iteration.
     """
@@ -102,38 +102,11 @@ def peak_held(
     return most
 
 
-def by_time(program: Sequence[Action], starts: Mapping[Action, float], through: Mapping[Action, float]) -> list[Action]:
-    """A rank's program with each OFFLOAD where it is through, not where it is begun.
-
-    Arguments:
-        starts: of each other action [s].
-        through: when each OFFLOAD is [s].
-    """
-    order: list[Action] = []
-    leaving: list[Action] = []
-    for action in program:
-        if action.op is Op.OFFLOAD:
-            leaving.append(action)
-            continue
-        order += [each for each in leaving if through[each] <= starts[action]]
-        leaving = [each for each in leaving if through[each] > starts[action]]
-        order.append(action)
-    return [*order, *leaving]
-
-
-class MessageChange(NamedTuple):
-    """Messages whose tensors a rank begins to hold in front of a step, and lets go of behind it."""
-
-    step: Step
-    added: Sequence[Message]
-    removed: Sequence[Message]
-
-
-def message_changes(program: RankProgram) -> Iterator[MessageChange]:
-    """Each step of a rank with the messages that come and go with it. O(steps + messages).
+def message_changes(program: RankProgram) -> Iterator[tuple[Step, Sequence[Message], Sequence[Message]]]:
+    """Each step of a rank with the messages whose tensors it begins to hold in front of it, and lets go of behind it.
 
     Receives count from their posting to the last step that uses them, sends from the first step that makes a part of
-    them until an arrival proves them received.
+    them until an arrival proves them received. O(steps + messages).
     """
     held: set[Message] = set()
     sent = {step.message for step in program.steps if isinstance(step, Transfer) and step.is_send}
@@ -146,7 +119,7 @@ def message_changes(program: RankProgram) -> Iterator[MessageChange]:
         if isinstance(step, Transfer):
             added = [] if step.message in held else [step.message]
             held.update(added)
-            yield MessageChange(step, added, ())
+            yield step, added, ()
             continue
         added = [message for message in begun.get(step, ()) if message not in held]
         held.update(added)
@@ -157,4 +130,4 @@ def message_changes(program: RankProgram) -> Iterator[MessageChange]:
         ]
         removed = [message for message in dict.fromkeys([*through, *over.get(step, ())]) if message in held]
         held.difference_update(removed)
-        yield MessageChange(step, added, removed)
+        yield step, added, removed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -88,19 +88,16 @@ def check_lowered(lowered: Lowered) -> LoweredReport:
     for program in lowered.programs:
         _check_steps(lowered.schedule, program, needs)
     _check_collectives(lowered)
-    sends: dict[tuple[int, int], list[Message]] = {}
-    receives: dict[tuple[int, int], list[Message]] = {}
+    sends: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for program in lowered.programs:
         for step in program.steps:
-            if not isinstance(step, Transfer):
-                continue
-            if step.is_send:
-                sends.setdefault((program.rank, step.peer), []).append(step.message)
-            else:
-                receives.setdefault((step.peer, program.rank), []).append(step.message)
+            if isinstance(step, Transfer) and step.is_send:
+                sends[program.rank, step.peer].append(step.message)
+            elif isinstance(step, Transfer):
+                receives[step.peer, program.rank].append(step.message)
     for link in sorted(sends.keys() | receives.keys()):
-        sent, received = sends.get(link, []), receives.get(link, [])
-        for at, (one, other) in enumerate(zip_longest(sent, received)):
+        for at, (one, other) in enumerate(zip_longest(sends[link], receives[link])):
             if one != other:
                 raise ScheduleError(
                     f"link {link[0]} -> {link[1]}, message {at}: sent is {one or 'nothing'}, "
@@ -119,8 +116,7 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
     for position, step in enumerate(program.steps):
         where = f"rank {rank}, step {position}"
         if isinstance(step, Action | GroupStep):
-            given = set(program.inputs.get(step, ()))
-            inputs = given
+            given = inputs = set(program.inputs.get(step, ()))
             if isinstance(step, Action) and step.op is not Op.U:
                 inputs = {delivery.message for delivery in needs.arrivals(step)}
             if inputs != given:
@@ -134,10 +130,8 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
             continue  # see _check_collectives
         elif not step.is_send:
             posted.add(step.message)
-        elif step.message.kind in STAGE_KINDS:
-            maker = needs.maker(step.message)
-            if maker not in made:
-                raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")
+        elif step.message.kind in STAGE_KINDS and (maker := needs.maker(step.message)) not in made:
+            raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")
     if tuple(done) != schedule.programs[rank]:
         raise ScheduleError(f"rank {rank} no longer runs the actions of its program in their order")
 
@@ -182,7 +176,7 @@ def _check_collectives(lowered: Lowered) -> None:
 
 
 def _listed(messages: set[Message]) -> str:
-    return ", ".join(str(message) for message in sorted(messages)) or "nothing"
+    return ", ".join(map(str, sorted(messages))) or "nothing"
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -268,7 +262,6 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
 
 
 def _declared(schedule: Schedule) -> str:
-    """A hint on stages that have all their forwards and no backward."""
     ops = {(stage, op) for program in schedule.programs for stage, op, _ in program}
     alone = [
         s for s in range(schedule.num_stages - 1) if schedule.trains(s) and {o for t, o in ops if t == s} == {Op.F}

@@ -15,49 +15,10 @@ messages between two ranks each, which need no order (see `lowering`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from .ir import LAST_USES, MOVE_OPS, Collective, Op, Schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Landmarks:
-    """Positions in one rank's program, by (stage, update group).
-
-    Arguments:
-        behind_backward: behind the last B or W; none where the rank has no backward of that group.
-        first_use, behind_use: by stage, its first action, and the place behind its last one; none where it has none.
-    """
-
-    behind_backward: Mapping[tuple[int, int], int]
-    first_use: Mapping[int, int]
-    behind_use: Mapping[int, int]
-
-
-def _behind_last_backward(collective: Collective, at: _Landmarks) -> int:
-    """Behind the last backward of all its stages; at once where the rank has none."""
-    return max(at.behind_backward.get((stage, collective.index), 0) for stage in collective.stages)
-
-
-def _ahead_of_first_use(collective: Collective, at: _Landmarks) -> int:
-    """In front of the first use of the stage that the rank uses first before it: one stage ahead."""
-    first = at.first_use.get(collective.stages[0], 0)
-    return max((other for other in at.first_use.values() if other < first), default=0)
-
-
-def _behind_last_use(collective: Collective, at: _Landmarks) -> int:
-    return at.behind_use.get(collective.stages[0], 0)
-
-
-# Where each op is ready to stand: the position of the action in front of which it is begun.
-_READY: Mapping[Op, Callable[[Collective, _Landmarks], int]] = {
-    Op.REDUCE_GRAD: _behind_last_backward,
-    Op.UNSHARD: _ahead_of_first_use,
-    Op.RESHARD: _behind_last_use,
-}
 
 
 def update_group_size(schedule: Schedule) -> int:
@@ -67,18 +28,30 @@ def update_group_size(schedule: Schedule) -> int:
 
 def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
     """The collectives that `rank` takes part in, by the position of the action before which each may begin."""
-    at = _landmarks(schedule, rank)
+    behind_backward, first_use, behind_use = _landmarks(schedule, rank)
+
+    def ready(each: Collective) -> int:
+        first, *_ = each.stages
+        if each.op is Op.REDUCE_GRAD:  # behind the last backward of all its stages; at once where the rank has none
+            return max(behind_backward.get((stage, each.index), 0) for stage in each.stages)
+        if each.op is Op.RESHARD:
+            return behind_use.get(first, 0)
+        # UNSHARD: in front of the first use of the stage that the rank uses first before it, one stage ahead.
+        return max((other for other in first_use.values() if other < first_use.get(first, 0)), default=0)
+
     own = frozenset(schedule.placement[rank])
-    return {each: _READY[each.op](each, at) for each in collectives if not own.isdisjoint(each.stages)}
+    return {each: ready(each) for each in collectives if not own.isdisjoint(each.stages)}
 
 
 def latest_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
     """Position of the first action on `rank` that waits for each collective, where one does."""
-    first = _landmarks(schedule, rank).first_use
+    _, first, _ = _landmarks(schedule, rank)
     return {each: first[s] for each in collectives for s in each.stages if each.op is Op.UNSHARD and s in first}
 
 
-def _landmarks(schedule: Schedule, rank: int) -> _Landmarks:
+def _landmarks(schedule: Schedule, rank: int) -> tuple[dict[tuple[int, int], int], dict[int, int], dict[int, int]]:
+    """Positions in a program: behind the last B or W, by (stage, update group); by stage, its first action, and behind
+    its last one. Nothing where the rank has no such action."""
     size = update_group_size(schedule)
     backward: dict[tuple[int, int], int] = {}
     first: dict[int, int] = {}
@@ -90,7 +63,7 @@ def _landmarks(schedule: Schedule, rank: int) -> _Landmarks:
         behind[stage] = position + 1
         if op in LAST_USES:
             backward[stage, index // size] = position + 1
-    return _Landmarks(behind_backward=backward, first_use=first, behind_use=behind)
+    return backward, first, behind
 
 
 def place_collectives(
@@ -109,7 +82,7 @@ def place_collectives(
     ]
     if schedule.has_backward and not schedule.has_epilogue:
         return tuple(tuple((at[each], each) for each in own) for at, own in zip(ready, orders, strict=True))
-    order = _common_order(orders)
+    order, _ = _take(orders, until_stuck=False)
     placed: list[list[tuple[int, Collective]]] = [[] for _ in ready]
     for each in order:
         for rank in each.ranks(schedule.owners):
@@ -121,7 +94,7 @@ def place_collectives(
 def find_cycle(orders: Sequence[Sequence[Collective]]) -> list[tuple[int, Collective, Collective]]:
     """A circle of ranks that wait for each other when they begin collectives in these orders: (rank, what it begins
     first, what it begins later and the next rank of the circle first). Empty where all orders agree."""
-    left = _take(orders, until_stuck=True).left
+    _, left = _take(orders, until_stuck=True)
     before = {own[at]: (rank, own[0]) for rank, own in enumerate(left) for at in range(1, len(own))}
     each = next((own[0] for own in left if own), None)
     path: dict[Collective, tuple[int, Collective, Collective]] = {}
@@ -133,20 +106,13 @@ def find_cycle(orders: Sequence[Sequence[Collective]]) -> list[tuple[int, Collec
     return [path[step] for step in steps[steps.index(each) :]] if each is not None else []
 
 
-def _common_order(orders: Sequence[Sequence[Collective]]) -> list[Collective]:
-    """All collectives in one order: that of every rank where they agree."""
-    return _take(orders, until_stuck=False).taken
+def _take(
+    orders: Sequence[Sequence[Collective]], *, until_stuck: bool
+) -> tuple[list[Collective], list[list[Collective]]]:
+    """All in one order, that of every rank where they agree; and by rank those that are left, which stand in a circle.
 
-
-class _Taken(NamedTuple):
-    """Collectives in a common order, and by rank those that are left, which stand in a circle."""
-
-    taken: list[Collective]
-    left: list[list[Collective]]
-
-
-def _take(orders: Sequence[Sequence[Collective]], *, until_stuck: bool) -> _Taken:
-    """Take what comes first on all its ranks, again and again; of a circle, what comes first on most of them."""
+    Taken is what comes first on all its ranks, again and again; of a circle, what comes first on most of them.
+    """
     members = Counter(each for own in orders for each in own)
     position = [0] * len(orders)
     first_on: dict[Collective, list[int]] = {}  # those that come first on some rank now
@@ -172,4 +138,4 @@ def _take(orders: Sequence[Sequence[Collective]], *, until_stuck: bool) -> _Take
         taken[each] = None
         moved = first_on.pop(each)
     left = [[each for each in own[at:] if each not in taken] for own, at in zip(orders, position, strict=True)]
-    return _Taken(list(taken), left)
+    return list(taken), left

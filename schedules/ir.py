@@ -27,7 +27,7 @@ from .actions import (
     Op,
     Relation,
 )
-from .shown import Shown
+from .shown import Displayable
 from .weight_rules import RULES, WeightRule
 from .wording import count
 
@@ -67,7 +67,7 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule(Shown):
+class Schedule(Displayable):
     """A program for each rank, with where the stages stand.
 
     Invariant (made sure by `check`, not here): each stage's forward and backward of each
@@ -273,17 +273,30 @@ class Schedule(Shown):
         )
 
     def to_csv(self, *, overlap: Literal["none", "pairs"] = "none") -> str:
-        """torch.distributed.pipelining's table: a row per rank, a column per unit of time; see `text.to_csv`."""
+        """torch.distributed.pipelining's table: a row per rank, a column per unit of time, empty where idle.
+
+        Arguments:
+            overlap: "pairs": a forward with the backward of another stage right behind it becomes one cell that torch
+                may run at once, `(0F3;3B1)OVERLAP_F_B`, as in its DualPipeV; "none": a cell each.
+
+        The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
+        (replicas, slices, several batches, updates, moves).
+        """
         from .text import to_csv
 
         return to_csv(self, overlap=overlap)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
-        """Read `to_csv`'s form; ScheduleError names the row and column of a bad cell.
+        """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering makes its own).
+
+        The parts of a cell such as `(0F3;3B1)OVERLAP_F_B` become actions one after the other.
 
         Arguments:
             owners: as of a Schedule, which the table cannot say.
+
+        Raises ScheduleError that names row and column (from 1) of a cell that is no action, and the row of a stage that
+        other rows have, too, where neither the owners nor ascending ones fit.
         """
         from .text import from_csv
 
@@ -303,7 +316,11 @@ class Schedule(Shown):
         return from_json(text)
 
     def grid(self) -> str:
-        """The order as an aligned text grid, a row per rank, a column per unit of time."""
+        """The order as an aligned text grid, a row per rank, a column per unit of time.
+
+        The stage stands before the op only where a rank has several. A rank that begins moves of activations has a
+        second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
+        """
         from .text import to_grid
 
         return to_grid(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from .ir import Collective
+from .actions import Collective
 
 # Receives of a link that are posted and not yet consumed, at most, unless the order forces more. A link carries several
 # streams (chunks, gradients): enough to keep it busy, and no buffers that grow with M.
@@ -45,22 +45,18 @@ class Message(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index
 
     def __str__(self) -> str:
-        kind, src, dst, index = self
-        match kind:
-            case MessageKind.ACT:
-                return f"activations of microbatch {index} from stage {src} to stage {dst}"
-            case MessageKind.GRAD:
-                return f"gradients of microbatch {index} from stage {src} to stage {dst}"
-            case MessageKind.LOSS:
-                return f"loss of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.SUM:
-                return f"shared gradients of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.NORM:
-                return f"gradient norm of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.TOTAL:
-                return f"global gradient norm of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.WEIGHTS:
-                return f"weights updated by group {index} from rank {src} to rank {dst}"
+        return _WORDS[self.kind].format(*self[1:])
+
+
+_WORDS = {
+    MessageKind.ACT: "activations of microbatch {2} from stage {0} to stage {1}",
+    MessageKind.GRAD: "gradients of microbatch {2} from stage {0} to stage {1}",
+    MessageKind.LOSS: "loss of update group {2} from rank {0} to rank {1}",
+    MessageKind.SUM: "shared gradients of update group {2} from rank {0} to rank {1}",
+    MessageKind.NORM: "gradient norm of update group {2} from rank {0} to rank {1}",
+    MessageKind.TOTAL: "global gradient norm of update group {2} from rank {0} to rank {1}",
+    MessageKind.WEIGHTS: "weights updated by group {2} from rank {0} to rank {1}",
+}
 
 
 class Transfer(NamedTuple):

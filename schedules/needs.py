@@ -20,6 +20,7 @@ kept there for those that come later, and one back with the sum of their gradien
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from .messages import Message, MessageKind
 from .moves import find_moves
 
 _FORWARD_OPS = frozenset({Op.F})
+_KIND_OF_OP = {Op.F: MessageKind.ACT, **dict.fromkeys(BACKWARD_OPS, MessageKind.GRAD)}
 
 
 class Wire(NamedTuple):
@@ -57,11 +59,9 @@ class Wire(NamedTuple):
 
     @property
     def users(self) -> tuple[int, ...]:
-        """The stages that use it."""
         return self.consumers if self.kind is MessageKind.ACT else (self.dst,)
 
     def message(self, index: int) -> Message:
-        """Message of a microbatch."""
         return Message(self.kind, self.src, self.dst, index)
 
     @property
@@ -97,18 +97,14 @@ class Needs:
         self._owner = schedule.owner
         self._num_slices = schedule.num_slices
         self._programs = schedule.programs
-        # By stage: the wires that bring something to its forward or backward, and those that take something from it.
-        count = schedule.num_stages
-        self._to_forward: list[list[Wire]] = [[] for _ in range(count)]
-        self._to_backward: list[list[Wire]] = [[] for _ in range(count)]
-        self._from_forward: list[list[Wire]] = [[] for _ in range(count)]
-        self._from_backward: list[list[Wire]] = [[] for _ in range(count)]
+        # The wires that bring something to, and take something from, each (forward or backward, stage).
+        self._to: defaultdict[tuple[MessageKind, int], list[Wire]] = defaultdict(list)
+        self._from: defaultdict[tuple[MessageKind, int], list[Wire]] = defaultdict(list)
         for wire in self.wires:
-            is_act = wire.kind is MessageKind.ACT
             for stage in wire.users:
-                (self._to_forward if is_act else self._to_backward)[stage].append(wire)
+                self._to[wire.kind, stage].append(wire)
             for stage in wire.makers:
-                (self._from_forward if is_act else self._from_backward)[stage].append(wire)
+                self._from[wire.kind, stage].append(wire)
         self._split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
         self._wire_of = {(w.kind, w.src, w.dst): w for w in self.wires}
 
@@ -120,10 +116,10 @@ class Needs:
         """The actions whose results `action` needs, in a fixed order."""
         stage, op, index = action
         if op is Op.F:
-            makes = [Action(wire.src, Op.F, index) for wire in self._to_forward[stage]]
+            makes = [Action(wire.src, Op.F, index) for wire in self._to[MessageKind.ACT, stage]]
             return makes if index % self._num_slices == 0 else [*makes, Action(stage, Op.F, index - 1)]
         if op in BACKWARD_OPS:
-            makers = sorted(maker for wire in self._to_backward[stage] for maker in wire.makers)
+            makers = sorted(maker for wire in self._to[MessageKind.GRAD, stage] for maker in wire.makers)
             own = [Action(stage, Op.RELOAD, index)] if (stage, index) in self.moves else []
             own.append(Action(stage, Op.F, index))
             if (index + 1) % self._num_slices:
@@ -137,11 +133,9 @@ class Needs:
         return []
 
     def rank(self, action: Action) -> int:
-        """The rank in whose program it stands."""
         return self._owner(action.stage, action.index)
 
     def wire(self, message: Message) -> Wire:
-        """Wire of a message of activations or gradients."""
         return self._wire_of[message[:3]]
 
     def makers(self, message: Message) -> list[Action]:
@@ -149,7 +143,6 @@ class Needs:
         return self._makers(self.wire(message), message.index)
 
     def users(self, message: Message) -> list[Action]:
-        """The actions that use it, in the order of their rank."""
         return self._users(self.wire(message), message.index)
 
     def maker(self, message: Message) -> Action:
@@ -160,7 +153,7 @@ class Needs:
         """Deliveries from other ranks to `action`, in the order of `of`; what came for an action before it is there."""
         stage, op, index = action
         receiver = self._owner(stage, index)
-        for wire in self._to_forward[stage] if op is Op.F else self._to_backward[stage] if op in BACKWARD_OPS else ():
+        for wire in self._to[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
             sender = self._owner(wire.src, index)
             if sender != receiver and self._users(wire, index)[0] == action:
                 yield Delivery(wire.message(index), self._makers(wire, index)[-1], sender, action, receiver)
@@ -169,9 +162,7 @@ class Needs:
         """Deliveries from `action` to other ranks, in the order of the edges; what others add to comes behind them."""
         stage, op, index = action
         sender = self._owner(stage, index)
-        for wire in (
-            self._from_forward[stage] if op is Op.F else self._from_backward[stage] if op in BACKWARD_OPS else ()
-        ):
+        for wire in self._from[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
             receiver = self._owner(wire.dst, index)
             if sender != receiver and self._makers(wire, index)[-1] == action:
                 yield Delivery(wire.message(index), action, sender, self._users(wire, index)[0], receiver)
@@ -187,14 +178,11 @@ class Needs:
         return self._in_order([Action(stage, Op.F, index) for stage in wire.consumers])
 
     def _in_order(self, actions: list[Action]) -> list[Action]:
-        """Actions of one rank as they stand in its program."""
         return actions if len(actions) == 1 else sorted(actions, key=lambda action: self._position.get(action, 0))
 
     @cached_property
     def _position(self) -> dict[Action, int]:
-        """Position of each forward and backward in its rank's program."""
-        ops = {Op.F, *BACKWARD_OPS}
-        return {a: i for program in self._programs for i, a in enumerate(program) if a.op in ops}
+        return {a: i for program in self._programs for i, a in enumerate(program) if a.op in _KIND_OF_OP}
 
 
 def _wires(schedule: Schedule) -> Iterator[Wire]:

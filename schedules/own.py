@@ -92,7 +92,6 @@ class Own:
         return schedule
 
     def _check_sizes(self, function: Callable[..., Any], sizes: Mapping[str, int]) -> None:
-        """ValueError for a function that needs sizes which nobody gives."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
@@ -119,7 +118,7 @@ class Own:
             )
         chunks = sizes.get("num_chunks", 1)
         placement = {"placement": "cyclic", "num_chunks": chunks} if chunks > 1 else {}
-        rules = [only_if(made)] if _num_arguments(made) == 2 else []
+        rules = [only_if(made)] if len(inspect.signature(made).parameters) == 2 else []
         if not rules:
             _refuse_filter_without_state(made)
         return Constraints(
@@ -169,7 +168,6 @@ def sizes_of(schedule: Schedule) -> dict[str, int]:
 
 
 def _is_ready(what: object) -> bool:
-    """Whether it has sizes: a Schedule, or Constraints."""
     if isinstance(what, Schedule):
         return True
     from .constraints import Constraints
@@ -186,10 +184,6 @@ def _is_of_actions(function: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return bool(names) and names[0] == "action"
-
-
-def _num_arguments(function: Callable[..., Any]) -> int:
-    return len(inspect.signature(function).parameters)
 
 
 def _refuse_filter_without_state(key: Callable[[Action], Any]) -> None:

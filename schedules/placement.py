@@ -13,7 +13,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+
+from .kinds import at_least, option
 
 Placement = tuple[tuple[int, ...], ...]
 
@@ -59,21 +60,13 @@ def rank_of_stages(name: str, *, num_ranks: int, num_chunks: int) -> tuple[int, 
     return tuple(rank_of[stage] for stage in range(num_ranks * num_chunks))
 
 
-class TwoWay(NamedTuple):
-    """Placement and owners of a schedule whose even microbatches go down the ranks and whose odd ones go up.
+def two_way(num_ranks: int, name: str) -> tuple[Placement, Placement]:
+    """Placement and owners where even microbatches go down the ranks and odd ones up: each rank holds r and P-1-r.
 
-    Stage s stands on rank s for those that go down and on rank P-1-s for those that go up.
-    """
-
-    placement: Placement
-    owners: tuple[tuple[int, int], ...]
-
-
-def two_way(num_ranks: int, name: str) -> TwoWay:
-    """Each rank holds two stages, r and P-1-r. ValueError that names the schedule for an odd number of ranks.
+    ValueError that names the schedule for an odd number of ranks.
 
     >>> two_way(4, "chimera")
-    TwoWay(placement=((0, 3), (1, 2), (1, 2), (0, 3)), owners=((0, 3), (1, 2), (2, 1), (3, 0)))
+    (((0, 3), (1, 2), (1, 2), (0, 3)), ((0, 3), (1, 2), (2, 1), (3, 0)))
     """
     if num_ranks % 2:
         raise ValueError(
@@ -81,7 +74,7 @@ def two_way(num_ranks: int, name: str) -> TwoWay:
             f"have the same stage on the middle rank; expected an even number of ranks"
         )
     stages = [(rank, num_ranks - 1 - rank) for rank in range(num_ranks)]
-    return TwoWay(tuple((min(pair), max(pair)) for pair in stages), tuple(stages))
+    return tuple((min(pair), max(pair)) for pair in stages), tuple(stages)
 
 
 def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placement:
@@ -103,9 +96,7 @@ def read_placement(
 ) -> Placement:
     """What a user gives: a name with sizes, or the stages of each rank; ValueError for anything else."""
     if isinstance(placement, str):
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks!r}: expected a whole number, at least 1")
-        return place(placement, num_ranks=num_ranks, num_chunks=num_chunks)
+        return place(placement, num_ranks=option("num_ranks", num_ranks, at_least(1)), num_chunks=num_chunks)
     if not isinstance(placement, list | tuple) or not all(isinstance(own, list | tuple) for own in placement):
         raise ValueError(
             f"placement={placement!r:.60}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank"

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .ir import Action, Collective, Op, Schedule, ScheduleError
-from .messages import Message, Transfer
+from .messages import STAGE_KINDS, Message, Transfer
 from .needs import Needs
 
 
@@ -114,6 +114,12 @@ def run_as_one(schedule: Schedule) -> Mapping[int, frozenset[int]]:
     return {stage: frozenset(own) for stage, own in found.items()}
 
 
+def indices_a_batch(schedule: Schedule, what: Work | Message) -> int:
+    """Indices that such steps and messages have in a batch: one a microbatch, or one an update group."""
+    of_groups = what.kind not in STAGE_KINDS if isinstance(what, Message) else not isinstance(what, Action)
+    return schedule.groups_per_batch if of_groups or what[1] is Op.U else schedule.num_microbatches
+
+
 def check_calls(lowered: Lowered) -> None:
     """Raise ScheduleError when a call needs a message that is sent in a later one."""
     sent: dict[Message, int] = {}
@@ -160,16 +166,9 @@ def parts_of(program: RankProgram, *, count: int) -> list[RankProgram]:
         proves = {message: program.proves[message] for message in arriving if message in program.proves}
         here = set(own)
         shared = {message: actions for message, actions in program.shared.items() if not here.isdisjoint(actions)}
-        parts.append(
-            replace(
-                program,
-                steps=tuple(own),
-                inputs=inputs,
-                proves=proves,
-                shared=shared,
-                finally_needs=(),
-                cuts=(),
-            )
+        part = replace(
+            program, steps=tuple(own), inputs=inputs, proves=proves, shared=shared, finally_needs=(), cuts=()
         )
+        parts.append(part)
     parts[-1] = replace(parts[-1], finally_needs=program.finally_needs)
     return parts

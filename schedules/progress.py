@@ -21,7 +21,7 @@ from .messages import Message, Transfer
 from .program import RankProgram, Step
 
 
-class Progress:
+class UntimedRun:
     """A run, which goes on from where it stands still.
 
     Attributes:
@@ -83,7 +83,7 @@ def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
     Each call of programs that were lowered call by call ends by itself, too. Where receives cannot help all stay as
     they are.
     """
-    run = Progress(programs, sends_wait=True)
+    run = UntimedRun(programs, sends_wait=True)
     cuts = [[*(program.cuts or [0]), len(program.steps)] for program in programs]
     for call in range(max(map(len, cuts)) - 1):
         while stuck := run.run([own[min(call + 1, len(own) - 1)] for own in cuts]):
@@ -106,7 +106,7 @@ def where_sends_wait(programs: Sequence[RankProgram]) -> str | None:
 
     Raises ScheduleError where they do so in any case.
     """
-    run = Progress(programs, sends_wait=True)
+    run = UntimedRun(programs, sends_wait=True)
     stuck = run.run()
     circle = run.circle(stuck) if stuck else []
     steps = [f"rank {rank} at {run.steps[rank][run.at[rank]]} for the {run.lacks[rank]}" for rank in circle]

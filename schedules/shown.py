@@ -5,13 +5,16 @@ The views are in `viz`, which imports this package: they load when something is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..viz.exhibit import Exhibit
+from importlib import import_module
+from typing import Any
 
 
-class Shown:
+def notebook() -> Any:
+    """The views' module, named and not imported: nothing here depends on it."""
+    return import_module("..viz.notebook", __package__)
+
+
+class Displayable:
     """A schedule, a timeline or a plan, as what can be looked at."""
 
     __slots__ = ()
@@ -19,17 +22,11 @@ class Shown:
     def show(self) -> None:
         """Show the timeline page: below the cell of a notebook; else in a browser, where there is one, from a temporary
         file whose path is printed."""
-        from ..viz.notebook import show
-
-        show(self)
+        notebook().show(self)
 
     def _repr_html_(self) -> str:
-        from ..viz.notebook import as_html
+        return str(notebook().as_html(self))
 
-        return as_html(self)
-
-    def _exhibit(self) -> Exhibit:
+    def _exhibit(self) -> Any:
         """Exhibit of its page; ValueError where nothing can be simulated."""
-        from ..viz.notebook import exhibit_of
-
-        return exhibit_of(self)
+        return notebook().exhibit_of(self)

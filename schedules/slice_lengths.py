@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+from .kinds import option
 
 if TYPE_CHECKING:  # numpy is imported where it is used: simulating and printing schedules need none
     import numpy as np
@@ -68,8 +70,9 @@ def equal_work_lengths(total: int, num_slices: int, seconds: SliceCost, *, multi
     import numpy as np
 
     table = _table(total, seconds, multiple, at_least=num_slices)
-    least = _fewest(table, num_slices, np.maximum).least
-    return _lengths(_fewest(np.where(table <= least, table, np.inf), num_slices, np.add), multiple)
+    least, _ = _fewest(table, num_slices, np.maximum)
+    _, ends = _fewest(np.where(table <= least, table, np.inf), num_slices, np.add)
+    return _lengths(ends, multiple)
 
 
 def shortest_lengths(
@@ -99,30 +102,22 @@ def shortest_lengths(
     table = _table(total, seconds, multiple, at_least=num_slices or 1)
     best = np.inf
     found: tuple[int, ...] = (total,)
-    together = _sums(table, num_slices).least  # no order of slices takes less
+    together, _ = _sums(table, num_slices)  # no order of slices takes less
     for longest in np.unique(table[np.isfinite(table)]):
         if num_microbatches * together + (num_ranks - 1) * longest >= best:
             break
-        cut = _sums(np.where(table <= longest, table, np.inf), num_slices)
-        makespan = num_microbatches * cut.least + (num_ranks - 1) * longest
+        least, ends = _sums(np.where(table <= longest, table, np.inf), num_slices)
+        makespan = num_microbatches * least + (num_ranks - 1) * longest
         if makespan < best:
-            best, found = makespan, _lengths(cut, multiple)
+            best, found = makespan, _lengths(ends, multiple)
     return found
-
-
-class _Cut(NamedTuple):
-    """The least of what was asked for, and where the slices of that cut end."""
-
-    least: float
-    ends: list[int]
 
 
 def _table(total: int, seconds: SliceCost, multiple: int, *, at_least: int) -> _Table:
     import numpy as np
 
     for name, value in (("total", total), ("multiple", multiple), ("num_slices", at_least)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
+        option(name, value, at_least(1))
     units = total // multiple
     if total % multiple or units < at_least:
         raise ValueError(
@@ -138,8 +133,8 @@ def _table(total: int, seconds: SliceCost, multiple: int, *, at_least: int) -> _
     return table
 
 
-def _fewest(table: _Table, num_slices: int, together: Callable[..., np.ndarray]) -> _Cut:
-    """The least of `together` over all slices, for exactly so many."""
+def _fewest(table: _Table, num_slices: int, together: Callable[..., np.ndarray]) -> tuple[float, list[int]]:
+    """The least of `together` over all slices, for exactly so many; and where the slices of that cut end."""
     units = len(table) - 1
     least = table[0]
     ways: list[np.ndarray] = []
@@ -150,10 +145,10 @@ def _fewest(table: _Table, num_slices: int, together: Callable[..., np.ndarray])
     ends = [units]
     for way in reversed(ways):
         ends.append(int(way[ends[-1]]))
-    return _Cut(float(least[units]), ends[::-1])
+    return float(least[units]), ends[::-1]
 
 
-def _sums(table: _Table, num_slices: int | None) -> _Cut:
+def _sums(table: _Table, num_slices: int | None) -> tuple[float, list[int]]:
     """The least sum; for any number of slices where none is given."""
     import numpy as np
 
@@ -170,8 +165,8 @@ def _sums(table: _Table, num_slices: int | None) -> _Cut:
     ends = [units]
     while way[ends[-1]]:
         ends.append(int(way[ends[-1]]))
-    return _Cut(float(least[units]), ends[::-1])
+    return float(least[units]), ends[::-1]
 
 
-def _lengths(cut: _Cut, multiple: int) -> tuple[int, ...]:
-    return tuple((end - start) * multiple for start, end in pairwise([0, *cut.ends]))
+def _lengths(ends: Sequence[int], multiple: int) -> tuple[int, ...]:
+    return tuple((end - start) * multiple for start, end in pairwise([0, *ends]))

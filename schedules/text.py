@@ -18,9 +18,8 @@ _JSON_VERSION = 1
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
-_OPTIONAL_KEYS = frozenset(
-    {"update_every", "owners", "num_slices", "without_backward"}
-)  # files written before there were such have none
+# Files that were written before there were such have none.
+_OPTIONAL_KEYS = frozenset({"update_every", "owners", "num_slices", "without_backward"})
 # What torch's tables hold besides compute; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's cell of a forward and a backward that may run at once
@@ -61,15 +60,7 @@ def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:
 
 
 def to_csv(schedule: Schedule, *, overlap: Literal["none", "pairs"] = "none") -> str:
-    """A row per rank, a column per unit of time, empty where idle; what torch.distributed.pipelining reads too.
-
-    Arguments:
-        overlap: "pairs": a forward with the backward of another stage right behind it becomes one cell that torch may
-            run at once, `(0F3;3B1)OVERLAP_F_B`, as in its DualPipeV; "none": a cell each.
-
-    The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
-    (replicas, slices, several batches, updates).
-    """
+    """See `Schedule.to_csv`."""
     if overlap not in ("none", "pairs"):
         raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
     move = next((action for program in schedule.programs for action in program if action.op in MOVE_OPS), None)
@@ -89,9 +80,10 @@ def to_csv(schedule: Schedule, *, overlap: Literal["none", "pairs"] = "none") ->
             f"schedule {schedule.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
             f"say: expected a flush schedule with one owner a stage; use to_json"
         )
-    rows = [["" if cell is None else str(cell) for cell in row] for row in unit_time_cells(schedule)]
+    table = unit_time_cells(schedule)
+    rows = [["" if cell is None else str(cell) for cell in row] for row in table]
     if overlap == "pairs":
-        for row, cells in zip(rows, unit_time_cells(schedule), strict=True):
+        for row, cells in zip(rows, table, strict=True):
             for at, (one, then) in enumerate(pairwise(cells)):
                 if one and then and one.op is Op.F and then.op is Op.B and one.stage != then.stage:
                     row[at : at + 2] = f"({one};{then})OVERLAP_F_B", ""
@@ -99,16 +91,7 @@ def to_csv(schedule: Schedule, *, overlap: Literal["none", "pairs"] = "none") ->
 
 
 def from_csv(text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
-    """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering makes its own).
-
-    The parts of a cell such as `(0F3;3B1)OVERLAP_F_B` become actions one after the other.
-
-    Arguments:
-        owners: as of a Schedule, which the table cannot say.
-
-    Raises ScheduleError that names row and column (from 1) of a cell that is no action, and the row of a stage that
-    other rows have, too, where neither the owners nor ascending ones fit.
-    """
+    """See `Schedule.from_csv`."""
     rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     programs = tuple(_read_row(number, line) for number, line in rows)
     if not any(programs):
@@ -164,7 +147,6 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
 
 
 def to_json(schedule: Schedule) -> str:
-    """Everything in one object; programs as text, so that people can read it."""
     return json.dumps(
         {
             "version": _JSON_VERSION,
@@ -185,7 +167,6 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Read `to_json`'s form; ScheduleError names what is missing, unknown or unreadable."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -243,11 +224,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def to_grid(schedule: Schedule) -> str:
-    """The order as an aligned grid: a row per rank, a column per unit of time.
-
-    The stage number stands before the op only where a rank has several stages. A rank that begins moves of activations
-    has a second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
-    """
+    """See `Schedule.grid`."""
     rows = unit_time_cells(schedule)
     several = any(len(stages) > 1 for stages in schedule.placement)
     texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
+from .kinds import at_least, option
 from .timing.costs import Costs
 from .timing.links import Links
 from .timing.simulate import simulate
@@ -64,9 +65,7 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
     >>> replicate(one, 2).programs == build("1f1b", num_ranks=4, num_microbatches=4, replicas=(2, 2)).programs
     True
     """
-    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
-        raise ValueError(f"num_replicas={num_replicas!r}: expected a whole number, at least 1")
-    if num_replicas == 1:
+    if option("num_replicas", num_replicas, at_least(1)) == 1:
         return schedule
 
     def of_replica(action: Action, q: int) -> Action:

@@ -40,19 +40,18 @@ def load(option: str, value: str) -> Callable[..., Any]:
     if not (where and colon and name.isidentifier()):
         raise ValueError(f"{said(option, value)}: expected {FORM}, such as {said(option, 'my_models:small')}")
     module = _file(option, value, Path(where)) if where.endswith(".py") else _module(option, value, where)
-    try:
-        found = getattr(module, name)
-    except AttributeError:
+    if not hasattr(module, name):
         known = [each for each, what in vars(module).items() if callable(what) and not each.startswith("_")]
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"expected a function of that name in {where}"
-        raise ValueError(f"{said(option, value)}: {where} has no {name!r}: {hint}") from None
-    if not callable(found):
+        raise ValueError(f"{said(option, value)}: {where} has no {name!r}: {hint}")
+    function: Callable[..., Any] = getattr(module, name)
+    if not callable(function):
+        kind = type(function).__name__
         raise ValueError(
-            f"{said(option, value)}: {name} is {_kind(found)}: expected a function; write `def make(): return {name}` "
-            f"beside it, and give {said(option, f'{where}:make')}"
+            f"{said(option, value)}: {name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}: expected a function; "
+            f"write `def make(): return {name}` beside it, and give {said(option, f'{where}:make')}"
         )
-    function: Callable[..., Any] = found
     return function
 
 
@@ -157,8 +156,3 @@ def _file(option: str, value: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserCodeError(f"{said(option, value)}: running {path} failed") from error
     return module
-
-
-def _kind(found: object) -> str:
-    name = type(found).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -38,7 +38,6 @@ class Versions:
     drift: tuple[int, ...]
 
     def read_by(self, action: Action) -> int:
-        """The version that a forward or backward uses."""
         stage, op, index = action
         before = self.used.get((stage, index), 0)
         return before if op is Op.F else self.in_backward.get((stage, index), before)

@@ -1,4 +1,4 @@
-"""Weight rules: which weight version each forward uses, and what follows from that. One class a rule.
+"""Weight rules: which weight version each forward uses, and what follows from that.
 
 Version 0 of a stage is there from the start, and its update u makes version u + 1. The backward of a microbatch uses
 the version of its forward; only where one version is kept, and changes in between, it uses what is there then.
@@ -10,16 +10,16 @@ the version of its forward; only where one version is kept, and changes in betwe
     vertical-sync   the newest that the input stage had, on every stage                 one for each in flight
     one-version     the newest of the stage; so in the backward                         1
 
-A new rule is a class here and a name in `RULES`.
+A new rule is a row of `RULES`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 
 class Seen(NamedTuple):
@@ -29,38 +29,52 @@ class Seen(NamedTuple):
     at_input: int
 
 
-class WeightRule(ABC):
-    """Decisions of a weight rule. The base is a rule under which each stage updates by itself.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRule:
+    """Decisions of a weight rule.
 
-    Attributes:
+    Arguments:
         name: in `Schedule.weight_rule`.
+        version: that microbatch `index` (of M a batch) must use, by (index, M, what stands before its forward).
         is_asynchronous: whether batches overlap.
         most_versions: of a stage that a rank may have to keep; None: no limit.
+        by_batch: whether the index of a microbatch alone names its version: all stages update between the same two
+            batches. Else each stage updates by itself.
         changes_in_flight: whether weights change between the forward and the backward of a microbatch, which then uses
             the newest; else it uses the version of its forward.
-        updates_may_wait: whether an update may stand later than right after its gradients, since the index of a
-            microbatch alone names its version.
-        why_no_norm: why gradients cannot be clipped by a norm over all stages, and what to do; None: they can.
-        why_no_ties: why a parameter cannot stand on stages of several ranks, and what to do; None: it can.
     """
 
-    name: ClassVar[str]
-    is_asynchronous: ClassVar[bool] = True
-    most_versions: ClassVar[int | None] = None
-    changes_in_flight: ClassVar[bool] = False
-    updates_may_wait: ClassVar[bool] = False
-    why_no_norm: ClassVar[str | None] = (
-        "its stages update one after the other, before the norm over all of them is known. "
-        "Expected schedule='2bw', or max_grad_norm=None"
-    )
-    why_no_ties: ClassVar[str | None] = (
-        "its stages update at different times, so they would drift apart. "
-        "Expected schedule='2bw' or '1f1b', or a model that does not tie them"
-    )
+    name: str
+    version: Callable[[int, int, Seen], int]
+    is_asynchronous: bool = True
+    most_versions: int | None = None
+    by_batch: bool = False
+    changes_in_flight: bool = False
 
-    @abstractmethod
-    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
-        """The version that microbatch `index` (of M a batch) must use, given what stands before its forward."""
+    @property
+    def updates_may_wait(self) -> bool:
+        """Whether an update may stand later than right after its gradients."""
+        return self.by_batch and self.is_asynchronous
+
+    @property
+    def why_no_norm(self) -> str | None:
+        """Why gradients cannot be clipped by a norm over all stages, and what to do; None: they can."""
+        if self.by_batch:
+            return None
+        return (
+            "its stages update one after the other, before the norm over all of them is known. "
+            "Expected schedule='2bw', or max_grad_norm=None"
+        )
+
+    @property
+    def why_no_ties(self) -> str | None:
+        """Why a parameter cannot stand on stages of several ranks, and what to do; None: it can."""
+        if self.by_batch:
+            return None
+        return (
+            "its stages update at different times, so they would drift apart. "
+            "Expected schedule='2bw' or '1f1b', or a model that does not tie them"
+        )
 
     def version_in_backward(self, version: int, newest: int) -> int:
         """The version that a backward uses, whose forward used `version`, when the stage has come to `newest`."""
@@ -72,95 +86,35 @@ class WeightRule(ABC):
         Arguments:
             steady: the version in a stream that has run for long.
         """
-        return max(oldest, steady)
+        return self.version(index, num_microbatches, Seen(oldest, oldest)) if self.by_batch else max(oldest, steady)
 
     def versions_kept(self, in_use: int) -> int:
         """Versions of a stage that a rank makes room for, when its schedule has at most `in_use` in use at once."""
-        return in_use
+        return in_use if self.most_versions is None else self.most_versions
 
     def updates_per_batch(self, num_microbatches: int, replicas: Sequence[int]) -> int:
         """Updates of a stage in a batch where `update_every` is not given; each replica adds to each."""
-        return num_microbatches // math.lcm(*replicas)
-
-
-class _Fixed(WeightRule):
-    """A rule that names versions by the batch: all stages update between the same two batches."""
-
-    why_no_norm = None
-    why_no_ties = None
-    most_versions: ClassVar[int]
-
-    def version_in_stream(self, index: int, num_microbatches: int, *, oldest: int, steady: int) -> int:
-        return self.version(index, num_microbatches, Seen(oldest, oldest))
-
-    def versions_kept(self, in_use: int) -> int:
-        return self.most_versions
-
-    def updates_per_batch(self, num_microbatches: int, replicas: Sequence[int]) -> int:
-        return 1
-
-
-class Flush(_Fixed):
-    """Every batch ends before the next begins."""
-
-    name = "flush"
-    is_asynchronous = False
-    most_versions = 1
-
-    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
-        return index // num_microbatches
-
-
-class DoubleBuffered(_Fixed):
-    """2BW (Narayanan et al., ICML 2021): batch t uses version t - 1. Both versions stay over a flush, too."""
-
-    name = "2bw"
-    most_versions = 2
-    updates_may_wait = True
-
-    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
-        return max(index // num_microbatches - 1, 0)
-
-
-class Stashing(WeightRule):
-    """Weight stashing (PipeDream, SOSP 2019): the newest version of the stage."""
-
-    name = "stashing"
-
-    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
-        return seen.newest
-
-
-class VerticalSync(WeightRule):
-    """Vertical sync (PipeDream, SOSP 2019): on every stage the version that the input stage used."""
-
-    name = "vertical-sync"
-
-    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
-        return seen.at_input
-
-
-class OneVersion(WeightRule):
-    """PACI (Elam et al., 2026): the newest version of the stage, in its forward and in its backward, and no other.
-
-    A stage updates in place, behind the backward that ends an update group. A forward keeps its activations; the
-    backward behind an update reads the new weights.
-    """
-
-    name = "one-version"
-    most_versions = 1
-    changes_in_flight = True
-
-    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
-        return seen.newest
-
-    def versions_kept(self, in_use: int) -> int:
-        return 1
-
-    def updates_per_batch(self, num_microbatches: int, replicas: Sequence[int]) -> int:
-        return 1
+        return num_microbatches // math.lcm(*replicas) if self.most_versions is None else 1
 
 
 RULES: Mapping[str, WeightRule] = MappingProxyType(
-    {rule.name: rule for rule in (Flush(), DoubleBuffered(), Stashing(), VerticalSync(), OneVersion())}
+    {
+        rule.name: rule
+        for rule in (
+            # Every batch ends before the next begins.
+            WeightRule(
+                name="flush", version=lambda k, M, _: k // M, is_asynchronous=False, most_versions=1, by_batch=True
+            ),
+            # 2BW (Narayanan et al., ICML 2021): batch t uses version t - 1. Both versions stay over a flush, too.
+            WeightRule(name="2bw", version=lambda k, M, _: max(k // M - 1, 0), most_versions=2, by_batch=True),
+            # Weight stashing (PipeDream, SOSP 2019).
+            WeightRule(name="stashing", version=lambda _k, _M, seen: seen.newest),
+            # Vertical sync (PipeDream, SOSP 2019).
+            WeightRule(name="vertical-sync", version=lambda _k, _M, seen: seen.at_input),
+            # PACI (Elam et al., 2026): a stage updates in place, behind the backward that ends an update group.
+            WeightRule(
+                name="one-version", version=lambda _k, _M, seen: seen.newest, most_versions=1, changes_in_flight=True
+            ),
+        )
+    }
 )

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from ..schedules.timing.expected import busy_seconds, closed_form_seconds, least_seconds, median_costs
+from ..schedules.registry import closed_form_seconds
+from ..schedules.timing.bounds import least_seconds
+from ..schedules.timing.measured_inputs import median_costs
 from ..schedules.timing.sampling import SHARE
+from ..schedules.timing.simulate import busy_seconds
 from ..schedules.wording import duration
 from .exhibit import Exhibit
 

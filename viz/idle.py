@@ -40,7 +40,7 @@ def idle_stretches(timeline: Timeline) -> list[list[IdleStretch]]:
         own: list[IdleStretch] = []
         for what, start, _ in trace.compute:
             if what in gaps and not (within and gaps[what].warm_up):
-                own += _parts(start, {c: s for c, s in gaps[what]._asdict().items() if c != "action" and s > 0})
+                own += _parts(start, {c: s for c, s in gaps[what]._asdict().items() if s > 0})
         end = trace.compute[-1].end if trace.compute else timeline.start
         if timeline.end > end and not within and len(found) not in timeline.missing:
             own.append(IdleStretch("drain", end, timeline.end))
@@ -49,7 +49,7 @@ def idle_stretches(timeline: Timeline) -> list[list[IdleStretch]]:
 
 
 def _parts(end: float, seconds: dict[str, float]) -> Iterator[IdleStretch]:
-    """Stretches of one gap that ends at `end`; the fields of a gap stand in the order in which causes follow."""
+    """Stretches of one gap that ends at `end`; the fields of `Idle` stand in the order in which causes follow."""
     at = end - sum(seconds.values())
     for cause, length in seconds.items():
         yield IdleStretch(cause, at, at + length)

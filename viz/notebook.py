@@ -14,7 +14,7 @@ import webbrowser
 from pathlib import Path
 
 from ..schedules import Costs, Schedule, Timeline, simulate
-from ..schedules.shown import Shown
+from ..schedules.shown import Displayable
 from .exhibit import Exhibit, MeasuredStep
 from .explorer import explorer_html, write_explorer
 
@@ -22,7 +22,7 @@ _MAX_ACTIONS = 10_000  # in a cell: a notebook keeps its page, about 2 MB
 _HEADER, _PANEL, _ROW, _LEAST, _MOST = 300, 42, 40, 540, 900  # height of a frame [pixels]
 
 
-def exhibit_of(shown: Shown) -> Exhibit:
+def exhibit_of(shown: Displayable) -> Exhibit:
     """A schedule under costs of one second, or a timeline as it is."""
     match shown:
         case Schedule():
@@ -36,7 +36,7 @@ def exhibit_of(shown: Shown) -> Exhibit:
     raise ValueError(f"{shown!r:.60}: expected a Schedule or a Timeline")
 
 
-def as_html(shown: Shown) -> str:
+def as_html(shown: Displayable) -> str:
     """The page of a thing in a frame; a sentence where there is none. What a notebook shows."""
     try:
         exhibit = shown._exhibit()
@@ -55,7 +55,7 @@ def as_html(shown: Shown) -> str:
     )
 
 
-def show(shown: Shown) -> None:
+def show(shown: Displayable) -> None:
     """Show the page in a notebook's cell or in a browser; says where the page is."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

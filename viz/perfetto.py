@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..schedules import Action, Collective, Message, Op, Span, Timeline
+from ..schedules import Action, Collective, Idle, Message, Op, Span, Timeline
 from ..schedules.messages import STAGE_KINDS
-from ..schedules.timing.attribution import Gap, find_gaps
+from ..schedules.timing.attribution import find_gaps
 from ..schedules.timing.timeline import What
 from ..schedules.versions import derive_versions
 from .rows import assign_lanes, find_arrows
@@ -121,7 +121,7 @@ class _Trace:
         slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
         self.events = [*self._metadata(name), *slices, *self._flows()]
 
-    def _slices(self, rank: int, gaps: Mapping[Action, Gap]) -> Iterator[Event]:
+    def _slices(self, rank: int, gaps: Mapping[Action, Idle]) -> Iterator[Event]:
         trace = self.timeline.ranks[rank]
         yield from self._lane(rank, _COMPUTE, trace.compute, partial(self._action_args, rank, gaps))
         yield from self._lane(rank, _RECEIVE, trace.comm, self._message_args)
@@ -185,7 +185,7 @@ class _Trace:
                 }
             self.num_arrows += 1
 
-    def _action_args(self, rank: int, gaps: Mapping[Action, Gap], action: Action) -> Event:
+    def _action_args(self, rank: int, gaps: Mapping[Action, Idle], action: Action) -> Event:
         """With the idle time before it [us] and its cause, the version of the weights that it uses, and by how much the
         clock of its rank may be wrong [us]."""
         stage, op, index = action

@@ -24,7 +24,7 @@ from statistics import median, quantiles
 from ...schedules.registry import build
 from ...schedules.synthesis.batches import BatchOrders, by_size, relabelled
 from ...schedules.synthesis.bounds import least_seconds
-from ...schedules.synthesis.evaluate import Evaluator, Orders
+from ...schedules.synthesis.evaluate import OrderEvaluator, Orders
 from ...schedules.synthesis.problem import Problem
 from ...schedules.synthesis.request import Request
 from ...schedules.synthesis.starts import named_orders
@@ -83,7 +83,7 @@ def problem_of(sizes: Sequence[float], *, ranks: int) -> Problem:
 def fixed_values(problems: Sequence[Problem]) -> dict[str, list[float]]:
     """By name of a fixed order, the seconds of each batch; only those that fit the memory of all of them."""
     ranks, count = problems[0].num_ranks, problems[0].num_microbatches
-    equal = Evaluator(problem_of([1.0] * count, ranks=ranks))
+    equal = OrderEvaluator(problem_of([1.0] * count, ranks=ranks))
     found = synthesize(
         num_ranks=ranks,
         num_microbatches=count,
@@ -98,7 +98,7 @@ def fixed_values(problems: Sequence[Problem]) -> dict[str, list[float]]:
     known["synthesised"] = equal.orders(found.schedule)
     values: dict[str, list[float]] = {f"{name}, {way}": [] for name in known for way in _WAYS}
     for problem in problems:
-        evaluator = Evaluator(problem)
+        evaluator = OrderEvaluator(problem)
         longest = by_size(problem)
         for way, sequence in zip(_WAYS, (range(count), longest, longest[::-1]), strict=True):
             for name, orders in known.items():

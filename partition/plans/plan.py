@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schedules.ir import Schedule
-from ...schedules.shown import Shown
+from ...schedules.shown import Displayable
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links, PlaceNetwork, Sum, Way
 from ...schedules.timing.memory import StageBytes
@@ -28,7 +28,7 @@ _MODELS = ("default", "pipedream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Shown, PlanRecord):
+class Plan(Displayable, PlanRecord):
     """A `PlanRecord` that can be written, read, explained and carried out."""
 
     _exhibit = exhibit_of_plan

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schedules.alive import peak_held
-from ...schedules.synthesis.batches import BatchOrder, BatchOrders
+from ...schedules.synthesis.batches import BatchOrders, FoundOrder
 from ...schedules.synthesis.request import Request
 from ...schedules.timing.costs import Costs
 from .record import PlanRecord, PlanStage
@@ -63,7 +63,7 @@ class Replanner:
         held = self.held(sizes)
         return [peak_held(program, held) for program in self._own.programs]
 
-    def find(self, sizes: Sequence[Size]) -> BatchOrder:
+    def find(self, sizes: Sequence[Size]) -> FoundOrder:
         """The order for microbatches of these sizes, as a schedule on the plan's ranks.
 
         Raises MemoryLimitError (a ValueError) for a microbatch that no device has room for.

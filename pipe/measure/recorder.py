@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Message, Op, Span
-from ...schedules.timing.launches import launches
-from ...schedules.timing.records import RankRecord
-from ...schedules.timing.spread import Ran
+from ...schedules.timing.records import RankRecord, launches
+from ...schedules.timing.spread import TimedAction
 
 _WINDOW = 400  # durations remembered of each (stage, op)
 _STEPS = 50  # of which each action's is remembered
@@ -47,7 +46,7 @@ class RankRecorder:
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
-        self._steps: deque[tuple[Ran, ...]] = deque(maxlen=_STEPS)
+        self._steps: deque[tuple[TimedAction, ...]] = deque(maxlen=_STEPS)
         self._entered: Stamp | None = None  # where the step that is to begin was entered
         self._step: list[Stamp] = []  # where the step that runs was entered, and left
         self._step_norms = 0.0  # seconds of norms in the step that runs
@@ -140,7 +139,7 @@ class RankRecorder:
                     for actions, _, _, fused in steps
                     for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in actions], fused)
                 ),
-                arrivals=tuple((m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
+                arrivals=tuple(Span(m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
                 collectives=tuple(Span(c, at(start), at(end)) for *_, begun, _ in steps for c, start, end in begun),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
@@ -166,7 +165,7 @@ class RankRecorder:
         front, middle, behind = (statistics.median(each) for each in zip(*found, strict=True))
         return front, middle, behind
 
-    def steps(self) -> list[tuple[Ran, ...]]:
+    def steps(self) -> list[tuple[TimedAction, ...]]:
         """Actions of each of the last steps, oldest first, with what came between it and the next action."""
         return [*self._steps, *([self._ran()] if self._actions and self._is_kept else [])]
 
@@ -249,7 +248,7 @@ class RankRecorder:
         ends = [end for _, _, end in self._collectives if between(end, now) >= 0]
         return min([between(ended, now), *(between(end, now) for end in ends)])
 
-    def _ran(self) -> tuple[Ran, ...]:
+    def _ran(self) -> tuple[TimedAction, ...]:
         """Actions of this step, with what came behind each action.
 
         Behind the last one, in front of an update, and where sums begin comes what is no overhead (sums, the norm, the
@@ -259,12 +258,12 @@ class RankRecorder:
         launched = self._launches()
         inner = [n for n in behind if n not in launched]
         usual = statistics.median(behind[n] for n in inner) if inner else 0.0
-        ran: list[Ran] = []
+        ran: list[TimedAction] = []
         for number, (action, start, end) in enumerate(self._actions):
             seconds = self.clock.between(start, end)
             if action.op is not Op.U and action not in self._fused:
                 seconds += behind[number] if number in inner else usual
-            ran.append(Ran(action, seconds))
+            ran.append(TimedAction(action, seconds))
             if number and self._actions[number - 1][0] in self._fused:  # both halves ran as one
                 half = (ran[-2].seconds + seconds) / 2
                 ran[-2:] = [each._replace(seconds=half) for each in ran[-2:]]

@@ -94,18 +94,20 @@ class Ground:
         microbatch, piece = divmod(action.index, self.schedule.num_slices)
         return microbatch, piece if action.op is Op.F else -piece
 
-    def missing_op(self, action: Action) -> str | None:
-        """Why no action of this op can be there, whatever its stage and microbatch; None: there are some."""
+    def check_op(self, action: Action, words: str) -> None:
+        """ValueError where no action of this op can be there, whatever its stage and microbatch."""
         op = action.op
         if op in (Op.I, Op.W) and not self.split_backward:
-            return "its backward is whole (B): expected B, or Constraints(..., split_backward=True)"
-        if op is Op.B and self.split_backward:
-            return "its backward is split: expected I and W in place of B, or split_backward=False"
-        if op is Op.U and not self.updates:
-            return "updates stand in the order of asynchronous schedules alone: expected F B I W"
-        if op not in (Op.F, Op.B, Op.I, Op.W, Op.U):
-            return "rules speak of F B I W U"
-        return None
+            why = "its backward is whole (B): expected B, or Constraints(..., split_backward=True)"
+        elif op is Op.B and self.split_backward:
+            why = "its backward is split: expected I and W in place of B, or split_backward=False"
+        elif op is Op.U and not self.updates:
+            why = "updates stand in the order of asynchronous schedules alone: expected F B I W"
+        elif op not in (Op.F, Op.B, Op.I, Op.W, Op.U):
+            why = "rules speak of F B I W U"
+        else:
+            return
+        raise ValueError(f"rule {words!r} speaks of {action}, which the schedule does not have: {why}")
 
 
 def ground_rules(ground: Ground, rules: Sequence[Rule] | Mapping[str, Rule]) -> list[GroundRule]:
@@ -152,7 +154,6 @@ def _ground(ground: Ground, rule: Any, name: str | None, number: int) -> GroundR
 
 
 def _at(rank: int, given: int | Callable[[int], int], words: str, *, least: int) -> int:
-    """A number that may depend on the rank."""
     number = _in_words(words, partial(given, rank), f" on rank {rank}") if callable(given) else given
     return check_number(number, f"rule {words!r} on rank {rank} (", least=least)
 
@@ -176,17 +177,11 @@ def _refuse_typos(ground: Ground, found: Sequence[Relation], words: str) -> None
         )
 
 
-def _check_op(ground: Ground, action: Action, words: str) -> None:
-    why = ground.missing_op(action)
-    if why is not None:
-        raise ValueError(f"rule {words!r} speaks of {action}, which the schedule does not have: {why}")
-
-
 def _check_relation(ground: Ground, relation: Relation, words: str) -> None:
     for action in relation[:2]:
         if not isinstance(action, Action):
             raise ValueError(f"rule {words!r} relates {action!r:.40}: expected actions, as in F(s, m).before(B(s, m))")
-        _check_op(ground, action, words)
+        ground.check_op(action, words)
     first, then, adjacent = relation
     if first == then:
         raise ValueError(f"rule {words!r} puts {first} before itself: expected two different actions")
@@ -203,7 +198,7 @@ def _check_relation(ground: Ground, relation: Relation, words: str) -> None:
 def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[list[Action]]]]:
     """By rank its orders, of all its actions of some ops by the key, or of each stage; those of equal keys together."""
     for op in rule.ops:
-        _check_op(ground, Action(0, op, 0), words)
+        ground.check_op(Action(0, op, 0), words)
     place = {op: at for at, op in enumerate(rule.ops)}
 
     def key_of(action: Action) -> Any:

@@ -42,21 +42,12 @@ Filter = Callable[[Action, SoFar], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InOrder:
-    """Each rank runs its actions of `ops` in ascending order of `key(stage, microbatch)`, of several ops of
-    `key(op, stage, microbatch)`; equal keys in any order.
-
-    Without a key those of each stage are ordered by microbatch, and stages stand in any order to each other.
-    """
-
     ops: tuple[Op, ...]
     key: Callable[..., Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTurns:
-    """Each rank runs two orders in turn: the n-th of `lag` right after the (n + ahead)-th of `lead`, and those that are
-    left behind the last; `ahead` is one number or by rank."""
-
     lead: InOrder
     lag: InOrder
     ahead: int | Callable[[int], int]
@@ -64,15 +55,11 @@ class InTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """A rank holds at most so many stage activations at once, from F to the end of B or W; one number or by rank."""
-
     at_most: int | Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlyIf:
-    """Filter: an action may begin only where `allows(action, so_far)` says so."""
-
     allows: Filter
 
 
@@ -80,10 +67,11 @@ Rule = Predicate | Relation | InOrder | InTurns | InFlight | OnlyIf
 
 
 def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
-    """The rule that each rank runs its actions of these ops in ascending order of `key(s, m)`, see InOrder.
+    """The rule that each rank runs its actions of these ops in ascending order of `key(s, m)`; equal keys in any order.
 
     Several ops are ordered together, by `key(op, s, m)`; without a key those of one stage by microbatch, of one
-    microbatch in the order in which they are named. Raises ValueError for what is no op, or no function.
+    microbatch in the order in which they are named, and stages stand in any order to each other. Raises ValueError for
+    what is no op, or no function.
     """
     if not ops or not all(isinstance(op, Op) for op in ops):
         raise ValueError(f"in_order{ops!r:.60}: expected ops, such as in_order(F) or in_order(F, key=lambda s, m: m)")
@@ -93,7 +81,8 @@ def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
 
 
 def in_turns(lead: InOrder, lag: InOrder, *, ahead: int | Callable[[int], int]) -> InTurns:
-    """The rule that each rank runs `ahead` of one order, then one of each in turn, then the rest of the other.
+    """The rule that each rank runs `ahead` of one order (a number, or a function of the rank), then one of each in
+    turn, then the rest of the other.
 
         in_turns(in_order(F), in_order(B), ahead=2)        F0 F1 | F2 B0 F3 B1 | B2 B3
 
@@ -115,7 +104,8 @@ def in_turns(lead: InOrder, lag: InOrder, *, ahead: int | Callable[[int], int]) 
 
 
 def in_flight(*, at_most: int | Callable[[int], int]) -> InFlight:
-    """The rule that a rank holds at most so many stage activations at once: a number, or a function of the rank.
+    """The rule that a rank holds at most so many stage activations at once, from F to the end of B or W: a number, or a
+    function of the rank.
 
     Raises ValueError for what is neither.
     """

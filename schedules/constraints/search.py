@@ -15,7 +15,7 @@ from .order import Fact, Order
 MOST_STATES = 20_000
 
 
-class State:
+class ScheduleState:
     """Actions that have run so far, and those that may begin.
 
     Attributes:
@@ -36,9 +36,9 @@ class State:
         self._begun: set[Action] = set()
         self._own: list[list[Action]] = [[] for _ in self.held]
 
-    def copy(self) -> State:
+    def copy(self) -> ScheduleState:
         """The same, to go on from in another way; filters are not asked there."""
-        other = object.__new__(State)
+        other = object.__new__(ScheduleState)
         other.order, other.done = self.order, self.done
         other.waiting, other.held, other.due = self.waiting.copy(), self.held.copy(), self.due.copy()
         other.programs = [program.copy() for program in self.programs]
@@ -71,7 +71,6 @@ class State:
         return None
 
     def begin(self, n: int) -> None:
-        """An action begins."""
         order = self.order
         rank = order.rank[n]
         self.programs[rank].append(n)
@@ -128,13 +127,13 @@ class State:
         return lines
 
 
-def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tuple[State, float | None]:
+def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tuple[ScheduleState, float | None]:
     """Each rank begins what may begin as soon as it is free, the least by `priority` first.
 
     An action may begin when what it needs has ended, and arrived where it ran on another rank. Returns the last state,
     and when the last action ended [s]; None: all ranks stood still before. O(actions * log + choices).
     """
-    state = State(order)
+    state = ScheduleState(order)
     seconds = [table.of(a.op, a.stage, a.index) for a in order.actions]
     latency = [table.latency[a.stage] for a in order.actions]
     ready: list[list[tuple[int, int]]] = [[] for _ in state.held]  # by rank: (priority, number)
@@ -168,14 +167,14 @@ def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tu
     return state, now if through == len(seconds) else None
 
 
-def search(order: Order, priority: Sequence[int]) -> tuple[State, bool]:
+def search(order: Order, priority: Sequence[int]) -> tuple[ScheduleState, bool]:
     """A state in which all has run, found without regard to time, or one from which nothing goes on.
 
     Whatever does no harm runs at once; where a forward takes room that is short, or a block would bind its rank, each
     way is tried, depth first, no set of actions twice. The flag says whether all ways were tried, up to MOST_STATES.
     """
     everything = (1 << len(order.actions)) - 1
-    start = State(order)
+    start = ScheduleState(order)
     stack = [(start, {n for n, count in enumerate(start.waiting) if not count})]
     seen: set[int] = set()
     farthest = start
@@ -197,7 +196,7 @@ def search(order: Order, priority: Sequence[int]) -> tuple[State, bool]:
     return farthest, not stack
 
 
-def _run_harmless(state: State, able: set[int]) -> None:
+def _run_harmless(state: ScheduleState, able: set[int]) -> None:
     """Run what any order could run now: what takes no room that is short, and binds no rank."""
     order = state.order
     going = True

@@ -10,12 +10,13 @@ from typing import Any
 
 from ..check import check
 from ..ir import Action, Edge, Schedule, ScheduleError
+from ..kinds import at_least, option
 from ..placement import read_placement
 from ..timing.costs import UNIT_COSTS, Costs, CostTable
 from .ground import Ground, GroundRule, ground_rules
 from .notation import Rule
 from .order import ClashError, Fact, Order, earlier_ones, topological
-from .search import MOST_STATES, State, by_kind, by_path, list_schedule, numbered, search
+from .search import MOST_STATES, ScheduleState, by_kind, by_path, list_schedule, numbered, search
 
 
 class ContradictionError(ScheduleError):
@@ -151,13 +152,13 @@ class Constraints:
         _check_across_ranks(state, rules)
         return schedule
 
-    def _order(self, ground: Ground, rules: Sequence[GroundRule], table: CostTable) -> tuple[Order, State]:
+    def _order(self, ground: Ground, rules: Sequence[GroundRule], table: CostTable) -> tuple[Order, ScheduleState]:
         """The order with all rules in it, and the best state found in which all has run."""
         try:
             order = Order(ground, rules)
         except ClashError:
             raise contradiction(ground, rules) from None
-        best: State | None = None
+        best: ScheduleState | None = None
         shortest = math.inf
         priorities = self._priorities(order, table)
         for priority in priorities:
@@ -169,20 +170,16 @@ class Constraints:
         if best is not None:
             return order, best
         if order.filters:
-            raise _stuck(stuck)
+            raise _nothing_goes(stuck)
         state, _ = search(order, priorities[0])
         if state.done.bit_count() < len(order.actions):
             raise contradiction(ground, rules)
         return order, state
 
     def _priorities(self, order: Order, table: CostTable) -> list[list[int]]:
-        """Ways to choose among what may begin."""
         if self.prefer is None:
-            return [
-                by_kind(order),
-                by_path(order, table, kinds_first=False),
-                by_path(order, table, kinds_first=True),
-            ]
+            by_paths = [by_path(order, table, kinds_first=kinds_first) for kinds_first in (False, True)]
+            return [by_kind(order), *by_paths]
         try:
             return [numbered(order, [self.prefer(action) for action in order.actions])]
         except Exception as error:
@@ -193,9 +190,7 @@ class Constraints:
 
     def _skeleton(self) -> Schedule:
         for name in ("num_microbatches", "num_batches"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number!r}: expected a whole number, at least 1")
+            option(name, getattr(self, name), at_least(1))
         if not isinstance(self.without_backward, list | tuple | range | set | frozenset):
             raise ValueError(f"without_backward={self.without_backward!r:.60}: expected stages, such as (0, 1)")
         if not isinstance(self.owners, list | tuple) or not all(isinstance(each, list | tuple) for each in self.owners):
@@ -216,18 +211,15 @@ class Constraints:
         )
 
 
-def _stuck(state: State) -> ScheduleError:
-    order = state.order
-    lines = [
-        f"nothing may go next, behind {state.done.bit_count()} of {len(order.actions)} actions:",
-        *state.still(),
-    ]
+def _nothing_goes(state: ScheduleState) -> ScheduleError:
+    count = f"{state.done.bit_count()} of {len(state.order.actions)} actions"
+    lines = [f"nothing may go next, behind {count}:", *state.still()]
     return ScheduleError(
         "\n  ".join(lines) + "\nexpected a filter that lets one of these go; it is asked again when any action ends"
     )
 
 
-def _check_across_ranks(state: State, rules: Sequence[GroundRule]) -> None:
+def _check_across_ranks(state: ScheduleState, rules: Sequence[GroundRule]) -> None:
     """Demands of rules on actions of two ranks must follow from messages and programs, or nothing makes ranks wait."""
     order = state.order
     across = [

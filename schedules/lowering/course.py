@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..check import check, check_lowered
-from ..ir import Action, Collective, Op, Schedule, ScheduleError
-from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
-from ..program import GroupStep, Lowered, RankProgram, Step, Work, check_calls, parts_of
+from ..ir import Action, Op, Schedule, ScheduleError
+from ..messages import Message, Sharing, Transfer
+from ..program import Lowered, RankProgram, Step, Work, check_calls, indices_a_batch, parts_of
 from ..transform import flushed
 from ..versions import derive_versions
 from .lower import lower
@@ -48,7 +48,6 @@ class Stream:
         return _moved(self.schedule, self.calls[rank], batch, first_batch)
 
     def drain(self, rank: int, last_batch: int, *, first_batch: int) -> RankProgram:
-        """The program with which `rank` ends a stream from `first_batch` to `last_batch`."""
         return _moved(self.schedule, self.drains[rank], last_batch, first_batch)
 
     def whole(self, rank: int, batch: int) -> RankProgram:
@@ -88,7 +87,7 @@ class Stream:
         return replace(self.schedule, programs=tuple(programs), num_batches=num_batches)
 
 
-def make_stream(schedule: Schedule, *, sharing: Sharing, receives_ahead: int = RECEIVES_AHEAD) -> Stream:
+def make_stream(schedule: Schedule, *, sharing: Sharing) -> Stream:
     """Cut an asynchronous schedule into calls, with their communication.
 
     Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs
@@ -101,7 +100,7 @@ def make_stream(schedule: Schedule, *, sharing: Sharing, receives_ahead: int = R
             f"its steady state can be told from its beginning and its end"
         )
     calls = [_calls(schedule, rank) for rank in range(schedule.num_ranks)]
-    lowered = lower(schedule, sharing=sharing, receives_ahead=receives_ahead, calls=calls)
+    lowered = lower(schedule, sharing=sharing, calls=calls)
     check_calls(lowered)  # first: it says why a receive can't be posted in time
     check_lowered(lowered)
     parts = [parts_of(program, count=schedule.num_batches + 1) for program in lowered.programs]
@@ -145,29 +144,17 @@ def _calls(schedule: Schedule, rank: int) -> list[int]:
 
 def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: int | None) -> RankProgram:
     """The program so many batches later, without what belongs to batches before `first_batch`."""
-    size, groups = schedule.num_microbatches, schedule.groups_per_batch
-    by_microbatch, by_group = batches * size, batches * groups
-    first = -(1 << 60) if first_batch is None else first_batch * size
-    first_group = -(1 << 60) if first_batch is None else first_batch * groups
+
+    def index(old: Work | Message) -> int | None:
+        size = indices_a_batch(schedule, old)
+        new = old.index + batches * size
+        return new if first_batch is None or new >= first_batch * size else None
 
     def message(old: Message) -> Message | None:
-        kind, src, dst, index = old
-        if kind in STAGE_KINDS:
-            index += by_microbatch
-            return Message(kind, src, dst, index) if index >= first else None
-        index += by_group
-        return Message(kind, src, dst, index) if index >= first_group else None
+        return None if (new := index(old)) is None else old._replace(index=new)
 
     def work(old: Work) -> Work | None:
-        if isinstance(old, GroupStep | Collective):
-            index = old.index + by_group
-            return old._replace(index=index) if index >= first_group else None
-        stage, op, index = old
-        if op is Op.U:
-            index += by_group
-            return Action(stage, op, index) if index >= first_group else None
-        index += by_microbatch
-        return Action(stage, op, index) if index >= first else None
+        return None if (new := index(old)) is None else old._replace(index=new)
 
     steps: list[Step] = []
     inputs: dict[Work, tuple[Message, ...]] = {}
@@ -259,7 +246,6 @@ class Course:
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule of the stream."""
         return self.stream.schedule
 
     @property
@@ -270,11 +256,9 @@ class Course:
                 yield from (*stream.calls, *stream.drains)
 
     def is_alone(self, batch: int) -> bool:
-        """Whether a batch is one of the first ones."""
         return batch < self.flush_first
 
     def stream_of(self, batch: int) -> Stream:
-        """Stream that a batch is a call of."""
         return self.alone if self.alone is not None and self.is_alone(batch) else self.stream
 
     def call(self, rank: int, batch: int, *, first_batch: int) -> RankProgram:
@@ -284,7 +268,6 @@ class Course:
         return self.stream.call(rank, batch, first_batch=first_batch)
 
     def drain(self, rank: int, last_batch: int, *, first_batch: int) -> RankProgram:
-        """The program with which `rank` ends a stream of batches behind the first ones."""
         return self.stream.drain(rank, last_batch, first_batch=first_batch)
 
     def version(self, stage: int, index: int, *, first_batch: int) -> int:

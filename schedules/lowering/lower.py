@@ -29,7 +29,7 @@ from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, Mes
 from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..progress import post_in_time
-from ..versions import derive_versions
+from ..versions import Versions, derive_versions
 
 
 def lower(
@@ -60,15 +60,18 @@ class _Exchange:
 
     def __init__(self, schedule: Schedule, sharing: Sharing, calls: Sequence[Sequence[int]] | None) -> None:
         ranks = range(schedule.num_ranks)
-        self.schedule = schedule
-        self.sharing = sharing
+        self.schedule, self.sharing = schedule, sharing
         # Per rank, each step of work with the position of the action that it goes with.
-        placed = place_collectives(schedule, sharing.collectives)
-        steps = _GroupSteps(schedule, sharing) if schedule.is_asynchronous else None
-        self.work_at = [
-            _with_collectives(program, placed[rank]) if steps is None else steps.among(rank, program)
-            for rank, program in enumerate(schedule.programs)
-        ]
+        self.work_at: list[list[tuple[Work, int]]]
+        if schedule.is_asynchronous:
+            size, versions, tells = schedule.group_size, derive_versions(schedule), map(sharing.part_partners, ranks)
+            self.work_at = [
+                _with_group_steps(program, size, sharing, versions, tells=bool(others))
+                for program, others in zip(schedule.programs, tells, strict=True)
+            ]
+        else:
+            placed = place_collectives(schedule, sharing.collectives)
+            self.work_at = list(map(_with_collectives, schedule.programs, placed))
         self.work = [[step for step, _ in work] for work in self.work_at]
         self._updates: list[dict[int, Action]] = [
             {a.index: a for a in reversed(program) if a.op is Op.U} for program in schedule.programs
@@ -93,13 +96,16 @@ class _Exchange:
                 self.sent_in.update(dict.fromkeys((m for m, _ in self.outputs[rank].get(step, ())), call))
 
     def sender(self, message: Message) -> int:
-        """The rank that sends a message."""
         return self.schedule.owner(message.src, message.index) if message.kind in STAGE_KINDS else message.src
 
-    def _add(self, message: Message, made_by: Work, sender: int, consumed_by: Work, receiver: int) -> None:
+    def _add(self, message: Message, made_by: Work, sender: int, consumed_by: Work | None, receiver: int) -> None:
+        """A message, consumed by a step of its receiver, or (None) at the very end."""
         self.outputs[sender].setdefault(made_by, []).append((message, receiver))
         self.on_link.setdefault((sender, receiver), []).append(message)
-        self.inputs[receiver].setdefault(consumed_by, []).append(message)
+        if consumed_by is None:
+            self.finally_needs[receiver].append(message)
+        else:
+            self.inputs[receiver].setdefault(consumed_by, []).append(message)
 
     def _find(self) -> None:
         needs = Needs(self.schedule)
@@ -126,12 +132,8 @@ class _Exchange:
             if receiver == rank:
                 continue
             message = Message(MessageKind.LOSS, rank, receiver, group)
-            if self.schedule.is_asynchronous:
-                self._add(message, made_by, rank, GroupStep(Op.REDUCE_GRAD, group), receiver)
-            else:
-                self.outputs[rank].setdefault(made_by, []).append((message, receiver))
-                self.on_link.setdefault((rank, receiver), []).append(message)
-                self.finally_needs[receiver].append(message)
+            streams = self.schedule.is_asynchronous
+            self._add(message, made_by, rank, GroupStep(Op.REDUCE_GRAD, group) if streams else None, receiver)
 
     def _share_parts(self, rank: int, update: Action) -> None:
         for peer in self.sharing.part_partners(rank):
@@ -140,10 +142,9 @@ class _Exchange:
 
     def _share_gradients(self, rank: int, step: GroupStep) -> None:
         group = step.index
-        norm, ranks = self.sharing.norm, range(self.schedule.num_ranks)
         if step.op is Op.REDUCE_GRAD:
             for peer in self.sharing.partners(rank):
-                wants_now = norm and rank in self.sharing.counts_for(peer)
+                wants_now = self.sharing.norm and rank in self.sharing.counts_for(peer)
                 consumer: Work = GroupStep(Op.GRAD_NORM, group) if wants_now else self._updates[peer][group]
                 self._add(Message(MessageKind.SUM, rank, peer, group), step, rank, consumer, peer)
         elif step.op is Op.UNSHARD:
@@ -151,51 +152,46 @@ class _Exchange:
         elif rank > 0:
             self._add(Message(MessageKind.NORM, rank, 0, group), step, rank, step, 0)
         else:
-            for peer in ranks[1:]:
+            for peer in range(1, self.schedule.num_ranks):
                 message = Message(MessageKind.TOTAL, 0, peer, group)
                 self._add(message, step, 0, self._updates[peer][group], peer)
 
 
-class _GroupSteps:
-    """Steps of update groups among the actions of a program with updates.
+def _with_group_steps(
+    program: tuple[Action, ...], size: int, sharing: Sharing, versions: Versions, *, tells: bool
+) -> list[tuple[Work, int]]:
+    """The work of a rank of a stream, each step with the position of the action that it goes with.
 
     REDUCE_GRAD and GRAD_NORM stand behind the last backward of their group on the rank (with its update, where the
     rank has no backward in it). UNSHARD stands in front of the first action that uses a version which the update, or
     a later one, has made; at the end, where there is none.
+
+    Arguments:
+        size: of an update group.
+        tells: whether the rank tells others what it has updated.
     """
-
-    def __init__(self, schedule: Schedule, sharing: Sharing) -> None:
-        self._schedule = schedule
-        self._sharing = sharing
-        self._versions = derive_versions(schedule)
-
-    def among(self, rank: int, program: tuple[Action, ...]) -> list[tuple[Work, int]]:
-        """The work of a rank of a stream, each step with the position of the action that it goes with."""
-        size = self._schedule.group_size
-        last: dict[int, int] = {}  # update group -> position of its last backward
-        for position, action in enumerate(program):
-            if action.op in COMPUTE_OPS and action.op is not Op.F:
-                last[action.index // size] = position
-        ops = (Op.REDUCE_GRAD, Op.GRAD_NORM) if self._sharing.norm else (Op.REDUCE_GRAD,)
-        work: list[tuple[Work, int]] = []
-        finished: set[int] = set()
-        tells = bool(self._sharing.part_partners(rank))
-        to_unshard = dict.fromkeys(action.index for action in program if action.op is Op.U) if tells else {}
-        for position, action in enumerate(program):
-            group = action.index if action.op is Op.U else action.index // size
-            if action.op is Op.U and group not in finished:
-                finished.add(group)
-                work += [(GroupStep(op, group), position) for op in ops]
-            elif to_unshard and action.op is not Op.U:
-                due = [one for one in to_unshard if one < self._versions.read_by(action)]
-                for one in due:
-                    del to_unshard[one]
-                    work.append((GroupStep(Op.UNSHARD, one), position))
-            work.append((action, position))
-            if last.get(group) == position:
-                finished.add(group)
-                work += [(GroupStep(op, group), position) for op in ops]
-        return [*work, *((GroupStep(Op.UNSHARD, one), len(program)) for one in to_unshard)]
+    last: dict[int, int] = {}  # update group -> position of its last backward
+    for position, action in enumerate(program):
+        if action.op in COMPUTE_OPS and action.op is not Op.F:
+            last[action.index // size] = position
+    ops = (Op.REDUCE_GRAD, Op.GRAD_NORM) if sharing.norm else (Op.REDUCE_GRAD,)
+    work: list[tuple[Work, int]] = []
+    finished: set[int] = set()
+    to_unshard = dict.fromkeys(action.index for action in program if action.op is Op.U) if tells else {}
+    for position, action in enumerate(program):
+        group = action.index if action.op is Op.U else action.index // size
+        if action.op is Op.U and group not in finished:
+            finished.add(group)
+            work += [(GroupStep(op, group), position) for op in ops]
+        elif to_unshard and action.op is not Op.U:
+            for one in [one for one in to_unshard if one < versions.read_by(action)]:
+                del to_unshard[one]
+                work.append((GroupStep(Op.UNSHARD, one), position))
+        work.append((action, position))
+        if last.get(group) == position:
+            finished.add(group)
+            work += [(GroupStep(op, group), position) for op in ops]
+    return [*work, *((GroupStep(Op.UNSHARD, one), len(program)) for one in to_unshard)]
 
 
 def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, Collective]]) -> list[tuple[Work, int]]:
@@ -211,11 +207,10 @@ def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, C
 
 def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:
     """The last forward of the last stage in each update group on this rank -> group."""
-    found = {}
-    for action in schedule.programs[rank]:
-        if action.op is Op.F and action.stage == schedule.num_stages - 1:
-            found[action.index // schedule.group_size] = action
-    return {action: group for group, action in found.items()}
+    last = schedule.num_stages - 1
+    forwards = (a for a in schedule.programs[rank] if a.op is Op.F and a.stage == last)
+    by_group = {action.index // schedule.group_size: action for action in forwards}
+    return {action: group for group, action in by_group.items()}
 
 
 def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProgram:
@@ -225,13 +220,7 @@ def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProg
     consumed_at = {m: i for i, step in enumerate(work) for m in inputs.get(step, ())}
     consumed_at.update({m: len(work) for m in exchange.finally_needs[rank]})
     by_peer = {
-        peer: _Incoming(
-            peer,
-            ms,
-            consumed_at=consumed_at,
-            ahead=receives_ahead,
-            sent_in=exchange.sent_in,
-        )
+        peer: _Incoming(peer, ms, consumed_at=consumed_at, ahead=receives_ahead, sent_in=exchange.sent_in)
         for (peer, to), ms in exchange.on_link.items()
         if to == rank
     }
@@ -274,12 +263,8 @@ class _Incoming:
         ahead: int,
         sent_in: dict[Message, int],
     ) -> None:
-        self.peer = peer
-        self.outstanding = 0
-        self._messages = messages
-        self._ahead = ahead
-        self._sent_in = sent_in
-        self._next = 0
+        self.peer, self._messages, self._ahead, self._sent_in = peer, messages, ahead, sent_in
+        self.outstanding = self._next = 0
         # The earliest place at which message j or a later one is consumed: it must be posted by then.
         deadline = [consumed_at[message] for message in messages]
         for j in range(len(deadline) - 2, -1, -1):

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import Schedule
-from .evaluate import Evaluator, Orders
+from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget
 from .listing import Policy
 from .problem import SPLIT_OPS, Problem
-from .search import Search
+from .search import OrderingSearch
 
 # Actions that a search may put in order, all its orders together: what a few of these take does not grow with a batch.
 _COLD, _WARM = 400_000, 40_000
@@ -24,7 +24,7 @@ _FEWEST = 24  # orders that are tried anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOrder:
+class FoundOrder:
     """The order found for one batch.
 
     Arguments:
@@ -63,7 +63,7 @@ class BatchOrders:
         self._policies: tuple[Policy, ...] = ()
         self._orders: Orders | None = None
 
-    def find(self, problem: Problem) -> BatchOrder:
+    def find(self, problem: Problem) -> FoundOrder:
         """The order of a batch.
 
         Raises ValueError for a problem of another placement or number of microbatches, MemoryLimitError (a ValueError)
@@ -72,7 +72,7 @@ class BatchOrders:
         problem.check_memory()
         is_first = self._orders is None
         budget = Budget(evaluations=self._cold if is_first else self._warm, seed=self._seed)
-        search = Search(problem, budget, bound=0.0, has_named=is_first)
+        search = OrderingSearch(problem, budget, bound=0.0, has_named=is_first)
         fixed = search.evaluator.orders(self.fixed)
         fits = search.evaluator.fits(fixed)
         ranking = by_size(problem)
@@ -86,7 +86,7 @@ class BatchOrders:
         fixed_value = search.evaluator.value(fixed) if fits else None
         self._ranking, self._policies, self._orders = ranking, search.policies, orders
         is_better = fixed_value is None or search.value < fixed_value
-        return BatchOrder(
+        return FoundOrder(
             schedule=search.evaluator.schedule(orders) if is_better else self.fixed,
             value=search.value,
             fixed_value=fixed_value,
@@ -107,7 +107,7 @@ def _policy_for(policy: Policy, moved_to: dict[int, int]) -> Policy:
     return replace(policy, sequence=tuple(moved_to[k] for k in sequence))
 
 
-def relabelled(evaluator: Evaluator, orders: Orders, moved_to: dict[int, int]) -> Orders:
+def relabelled(evaluator: OrderEvaluator, orders: Orders, moved_to: dict[int, int]) -> Orders:
     """The orders with other microbatches in the places of these."""
     M = evaluator.num_microbatches
     return [[code - code % M + moved_to[code % M] for code in order] for order in orders]

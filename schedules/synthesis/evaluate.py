@@ -20,14 +20,14 @@ Orders = list[list[int]]
 _NOT_YET = -1.0
 
 
-class Times(NamedTuple):
+class OrderTimes(NamedTuple):
     """When each rank starts its first action, and when each of its actions ends, in its order [s]."""
 
     firsts: list[float]
     ends: list[list[float]]
 
 
-class Evaluator:
+class OrderEvaluator:
     """The figures of one problem, flat.
 
     Attributes, each by code: `seconds`; `delay`, from the end until the result has arrived; `slot`, where the arrival
@@ -90,7 +90,6 @@ class Evaluator:
         return orders
 
     def schedule(self, orders: Sequence[Sequence[int]], *, name: str = "auto") -> Schedule:
-        """The schedule of an order."""
         return Schedule(
             name=name,
             placement=self.problem.placement,
@@ -98,11 +97,11 @@ class Evaluator:
             num_microbatches=self.num_microbatches,
         )
 
-    def play(self, orders: Sequence[Sequence[int]]) -> Times | None:
+    def play(self, orders: Sequence[Sequence[int]]) -> OrderTimes | None:
         """When each action ends; None for orders that deadlock."""
-        return self.play_on(orders, Times([0.0] * len(orders), [[] for _ in orders]))
+        return self.play_on(orders, OrderTimes([0.0] * len(orders), [[] for _ in orders]))
 
-    def play_on(self, orders: Sequence[Sequence[int]], played: Times) -> Times | None:
+    def play_on(self, orders: Sequence[Sequence[int]], played: OrderTimes) -> OrderTimes | None:
         """When each action ends, where some beginning of each order was `played` already; None for a deadlock.
 
         No action of those beginnings may need one behind them. `played` becomes the answer.
@@ -148,8 +147,7 @@ class Evaluator:
         times = self.play(orders)
         return float("inf") if times is None else self.value_of(times)
 
-    def value_of(self, times: Times) -> float:
-        """The objective of an order that was played [s]."""
+    def value_of(self, times: OrderTimes) -> float:
         problem, (firsts, ends) = self.problem, times
         last = [own[-1] if own else 0.0 for own in ends]
         if problem.norm is not None and (problem.norm > 0 or any(problem.update)):

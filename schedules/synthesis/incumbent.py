@@ -70,7 +70,6 @@ class Incumbent(Generic[Answer]):
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self.began
 
     @property
@@ -117,7 +116,6 @@ class Incumbent(Generic[Answer]):
             self.on_progress(point)
 
     def offer(self, value: float, answer: Answer, source: str, *, spent: int = 0) -> None:
-        """Keep an answer if it is the best so far."""
         self.tell(value, source, spent=spent)
         if value < self.value:
             self.value, self.answer = value, answer

@@ -6,21 +6,23 @@ import heapq
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, combinations, pairwise
 
+from ..kinds import above_zero, at_least, option
 from ..placement import Placement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
 from .incumbent import Budget
 from .pieces import Cut, pieces_of
 from .problem import MemoryLimitError, Objective, fits
-from .request import Request
-from .synthesize import Synthesis, synthesize
+from .request import Request, numbers
+from .synthesize import Synthesis, solve
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
 _BOUNDS = 20  # bounds that are looked at, for each cut that may be tried
 _FINALS = 4  # cuts that then have all of them
+_BUDGET = {"cuts": 60, "evaluations": 400, "seconds": 60.0, "seed": 0}
 _CLOSE = 1e-9  # a bound so near to the best value, in parts of it, promises nothing
 
 
@@ -99,10 +101,7 @@ def synthesize_jointly(
     memory_limit: float | Sequence[float] | None = None,
     placements: Sequence[str] = ("plain", "cyclic", "v"),
     objective: Objective = "makespan",
-    cuts: int = 60,
-    evaluations: int = 400,
-    seconds: float = 60.0,
-    seed: int = 0,
+    **budget: float,
 ) -> JointSynthesis:
     """Search for the cut, the placement and the schedule of one flush batch that together take least.
 
@@ -120,10 +119,9 @@ def synthesize_jointly(
             limit.
         placements: that may be chosen: "plain", "cyclic" (two stages a rank), "v".
         objective: "makespan" or "span".
-        cuts: at most so many (cut, placement) pairs it tries besides the first ones.
-        evaluations: orders for the schedule of each first cut, and of the most promising others.
-        seconds: at most about so long it searches (wall clock).
-        seed: of the random choices.
+        budget: `cuts=60`, at most so many (cut, placement) pairs it tries besides the first ones; `evaluations=400`,
+            orders for the schedule of each first cut, and of the most promising others; `seconds=60.0`, at most about
+            so long it searches (wall clock); `seed=0` of the random choices.
 
     Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) where it finds no cut within the limit.
 
@@ -132,13 +130,16 @@ def synthesize_jointly(
     >>> found.best.cut, found.best.value, found.gain
     ((0, 4, 5), 48.0, 0.0625)
     """
-    for name, number in (("cuts", cuts), ("evaluations", evaluations)):
-        if not (isinstance(number, int) and number > 0):
-            raise ValueError(f"{name}={number!r}: expected a whole number above 0")
+    if unknown := sorted(budget.keys() - _BUDGET.keys()):
+        raise TypeError(f"synthesize_jointly takes no {', '.join(unknown)}: expected some of {', '.join(_BUDGET)}")
+    cuts, evaluations, seconds, seed = (_BUDGET | budget).values()
+    cuts = option("cuts", cuts, at_least(1, "a whole number above 0"))
+    evaluations = option("evaluations", evaluations, at_least(1, "a whole number above 0"))
     if not (isinstance(num_ranks, int) and 1 <= num_ranks <= len(layers)):
         raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
-    if not (isinstance(seconds, int | float) and seconds > 0):
-        raise ValueError(f"seconds={seconds!r}: expected a time budget above 0")
+    option("seconds", seconds, above_zero("a time budget above 0"))
+    if not isinstance(seed, int):  # Random(None) would be another search each time
+        raise ValueError(f"seed={seed!r}: expected a whole number")
     if not placements or isinstance(placements, str):
         raise ValueError(f"placements={placements!r}: expected at least one name, such as ['plain', 'v']")
     request = Request(
@@ -167,26 +168,18 @@ class _CutSearch:
     """
 
     def __init__(self, layers: Sequence[Layer], request: Request, budget: Budget) -> None:
-        assert request.num_ranks is not None
-        self.layers, self.request, self.budget, self.num_ranks = layers, request, budget, request.num_ranks
-        self.pieces = pieces_of(
-            request.costs, activations=request.activations, kept_share=1.0, num_ranks=request.num_ranks
-        )
+        num_ranks = self.num_ranks = request.num_ranks or len(request.placement)
+        self.layers, self.request, self.budget = layers, request, budget
+        self.pieces = pieces_of(request.costs, activations=request.activations, kept_share=1.0, num_ranks=num_ranks)
         self.until = time.monotonic() + budget.seconds
         self.evaluations = budget.evaluations or 1
-        memory_limit, num_ranks = request.memory_limit, request.num_ranks
-        limits = math.inf if memory_limit is None else memory_limit
-        self.limits = [limits] * num_ranks if isinstance(limits, int | float) else list(limits)
-        if len(self.limits) != num_ranks:
-            raise ValueError(
-                f"memory_limit has {len(self.limits)} numbers for {num_ranks} ranks: expected one, or one a rank"
-            )
+        limit = request.memory_limit
+        self.limits = (math.inf,) * num_ranks if limit is None else numbers("memory_limit", limit, num_ranks, "rank")
         columns = ((each.forward, each.input_grad, each.weight_grad, each.activation) for each in layers)
         self.sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in zip(*columns, strict=True)]
         self.found: dict[tuple[str, Cut], Synthesis] = {}
 
     def run(self, placements: Sequence[str], cuts: int) -> JointSynthesis:
-        """The best of the first cuts, and the best of all."""
         starts = []
         for name in placements:
             cut = self.first_cut(name)
@@ -242,18 +235,8 @@ class _CutSearch:
     def schedule(self, name: str, cut: Cut, evaluations: int) -> None:
         """Search for the schedule of a cut; what it found before stays where that is no worse."""
         request = self.request.of_pieces(self.pieces.joined(cut), name)
-        found = synthesize(
-            num_ranks=self.num_ranks,
-            num_microbatches=request.num_microbatches,
-            costs=request.costs,
-            memory_limit=request.memory_limit,
-            placement=name,
-            objective=request.objective,
-            activations=request.activations,
-            evaluations=evaluations,
-            seconds=max(0.1, self.until - time.monotonic()),
-            seed=self.budget.seed,
-        )
+        seconds = max(0.1, self.until - time.monotonic())
+        found = solve(request, replace(self.budget, seconds=seconds, evaluations=evaluations))
         before = self.found.get((name, cut))
         if before is None or found.value < before.value:
             self.found[name, cut] = found

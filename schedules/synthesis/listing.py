@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from .evaluate import Evaluator, Orders
+from .evaluate import OrderEvaluator, Orders
 
 _NOT_YET = -1.0
 _NEVER = float("inf")
@@ -46,7 +46,7 @@ class Policy:
 class Lister:
     """Builds orders of one problem."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: OrderEvaluator) -> None:
         self.evaluator = evaluator
         problem = self.problem = evaluator.problem
         self.limits = problem.limits
@@ -72,7 +72,6 @@ class Lister:
         return ways
 
     def build(self, policy: Policy) -> Orders:
-        """The order that a policy leads to."""
         return _List(self, policy).run()
 
     def safe(self, rank: int, stage: int, nf: list[int], sequence: tuple[int, ...]) -> bool:
@@ -97,9 +96,6 @@ class Lister:
                 return False
             free += given
         return True
-
-
-_NOT_YET = -1.0
 
 
 class _List:
@@ -235,11 +231,7 @@ class _List:
 
 
 def refill(
-    evaluator: Evaluator,
-    orders: Orders,
-    *,
-    fill: Sequence[float],
-    backlog: Sequence[int],
+    evaluator: OrderEvaluator, orders: Orders, *, fill: Sequence[float], backlog: Sequence[int]
 ) -> Orders | None:
     """The order with its W placed anew, F and I as they stand; None where memory does not suffice so.
 

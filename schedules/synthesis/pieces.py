@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-from ..ir import Op
-from ..timing.costs import Costs, Row
+from ..timing.costs import COST_OF_OP, Costs, Row
 
 Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number of pieces
 
-_OPS = {"forward": Op.F, "backward": Op.B, "input_grad": Op.I, "weight_grad": Op.W}
 _WHOLE = ("norm", "tied", "index_factors")  # of costs, not one a stage
 _ONCE = ("latency", "overhead", "message_overhead", "sum_busy")  # an action or a sum, however long
 _SECONDS = ("reduce_grad", "update", "offload", "reload")  # that add up, as the ops do
@@ -71,7 +69,7 @@ class Pieces:
         given = self.costs
         table = replace(given.free_of_overhead, tied=()).table(num_stages=len(self.activations))
         new: dict[str, object] = {"norm": given.norm, "tied": given.tied}
-        for name, op in _OPS.items():
+        for op, name in COST_OF_OP.items():
             if getattr(given, name) is not None:
                 new[name] = [_together([table.row(op, at) for at in own], part) for own in groups]
         for name in _SECONDS:
@@ -103,15 +101,11 @@ def pieces_of(
 
     return Pieces(
         costs=costs,
-        activations=tuple(_number_or_row(each) for each in activations)
+        activations=tuple(tuple(each) if isinstance(each, Sequence) else each for each in activations)
         if isinstance(activations, Sequence)
         else (activations,) * N,
         kept_share=tuple(kept_share) if isinstance(kept_share, Sequence) else (kept_share,) * N,
     )
-
-
-def _number_or_row(value: float | Sequence[float]) -> float | Row:
-    return tuple(value) if isinstance(value, Sequence) else value
 
 
 def _row(value: float | Row) -> Row:

@@ -17,11 +17,11 @@ from ..timing.links import Links
 from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
 from ..transform import with_offload
-from .evaluate import Evaluator, Orders
+from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget, Incumbent, Progress
 from .problem import Problem
 from .request import Posed
-from .search import Search
+from .search import OrderingSearch
 from .spill import peaks_in_time, with_moves
 from .starts import made_orders, named_orders
 from .variants import Variant, recomputing, whole, with_more_room
@@ -72,7 +72,6 @@ class Portfolio:
         self.least = math.inf
 
     def _is_for(self, posed: Posed) -> bool:
-        """Whether the start stands on this placement."""
         return self.start is not None and posed.problem.placement == self.start.placement
 
     def search_as_asked(self) -> None:
@@ -97,7 +96,7 @@ class Portfolio:
             problem, costs = posed.problem, posed.costs
             if moves:
                 free = Variant(problem=replace(problem, memory_limit=None), costs=costs, offloads=True)
-                evaluator = Evaluator(free.problem)
+                evaluator = OrderEvaluator(free.problem)
                 for name, orders in joined(named_orders(evaluator), made_orders(evaluator, costs)):
                     self._judge(posed, free, evaluator, orders, f"{name}, moves")
                 self._search_each(posed, list(with_more_room(problem, costs)), "moves", len(tasks) - at)
@@ -141,16 +140,18 @@ class Portfolio:
                 for each in (orders, *search.elites):
                     self._judge(posed, variant, search.evaluator, each, source)
 
-    def _search(self, variant: Variant, left: int, *, bound: float, tells: bool = False) -> Search:
+    def _search(self, variant: Variant, left: int, *, bound: float, tells: bool = False) -> OrderingSearch:
         incumbent = self.incumbent
 
         def tell(point: Progress) -> None:
             incumbent.tell(point.value, point.source, spent=point.evaluations)
 
         on_progress = tell if tells else None
-        return Search(variant.problem, incumbent.share(left), bound=bound, costs=variant.costs, on_progress=on_progress)
+        return OrderingSearch(
+            variant.problem, incumbent.share(left), bound=bound, costs=variant.costs, on_progress=on_progress
+        )
 
-    def _judge(self, posed: Posed, variant: Variant, evaluator: Evaluator, orders: Orders, source: str) -> float:
+    def _judge(self, posed: Posed, variant: Variant, evaluator: OrderEvaluator, orders: Orders, source: str) -> float:
         """Offer an order for what it is worth once simulated, or what is made of it where it does not fit.
 
         Returns its value [s]; infinite where nothing of it fits, or where it takes too long even if nothing is in its
@@ -172,7 +173,7 @@ class Portfolio:
         return value
 
     @staticmethod
-    def _with_less_memory(judged: Judged, evaluator: Evaluator, orders: Orders) -> Iterator[Schedule]:
+    def _with_less_memory(judged: Judged, evaluator: OrderEvaluator, orders: Orders) -> Iterator[Schedule]:
         """Schedules of the same order that need less memory."""
         posed, variant, timeline = judged
         if variant.offloads:

@@ -105,12 +105,10 @@ class Problem:
 
     @property
     def num_ranks(self) -> int:
-        """P."""
         return len(self.placement)
 
     @property
     def num_stages(self) -> int:
-        """S."""
         return len(self.rank_of)
 
     def seconds(self, op: Op) -> Table:
@@ -149,7 +147,6 @@ class Problem:
         return tuple(map(_with_rounding, self.memory_limit))
 
     def fits(self, peaks: Sequence[float]) -> bool:
-        """Whether each rank holds at most what it may."""
         return all(map(operator.le, peaks, self.limits))
 
     def check_memory(self) -> None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import Op, chain
+from ..ir import Op
+from ..kinds import at_least, option
 from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import Costs
 from ..timing.links import Links
@@ -38,20 +39,7 @@ class Posed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a schedule is wanted for.
-
-    Arguments:
-        num_ranks: P; may be left out where `placement` lists the stages of each rank.
-        costs: of one stage action each [s].
-        memory_limit: of each rank, one number or one a rank, in the unit of `activations`.
-        placement: a name (see `placement`), "any", or the stages of each rank.
-        num_chunks: V, for "cyclic" (2 by default).
-        activations: what a forward of a stage takes, one number or one a stage: 1, so that limits count stage
-            activations, or bytes. A stage may have a row in place of its number, one number a microbatch.
-        kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
-        links: their latency and transfer seconds come on top of the latency in `costs`; messages that queue for a link
-            are not looked at.
-    """
+    """What a schedule is wanted for; see `synthesize`."""
 
     num_ranks: int | None = None
     num_microbatches: int
@@ -67,12 +55,9 @@ class Request:
     def problem(self, *, needs_room: bool = True) -> Problem:
         """The problem on a placement that is given; ValueError for whatever does not fit.
 
-        Arguments:
-            needs_room: whether a limit that no order meets by itself is an error.
+        `needs_room`: also for a limit that no order meets by itself. Messages that queue for a link are not looked at.
         """
-        M = self.num_microbatches
-        if not isinstance(M, int) or isinstance(M, bool) or M < 1:
-            raise ValueError(f"num_microbatches={M!r}: expected a whole number, at least 1")
+        M = option("num_microbatches", self.num_microbatches, at_least(1))
         placed = read_placement(self.placement, self.num_ranks, self.num_chunks)
         S = sum(map(len, placed))
         table = self.costs.table(num_stages=S, num_indices=M)
@@ -82,9 +67,16 @@ class Request:
         def seconds(op: Op) -> Table:
             return tuple(row * (M // len(row)) for row in table.rows[op])
 
-        delay = _Delays(ranks_of_stages(placed), table.latency, self.links)
+        rank_of = ranks_of_stages(placed)
+
+        def delay(src: int, dst: int) -> float:
+            """Seconds between stages of two ranks: the sender's latency, and what a free link takes."""
+            if not 0 <= dst < S or rank_of[src] == rank_of[dst]:
+                return 0.0
+            return _behind(table.latency[src], self.links, rank_of, src, dst)
+
         held = _rows("activations", self.activations, S, M)
-        share = _numbers("kept_share", self.kept_share, S, "stage")
+        share = numbers("kept_share", self.kept_share, S, "stage")
         if not all(0 <= part <= 1 for part in share):
             raise ValueError(f"kept_share={self.kept_share!r:.60}: expected numbers from 0 to 1")
         limit = self.memory_limit
@@ -99,7 +91,7 @@ class Request:
             gradient_delay=tuple(delay(s, s - 1) for s in range(S)),
             held=held,
             kept=tuple(tuple(h * part for h in row) for row, part in zip(held, share, strict=True)),
-            memory_limit=None if limit is None else _numbers("memory_limit", limit, len(placed), "rank"),
+            memory_limit=None if limit is None else numbers("memory_limit", limit, len(placed), "rank"),
             update=table.update,
             norm=table.norm,
             objective=self.objective,
@@ -109,27 +101,21 @@ class Request:
         return problem
 
     def problems(self, *, may_leave: bool) -> list[Posed]:
-        """All that it may be, in the order of PLACEMENTS.
-
-        Arguments:
-            may_leave: whether activations may leave their rank, so that a limit binds less.
+        """All that it may be, in the order of PLACEMENTS; `may_leave`: activations may, so that a limit binds less.
 
         Raises ValueError for whatever does not fit, MemoryLimitError where none of them can meet the limit.
         """
         if self.placement != ANY:
             name = self.placement if isinstance(self.placement, str) else "given"
             return [self._posed(name, may_leave=may_leave)]
-        if not isinstance(self.num_ranks, int) or isinstance(self.num_ranks, bool) or self.num_ranks < 1:
-            raise ValueError(f"num_ranks={self.num_ranks!r}: expected a whole number, at least 1")
+        num_ranks = option("num_ranks", self.num_ranks, at_least(1))
         if self.links is not None:
             _check_links(self.links)
-        pieces = pieces_of(
-            self.costs, activations=self.activations, kept_share=self.kept_share, num_ranks=self.num_ranks
-        )
-        found, refused = [], []
+        pieces = pieces_of(self.costs, activations=self.activations, kept_share=self.kept_share, num_ranks=num_ranks)
+        found, refused = [], list[MemoryLimitError]()
         for name in PLACEMENTS:
             chunks = self.num_chunks if name == "cyclic" else None
-            stages = pieces.stages(sum(map(len, place(name, num_ranks=self.num_ranks, num_chunks=chunks))))
+            stages = pieces.stages(sum(map(len, place(name, num_ranks=num_ranks, num_chunks=chunks))))
             if stages is None:
                 continue
             try:
@@ -140,7 +126,7 @@ class Request:
             if refused:
                 raise refused[0]
             raise ValueError(
-                f"numbers of {len(pieces.activations)} pieces for {self.num_ranks} ranks: expected {self.num_ranks}, "
+                f"numbers of {len(pieces.activations)} pieces for {num_ranks} ranks: expected {num_ranks}, "
                 f"or a multiple of that"
             )
         return found
@@ -168,7 +154,6 @@ class Request:
 
 
 def _check_one_stage(problem: Problem) -> None:
-    """Raises MemoryLimitError where a rank cannot hold what a backward needs."""
     limits = problem.memory_limit or (math.inf,) * problem.num_ranks
     for rank, (limit, own) in enumerate(zip(limits, problem.placement, strict=True)):
         if not fits(needed := max(max(problem.held[s]) for s in own), limit):
@@ -188,7 +173,7 @@ def _check_links(links: Links) -> None:
         raise ValueError("links with sums beside placement='any': expected a placement, whose stages they are of")
 
 
-def _numbers(name: str, value: float | Sequence[float], number: int, each: str) -> tuple[float, ...]:
+def numbers(name: str, value: float | Sequence[float], number: int, each: str) -> tuple[float, ...]:
     given = (value,) * number if isinstance(value, int | float) else tuple(value)
     if len(given) != number or not all(isinstance(n, int | float) and n >= 0 and math.isfinite(n) for n in given):
         raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {number}, one a {each}")
@@ -200,27 +185,14 @@ def _rows(name: str, value: float | Sequence[float | Sequence[float]], S: int, M
     each = [value] * S if isinstance(value, int | float) else list(value)
     if len(each) != S:
         raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one a stage")
-    return tuple(_numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
+    return tuple(numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
 
 
-class _Delays:
-    """Seconds from stage to stage where they stand on two ranks: the sender's latency, and what a free link takes."""
-
-    def __init__(self, rank_of: tuple[int, ...], latency: Sequence[float], links: Links | None) -> None:
-        self.rank_of, self.latency, self.links = rank_of, latency, links
-        self.edges = {(edge.src, edge.dst): at for at, edge in enumerate(chain(len(rank_of)))}
-
-    def __call__(self, src: int, dst: int) -> float:
-        if not 0 <= dst < len(self.rank_of) or self.rank_of[src] == self.rank_of[dst]:
-            return 0.0
-        delay = self.latency[src]
-        if self.links is None:
-            return delay
-        way = self.links.way(self.rank_of[src], self.rank_of[dst])
-        return delay + way.latency + self._bytes(src, dst) * way.seconds_per_byte
-
-    def _bytes(self, src: int, dst: int) -> float:
-        assert self.links is not None
-        back = self.links.activation_bytes if self.links.gradient_bytes is None else self.links.gradient_bytes
-        size = self.links.activation_bytes if src < dst else back
-        return float(size) if isinstance(size, int | float) else size[self.edges[min(src, dst), max(src, dst)]]
+def _behind(latency: float, links: Links | None, rank_of: Sequence[int], src: int, dst: int) -> float:
+    if links is None:
+        return latency
+    way = links.way(rank_of[src], rank_of[dst])
+    back = links.activation_bytes if links.gradient_bytes is None else links.gradient_bytes
+    size = links.activation_bytes if src < dst else back  # one number, or one an edge of the chain
+    num_bytes = size if isinstance(size, int | float) else size[min(src, dst)]
+    return latency + way.latency + num_bytes * way.seconds_per_byte

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from ..timing.costs import Costs
-from .evaluate import Evaluator, Orders
+from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget, Incumbent, Progress
 from .listing import Lister, Policy, refill
 from .policies import changed, changed_weights, first_policies
@@ -28,7 +28,7 @@ class _BudgetError(Exception):
     """The budget is spent, or the bound is met: the search ends here."""
 
 
-class Search:
+class OrderingSearch:
     """One search.
 
     Arguments:
@@ -51,9 +51,10 @@ class Search:
         has_named: bool = True,
     ) -> None:
         self.problem, self.costs, self.has_named, self.random = problem, costs, has_named, Random(budget.seed)
-        self.evaluator = Evaluator(problem)
+        self.evaluator = OrderEvaluator(problem)
         self.lister = Lister(self.evaluator)
         self.incumbent: Incumbent[Orders] = Incumbent(budget, bound=bound, on_progress=on_progress)
+        self._any = problem.num_microbatches * problem.num_stages  # W that a rank may put off
         self._elites: list[tuple[float, int, Orders]] = []
         self._policies: list[tuple[float, int, Policy]] = []
 
@@ -69,25 +70,21 @@ class Search:
 
     @property
     def value(self) -> float:
-        """Of the best orders so far [s]."""
         return self.incumbent.value
 
     @property
     def evaluations(self) -> int:
-        """Orders that were tried."""
         return self.incumbent.evaluations
-
-    # --- parts of a search ---
 
     @property
     def elites(self) -> tuple[Orders, ...]:
-        """Orders of the least values, the best first, with each B as I and W."""
         return tuple(orders for _, _, orders in self._elites)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The best ones, the very best first."""
         return tuple(policy for _, _, policy in self._policies)
+
+    # --- parts of a search ---
 
     def _begin(self, starts: Sequence[Orders], policies: Sequence[Policy]) -> None:
         for start in starts:
@@ -113,13 +110,11 @@ class Search:
         self._rest = first
 
     def _make(self) -> None:
-        """Families that are made for the costs."""
         if self.costs is not None and self.has_named:
             for name, orders in made_orders(self.evaluator, self.costs):
                 self._offer(orders, name)
 
     def _round(self) -> None:
-        """Some policies, some slides."""
         at = min(int(self.random.expovariate(0.7)), len(self._policies) - 1)
         value, _, policy = self._policies[at]
         for n in range(_POLICIES):
@@ -135,16 +130,16 @@ class Search:
 
     def _refill_as(self, orders: Orders, *, fill: float) -> None:
         """The W of an order placed anew, by one rule for all ranks."""
-        P, most = self.problem.num_ranks, self.problem.num_microbatches * self.problem.num_stages
-        found = refill(self.evaluator, split(self.evaluator, orders), fill=(fill,) * P, backlog=(most,) * P)
+        P = self.problem.num_ranks
+        found = refill(self.evaluator, split(self.evaluator, orders), fill=(fill,) * P, backlog=(self._any,) * P)
         if found is not None:
             self._offer(found, "weights")
 
     def _refill(self) -> None:
         """The W of one of the best orders, placed anew."""
-        P, most = self.problem.num_ranks, self.problem.num_microbatches * self.problem.num_stages
+        P = self.problem.num_ranks
         orders = self._elites[int(self.random.random() * len(self._elites))][2]
-        fill, backlog = (self.random.choice((0.4, 0.6, 0.8)),) * P, (most,) * P
+        fill, backlog = (self.random.choice((0.4, 0.6, 0.8)),) * P, (self._any,) * P
         best = math.inf
         for _ in range(_REFILLS):
             tried = changed_weights(fill, backlog, self.problem, self.random) if best < math.inf else (fill, backlog)
@@ -185,7 +180,6 @@ class Search:
     # --- its record ---
 
     def _offer(self, orders: Orders, source: str, value: float | None = None) -> float:
-        """Keep orders if they are the best so far; returns their value."""
         value = self.evaluator.value(orders) if value is None else value
         if not any(value == other for other, _, _ in self._elites):
             self._elites.append((value, self.evaluations, split(self.evaluator, orders)))

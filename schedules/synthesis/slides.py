@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from random import Random
 
-from .evaluate import Evaluator, Orders, Times
+from .evaluate import OrderEvaluator, Orders, OrderTimes
 
 _SIDE = 0.1  # weight of the average rank beside the one that counts
 _CRITICAL = 0.8  # part of the slides that begin on the critical path
@@ -24,7 +24,7 @@ _EXCHANGES = 0.05  # part of the moves that let two microbatches change places e
 class OrderSearch:
     """Annealing over the orders of one problem."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: OrderEvaluator) -> None:
         self.evaluator = evaluator
         problem = self.problem = evaluator.problem
         S, M = problem.num_stages, problem.num_microbatches
@@ -74,8 +74,8 @@ class OrderSearch:
                 yield None
 
     def _moved(
-        self, orders: Orders, times: Times, critical: list[tuple[int, int]], random: Random
-    ) -> tuple[Orders, Times] | None:
+        self, orders: Orders, times: OrderTimes, critical: list[tuple[int, int]], random: Random
+    ) -> tuple[Orders, OrderTimes] | None:
         """The orders after a random move, and their times; None where it deadlocks or exceeds the memory."""
         if not self.alike and random.random() < _EXCHANGES:
             changed = self._exchanged(orders, random)
@@ -102,7 +102,7 @@ class OrderSearch:
         step = {one: other - one, other: one - other}
         return [[code + step.get(code % M, 0) for code in order] for order in orders]
 
-    def _side(self, times: Times) -> float:
+    def _side(self, times: OrderTimes) -> float:
         """A second figure, for orders of one value: how soon the ranks are through on average [s]."""
         if self.problem.objective == "makespan":
             return sum(own[-1] for own in times.ends) / len(times.ends)
@@ -137,7 +137,7 @@ class OrderSearch:
         moved.insert(to, moved.pop(at))
         return moved if self.evaluator.has_room(rank, moved) else None
 
-    def critical(self, orders: Orders, times: Times) -> list[tuple[int, int]]:
+    def critical(self, orders: Orders, times: OrderTimes) -> list[tuple[int, int]]:
         """(rank, position) of the actions on a chain that determines the value, last first."""
         ev = self.evaluator
         firsts, ends = times
@@ -169,11 +169,11 @@ class OrderSearch:
         codes = (slot, slot + 2 * S * M)  # I, or B
         return rank, next(at for at, other in enumerate(order) if other in codes)
 
-    def _replay(self, orders: Orders, times: Times, changed: int, before: list[int]) -> Times | None:
+    def _replay(self, orders: Orders, times: OrderTimes, changed: int, before: list[int]) -> OrderTimes | None:
         """When each action ends now that one rank has another order; what came before the first change stays."""
         after = orders[changed]
         first = next(at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
         since = times.ends[changed][first - 1] if first else 0.0
         cuts = [first if rank == changed else bisect_right(own, since) for rank, own in enumerate(times.ends)]
-        stays = Times(times.firsts.copy(), [own[:cut] for own, cut in zip(times.ends, cuts, strict=True)])
+        stays = OrderTimes(times.firsts.copy(), [own[:cut] for own, cut in zip(times.ends, cuts, strict=True)])
         return self.evaluator.play_on(orders, stays)

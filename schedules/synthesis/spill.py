@@ -165,7 +165,6 @@ class _Spill:
         return _RoundTrip(stage, k, out, back, self._turn_before(out), min(self._turn_before(back), needed))
 
     def _turn_before(self, time: float) -> int:
-        """The last position in front of which a move begins by this time."""
         return bisect_right(self.turns, time) - 1
 
     def _with_ways(self) -> tuple[Action, ...]:

@@ -8,10 +8,10 @@ from ..families import Family
 from ..ir import chain
 from ..registry import FAMILIES
 from ..timing.costs import Costs
-from .evaluate import Evaluator, Orders
+from .evaluate import OrderEvaluator, Orders
 
 
-def named_orders(evaluator: Evaluator) -> Iterator[tuple[str, Orders]]:
+def named_orders(evaluator: OrderEvaluator) -> Iterator[tuple[str, Orders]]:
     """Orders of the families that stand on this placement and fit the memory, and the same with each B as I and W."""
     for family in FAMILIES.values():
         yield from _fitting(evaluator, family, {})
@@ -19,7 +19,7 @@ def named_orders(evaluator: Evaluator) -> Iterator[tuple[str, Orders]]:
             yield from _fitting(evaluator, family, {"group_size": evaluator.problem.num_ranks // 2})
 
 
-def made_orders(evaluator: Evaluator, costs: Costs) -> Iterator[tuple[str, Orders]]:
+def made_orders(evaluator: OrderEvaluator, costs: Costs) -> Iterator[tuple[str, Orders]]:
     """The same of families that are made for costs and a memory limit, which takes longer."""
     problem = evaluator.problem
     for family in FAMILIES.values():
@@ -33,7 +33,7 @@ def made_orders(evaluator: Evaluator, costs: Costs) -> Iterator[tuple[str, Order
             yield from _fitting(evaluator, family, {"costs": costs, "memory_limit": limit, "kept": kept})
 
 
-def _fitting(evaluator: Evaluator, family: Family, options: dict[str, object]) -> Iterator[tuple[str, Orders]]:
+def _fitting(evaluator: OrderEvaluator, family: Family, options: dict[str, object]) -> Iterator[tuple[str, Orders]]:
     problem = evaluator.problem
     if family.rule.is_asynchronous or family.weight_copies > 1 or "num_slices" in family.options:
         return
@@ -53,7 +53,7 @@ def _fitting(evaluator: Evaluator, family: Family, options: dict[str, object]) -
             yield family.name, parts
 
 
-def split(evaluator: Evaluator, orders: Orders) -> Orders:
+def split(evaluator: OrderEvaluator, orders: Orders) -> Orders:
     """The same order with I and W in the place of each B."""
     first = 3 * evaluator.num_stages * evaluator.num_microbatches
     size = first // 3
@@ -63,7 +63,7 @@ def split(evaluator: Evaluator, orders: Orders) -> Orders:
     ]
 
 
-def fuse(evaluator: Evaluator, orders: Orders) -> Orders:
+def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
     """The same order with a B in the place of each I that has its W right behind."""
     size = evaluator.num_stages * evaluator.num_microbatches
     fused = []

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..ir import Schedule
+from ..kinds import above_zero, at_least, option
 from ..timing.costs import Costs
 from ..timing.links import Links
 from ..timing.timeline import Timeline
 from ..wording import count, duration
 from .incumbent import Budget, Progress, Stopped
-from .portfolio import Judged, Portfolio
+from .portfolio import Portfolio
 from .problem import MemoryLimitError, Objective, Problem
 from .request import Request
 from .spill import MOVE_KINDS, MoveKind
@@ -167,17 +168,15 @@ def synthesize(
     >>> found.value, found.is_optimal, found.timeline.peak_activations
     (27.0, True, (4, 4, 4, 4))
     """
-    if not (isinstance(seconds, int | float) and seconds > 0):
-        raise ValueError(f"seconds={seconds!r}: expected a time budget above 0")
-    if evaluations is not None and not (isinstance(evaluations, int) and evaluations > 0):
-        raise ValueError(f"evaluations={evaluations!r}: expected a whole number above 0, or None")
+    option("seconds", seconds, above_zero("a time budget above 0"))
+    if evaluations is not None:
+        option("evaluations", evaluations, at_least(1, "a whole number above 0, or None"))
     if not isinstance(seed, int):  # Random(None) would be another search each time
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
     if isinstance(moves, str) or not set(moves) <= set(MOVE_KINDS):
         raise ValueError(f"moves={moves!r:.60}: expected some of {', '.join(MOVE_KINDS)}, such as ['offload']")
-    has_more = memory_limit is not None and bool(moves or recompute is not None)
     request = Request(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
@@ -190,22 +189,32 @@ def synthesize(
         kept_share=kept_share,
         links=links,
     )
-    problems = request.problems(may_leave=has_more)
     budget = Budget(seconds=seconds, evaluations=evaluations, seed=seed)
+    return solve(request, budget, moves=moves, recompute=recompute, start=start, on_progress=on_progress)
+
+
+def solve(
+    request: Request,
+    budget: Budget,
+    *,
+    moves: Sequence[MoveKind] = (),
+    recompute: float | Sequence[float] | None = None,
+    start: Schedule | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Synthesis:
+    """The search behind `synthesize`."""
+    has_more = request.memory_limit is not None and bool(moves or recompute is not None)
+    problems = request.problems(may_leave=has_more)
     portfolio = Portfolio(problems, budget, start=start, has_more=has_more, on_progress=on_progress)
     portfolio.search_as_asked()
     if has_more:
         portfolio.search_beyond(offloads=bool(moves), recompute=recompute)
     if portfolio.incumbent.answer is None:
         raise MemoryLimitError(
-            f"memory_limit={memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
+            f"memory_limit={request.memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
             f"expected at least {portfolio.least:g}, the least that was found to do"
         )
-    return _result(portfolio, portfolio.incumbent.answer)
-
-
-def _result(portfolio: Portfolio, found: Judged) -> Synthesis:
-    incumbent, (posed, variant, timeline) = portfolio.incumbent, found
+    incumbent, (posed, variant, timeline) = portfolio.incumbent, portfolio.incumbent.answer
     values = portfolio.values | {posed.placement: incumbent.value}
     return Synthesis(
         problem=posed.problem,

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from ..ir import Op
-from ..timing.costs import Costs, Row
-from .evaluate import Evaluator, Orders
+from ..timing.costs import COST_OF_OP, Costs, Row, together
+from .evaluate import OrderEvaluator, Orders
 from .problem import Problem, Table
 
 _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that leave or recompute
@@ -97,7 +98,7 @@ def recomputing(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iter
             yield Variant(problem=seen, costs=own_costs, num_recomputed=number, waiting=waiting)
 
 
-def whole(evaluator: Evaluator, orders: Orders, number: int) -> Orders:
+def whole(evaluator: OrderEvaluator, orders: Orders, number: int) -> Orders:
     """The order in which the first stages run their backwards whole, where their I stands."""
     size = evaluator.num_stages * evaluator.num_microbatches
     last = number * evaluator.num_microbatches
@@ -115,21 +116,11 @@ def _costs(costs: Costs, number: int, num_stages: int) -> Costs:
     """Costs with a forward in the I and B of the first stages."""
     table = replace(costs.free_of_overhead, tied=()).table(num_stages=num_stages)
 
-    def rows(op: Op) -> list[float | Row]:
-        found: list[float | Row] = []
-        for s in range(num_stages):
-            row, forward = table.row(op, s), table.row(Op.F, s)
-            length = max(len(row), len(forward))
-            again = s < number and op in (Op.I, Op.B)
-            new = tuple(row[k % len(row)] + again * forward[k % len(forward)] for k in range(length))
-            found.append(new if length > 1 else new[0])
-        return found
+    def cost(op: Op, s: int) -> float | Row:
+        new = table.row(op, s)
+        if s < number and op in (Op.I, Op.B):
+            new = together(new, table.row(Op.F, s), add)
+        return new if len(new) > 1 else new[0]
 
-    return replace(
-        costs,
-        forward=rows(Op.F),
-        input_grad=rows(Op.I),
-        weight_grad=rows(Op.W),
-        backward=rows(Op.B),
-        index_factors=None,
-    )
+    new = {name: [cost(op, s) for s in range(num_stages)] for op, name in COST_OF_OP.items()}
+    return replace(costs, **new, index_factors=None)

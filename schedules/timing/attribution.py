@@ -9,39 +9,13 @@ The gap before an optimizer step is drain while another rank still computes, upd
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..ir import Action, Op
 from ..messages import Message
 from ..needs import Needs
 from .timeline import Idle, RankTrace, Timeline
 
 
-class Gap(NamedTuple):
-    """The idle time [s] right before `action`, by cause (the fields of `Idle` that a gap can have)."""
-
-    action: Action
-    warm_up: float = 0.0
-    drain: float = 0.0
-    late_peer: float = 0.0
-    transfer: float = 0.0
-    update: float = 0.0
-    unexplained: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The whole gap [s]."""
-        return sum(self[1:])
-
-    @property
-    def cause(self) -> str:
-        """The cause with the most seconds."""
-        seconds = self._asdict()
-        del seconds["action"]
-        return max(seconds, key=seconds.__getitem__)
-
-
-def find_gaps(timeline: Timeline) -> tuple[dict[Action, Gap], ...]:
+def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     """Per rank, the gap before each action that has one; works alike on simulated and measured timelines."""
     finder = _Finder(timeline)
     return tuple(finder.gaps_of(rank) for rank in timeline.ranks)
@@ -54,16 +28,16 @@ def attribute_idle(timeline: Timeline) -> tuple[Idle, ...]:
     """
     largest = max((rank.busy for rank in timeline.ranks), default=0.0)
     return tuple(
-        Idle(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        Idle()
         if number in timeline.missing
         else _sum_up(timeline, rank, list(gaps.values()), surplus=largest - rank.busy)
         for number, (rank, gaps) in enumerate(zip(timeline.ranks, find_gaps(timeline), strict=True))
     )
 
 
-def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Gap], *, surplus: float) -> Idle:
+def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Idle], *, surplus: float) -> Idle:
     if not rank.compute:
-        return Idle(0.0, timeline.makespan, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Idle(drain=timeline.makespan)
     late = sum(gap.late_peer for gap in gaps)
     imbalance = min(late, max(surplus, 0.0))
     updates = sum(end - start for what, start, end in rank.compute if what.op is Op.U)
@@ -79,8 +53,6 @@ def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Gap], *, surplus: fl
 
 
 class _Finder:
-    """Explains the gaps of all ranks of one timeline."""
-
     def __init__(self, timeline: Timeline) -> None:
         self._start = timeline.start
         self._flush = timeline.schedule.has_epilogue
@@ -90,33 +62,29 @@ class _Finder:
         self._moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
         self._last = max((s.end for s in spans if s.what.op is not Op.U), default=0.0)
 
-    def gaps_of(self, rank: RankTrace) -> dict[Action, Gap]:
+    def gaps_of(self, rank: RankTrace) -> dict[Action, Idle]:
         arrived = {message: (ready, end) for message, ready, end in rank.comm}
-        gaps: dict[Action, Gap] = {}
+        gaps: dict[Action, Idle] = {}
         previous = self._start
         for at, (action, start, end) in enumerate(rank.compute):
             if start > previous:
                 if at == 0:
-                    gaps[action] = Gap(action, warm_up=start - previous)
+                    gaps[action] = Idle(warm_up=start - previous)
                 elif action.op is Op.U:
-                    gaps[action] = self._before_update(action, previous, start)
+                    gaps[action] = self._before_update(previous, start)
                 else:
                     gaps[action] = self._before_compute(action, previous, start, arrived)
             previous = end
         return gaps
 
-    def _before_update(self, action: Action, previous: float, start: float) -> Gap:
+    def _before_update(self, previous: float, start: float) -> Idle:
         """In a flush schedule others may still compute, whom the global norm waits for."""
         drain = max(0.0, min(self._last, start) - previous) if self._flush else 0.0
-        return Gap(action, drain=drain, update=start - previous - drain)
+        return Idle(drain=drain, update=start - previous - drain)
 
     def _before_compute(
-        self,
-        action: Action,
-        previous: float,
-        start: float,
-        arrived: dict[Message, tuple[float, float]],
-    ) -> Gap:
+        self, action: Action, previous: float, start: float, arrived: dict[Message, tuple[float, float]]
+    ) -> Idle:
         made = arrival = previous
         for message, maker, *_ in self._needs.arrivals(action):
             # A window of a stream lacks the makers of its first messages; the messages know when they were made.
@@ -127,4 +95,4 @@ class _Finder:
             if move in self._moves:
                 made, arrival = max(made, self._moves[move].start), max(arrival, self._moves[move].end)
         made, arrival = min(made, start), min(max(arrival, made), start)
-        return Gap(action, late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)
+        return Idle(late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)

@@ -14,6 +14,7 @@ from ..messages import MessageKind
 from ..needs import Needs, Wire
 from .costs import Costs, CostTable
 from .links import Links, wire_bytes
+from .simulate import ideal_makespan
 
 
 def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
@@ -36,6 +37,14 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
     ways = _Ways(schedule, table, links)
     sets = [ways.jobs(rank) for rank in range(schedule.num_ranks)]
     return max(machine_bound(jobs) for jobs in (*sets, *ways.loads))
+
+
+def least_seconds(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
+    """Seconds that no order of this work on this placement can beat: of a flush batch `lower_bound`, in a stream
+    the largest own work of any rank, a batch."""
+    if schedule.is_asynchronous or schedule.num_batches > 1:
+        return ideal_makespan(schedule, costs) / schedule.num_batches
+    return lower_bound(schedule, costs, links)
 
 
 class Job(NamedTuple):
@@ -74,7 +83,7 @@ def machine_bound(jobs: Iterable[Job]) -> float:
     return bound
 
 
-class _Way:
+class _LongestWay:
     """The longest way of one microbatch up to and behind the forward and the gradient of each stage.
 
     Arguments:
@@ -146,13 +155,8 @@ class _Ways:
         activations = [(w.src, user, delay[w]) for w in wires if w.kind is MessageKind.ACT for user in w.users]
         gradients = [(m, w.dst, delay[w]) for w in wires if w.kind is MessageKind.GRAD for m in w.makers]
         self.ways = [
-            _Way(
-                table,
-                index,
-                activations=activations,
-                gradients=gradients,
-                present=self.present,
-                update=self.update,
+            _LongestWay(
+                table, index, activations=activations, gradients=gradients, present=self.present, update=self.update
             )
             for index in self.kinds
         ]
@@ -222,7 +226,6 @@ class _Ways:
         return min(way.made(stage) for way in self.ways)
 
     def jobs(self, rank: int) -> list[Job]:
-        """All actions of a rank."""
         jobs = []
         for (op, stage, kind), count in self.counts[rank].items():
             cost, way = self.table.of(op, stage, self.kinds[kind]), self.ways[kind]

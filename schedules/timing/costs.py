@@ -58,7 +58,7 @@ class Costs:
 
     Raises ValueError for what is no finite number of seconds of at least 0, no share, or for a half-given split.
 
-    >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).weight_grad
+    >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).column(Op.W)
     (1.5, 1.5)
     >>> longer = Costs(forward=1.0, backward=[1.0, [1.0, 4.0]], index_factors=[1, 2])
     >>> table = longer.table(num_stages=2)
@@ -89,7 +89,7 @@ class Costs:
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not each.default:
-                convert = _CONVERT.get(each.name, _per_stage)
+                convert = _CONVERT.get(each.name, _one_or_several(_seconds))
                 object.__setattr__(self, each.name, convert(each.name, value))
         if (self.input_grad is None) != (self.weight_grad is None):
             raise ValueError(
@@ -153,51 +153,58 @@ class Costs:
         if self.index_factors is not None:
             _check_length("index_factors", factors, allowed)
 
-        def rows(name: str, value: PerAction) -> Rows:
+        def column(name: str) -> tuple[float, ...]:
+            return _spread(name, getattr(self, name), num_stages)
+
+        def rows(name: str) -> Rows:
             found: list[Row] = []
-            for stage, each in enumerate(_spread(name, value, num_stages)):
+            for stage, each in enumerate(_spread(name, getattr(self, name), num_stages)):
                 found.append((each,) if isinstance(each, float) else tuple(each))
                 if num_indices is not None and not isinstance(each, float):
                     _check_length(f"{name} of stage {stage}", each, allowed)
             return tuple(found)
 
-        forward = rows("forward", self.forward)
-        if self.input_grad is not None and self.weight_grad is not None:
-            input_grad = rows("input_grad", self.input_grad)
-            weight_grad = rows("weight_grad", self.weight_grad)
+        forward = rows("forward")
+        if self.input_grad is not None:
+            input_grad, weight_grad = rows("input_grad"), rows("weight_grad")
             whole = tuple(together(i, w, add) for i, w in zip(input_grad, weight_grad, strict=True))
-            backward = whole if self.backward is None else rows("backward", self.backward)
+            backward = whole if self.backward is None else rows("backward")
         else:
             doubled = tuple(tuple(2 * f for f in row) for row in forward)
-            backward = doubled if self.backward is None else rows("backward", self.backward)
+            backward = doubled if self.backward is None else rows("backward")
             input_grad = weight_grad = tuple(tuple(b / 2 for b in row) for row in backward)
         by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         if self.index_factors is not None:
             by_op = {op: tuple(together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
-        overhead = _spread("overhead", self.overhead, num_stages)
-        of_messages = _spread("message_overhead", self.message_overhead, num_stages)
-        both: list[Row] = [(own + more,) for own, more in zip(overhead, of_messages, strict=True)]
-        around: dict[Op, list[Row]] = {Op.F: both, Op.B: both, Op.I: [*both], Op.W: [(own,) for own in overhead]}
-        number = 1 if num_indices is None else num_indices * num_batches
-        for stage, indices in (as_one or {}).items():
-            around[Op.I][stage] = tuple(of_messages[stage] if k in indices else both[stage][0] for k in range(number))
+        around = _around(column("overhead"), column("message_overhead"), as_one or {}, (num_indices or 1) * num_batches)
         by_op = {
             op: tuple(together(row, own, add) for row, own in zip(rows, around[op], strict=True))
             for op, rows in by_op.items()
         }
-        update = _spread("update", self.update, num_stages)
+        update = column("update")
         return CostTable(
             rows=by_op | {Op.U: tuple((seconds,) for seconds in update)},
-            latency=_spread("latency", self.latency, num_stages),
-            reduce_grad=_spread("reduce_grad", self.reduce_grad, num_stages),
-            sum_busy=_spread("sum_busy", self.sum_busy, num_stages),
+            latency=column("latency"),
+            reduce_grad=column("reduce_grad"),
+            sum_busy=column("sum_busy"),
             tied=dict(self.tied),
             update=update,
             norm=self.norm,
             around=self.around,
-            offload=_spread("offload", self.offload, num_stages),
-            reload=_spread("reload", self.reload, num_stages),
+            offload=column("offload"),
+            reload=column("reload"),
         )
+
+
+def _around(
+    overhead: Sequence[float], of_messages: Sequence[float], as_one: Mapping[int, Collection[int]], number: int
+) -> dict[Op, list[Row]]:
+    """By op and stage, seconds around its actions; of an I whose W runs with it, by index."""
+    both: list[Row] = [(own + more,) for own, more in zip(overhead, of_messages, strict=True)]
+    around: dict[Op, list[Row]] = {Op.F: both, Op.B: both, Op.I: [*both], Op.W: [(own,) for own in overhead]}
+    for stage, indices in as_one.items():
+        around[Op.I][stage] = tuple(of_messages[stage] if k in indices else both[stage][0] for k in range(number))
+    return around
 
 
 def columns(rows: Iterable[Sequence[float]]) -> list[float | Sequence[float]]:
@@ -206,7 +213,6 @@ def columns(rows: Iterable[Sequence[float]]) -> list[float | Sequence[float]]:
 
 
 def by_stage(value: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """One number each for all stages."""
     return (value,) * num_stages if isinstance(value, float | int) else tuple(value)
 
 
@@ -231,21 +237,21 @@ def together(one: Row, other: Row, how: Callable[[float, float], float]) -> Row:
     return tuple(how(one[k % len(one)], other[k % len(other)]) for k in range(length))
 
 
-def _per_action(name: str, value: object) -> float | tuple[float | tuple[float, ...], ...]:
-    """A number as a float, a sequence as a tuple of floats and rows."""
-    several = _several(value)
-    if several is None:
-        return _seconds(name, value)
-    return tuple(_seconds(name, each) if _several(each) is None else _row(name, each) for each in several)
-
-
 def _several(value: object) -> Iterable[object] | None:
-    """None for what is one thing alone."""
     return value if isinstance(value, Iterable) and not isinstance(value, str) else None
 
 
+def _one_or_several(read: Callable[[str, object], object]) -> Callable[[str, object], object]:
+    """Reads one thing, or a sequence as a tuple of such."""
+
+    def convert(name: str, value: object) -> object:
+        several = _several(value)
+        return read(name, value) if several is None else tuple(read(name, each) for each in several)
+
+    return convert
+
+
 def _row(name: str, value: object) -> Row:
-    """One number for each action index."""
     several = _several(value)
     row = () if several is None else tuple(_seconds(name, number) for number in several)
     if not row:
@@ -253,15 +259,11 @@ def _row(name: str, value: object) -> Row:
     return row
 
 
-def _per_stage(name: str, value: object) -> float | tuple[float, ...]:
-    """A number as a float, a sequence as a tuple of floats."""
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return tuple(_seconds(name, number) for number in value)
-    return _seconds(name, value)
+def _seconds_or_row(name: str, value: object) -> float | Row:
+    return _seconds(name, value) if _several(value) is None else _row(name, value)
 
 
 def _ties(name: str, value: object) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Pairs of (stages, seconds)."""
     found: dict[tuple[int, ...], float] = {}
     for pair in value if isinstance(value, Iterable) else (value,):
         match pair:
@@ -280,21 +282,16 @@ def _seconds(name: str, number: object) -> float:
     return float(number)
 
 
-def _shares(name: str, value: object) -> float | tuple[float, ...]:
-    """A share as a float, a sequence as a tuple of floats."""
-    several = _several(value)
-    return _share(name, value) if several is None else tuple(_share(name, each) for each in several)
-
-
 def _share(name: str, number: object) -> float:
     if not isinstance(number, Real) or not 0 <= float(number) <= 1:
         raise ValueError(f"{name}={number!r}: expected a share from 0 to 1 (one number, or one a stage)")
     return float(number)
 
 
+COST_OF_OP = {Op.F: "forward", Op.B: "backward", Op.I: "input_grad", Op.W: "weight_grad"}
 _CONVERT: Mapping[str, Callable[[str, object], object]] = {
-    **dict.fromkeys(("forward", "backward", "input_grad", "weight_grad"), _per_action),
-    "sum_busy": _shares,
+    **dict.fromkeys(COST_OF_OP.values(), _one_or_several(_seconds_or_row)),
+    "sum_busy": _one_or_several(_share),
     "tied": _ties,
     "norm": _seconds,
     "around": _seconds,
@@ -331,7 +328,6 @@ class CostTable:
         return any(len(set(row)) > 1 for rows in self.rows.values() for row in rows)
 
     def of(self, op: Op, stage: int, index: int) -> float:
-        """Seconds of one action."""
         row = self.row(op, stage)
         return row[index % len(row)]
 
@@ -353,28 +349,7 @@ class CostTable:
         return tuple(row[0] for row in rows)
 
     def means(self, op: Op) -> tuple[float, ...]:
-        """Seconds of `op`, by stage, the mean over action indices."""
         return tuple(fmean(self.row(op, stage)) for stage in range(len(self.latency)))
-
-    @property
-    def forward(self) -> tuple[float, ...]:
-        """F by stage [s]; these four raise ValueError where they differ by action index."""
-        return self.column(Op.F)
-
-    @property
-    def backward(self) -> tuple[float, ...]:
-        """B by stage [s]."""
-        return self.column(Op.B)
-
-    @property
-    def input_grad(self) -> tuple[float, ...]:
-        """I by stage [s]."""
-        return self.column(Op.I)
-
-    @property
-    def weight_grad(self) -> tuple[float, ...]:
-        """W by stage [s]."""
-        return self.column(Op.W)
 
 
 # The time of grids and tables.

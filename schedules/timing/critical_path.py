@@ -119,22 +119,12 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
     O(actions + messages).
     """
-    steps = list(_Walk(timeline).back_from_the_end())
+    steps = list(_PathWalk(timeline).back_from_the_end())
     steps.reverse()
     return CriticalPath(steps=tuple(steps))
 
 
-class _Node(NamedTuple):
-    """An action, message or collective, with when it was through as the one behind it sees it [s]."""
-
-    what: Action | Message | Collective
-    rank: int
-    start: float
-    end: float
-    sender: int | None = None
-
-
-class _Walk:
+class _PathWalk:
     """Looks up, for each step, what it waited for."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -152,30 +142,28 @@ class _Walk:
                 self._collectives.setdefault(span.what, {})[rank] = span
 
     def back_from_the_end(self) -> Iterator[PathStep]:
-        """Steps, the last one first."""
         node = self._last()
         now = self._timeline.end
         while node is not None:
             start = max(min(node.start, now), self._origin)
-            kind = PathKind.MESSAGE if isinstance(node.what, Message) else _KIND_OF_OP[node.what.op]
-            yield PathStep(kind, node.what, node.rank, start, now, node.sender)
+            yield node._replace(start=start, end=now)
             latest = self._latest_input(node, start)
             now = self._origin if latest is None else max(min(latest.end, start), self._origin)
             if now < start:
                 yield PathStep(self._wait(node, latest), None, node.rank, now, start)
             node = latest
 
-    def _last(self) -> _Node | None:
+    def _last(self) -> PathStep | None:
         found = [self._action(rank, len(spans) - 1) for rank, spans in enumerate(self._compute) if spans]
         return _latest([*found, *(self._collective(each) for each in self._collectives)])
 
-    def _wait(self, node: _Node, latest: _Node | None) -> PathKind:
+    def _wait(self, node: PathStep, latest: PathStep | None) -> PathKind:
         if latest is None:
             return PathKind.NOT_SEEN
         before_update = _is_update(node.what) and not _is_update(latest.what)
         return PathKind.BEFORE_UPDATE if before_update else PathKind.UNEXPLAINED
 
-    def _latest_input(self, node: _Node, start: float) -> _Node | None:
+    def _latest_input(self, node: PathStep, start: float) -> PathStep | None:
         """Last of what `node` waited for; None where the timeline has it not. Of equals the first in `_inputs`."""
         latest = _latest(self._inputs(node))
         if _is_update(node.what) and self._schedule.has_epilogue and (latest is None or latest.end < start):
@@ -184,7 +172,7 @@ class _Walk:
             return _latest([*([] if latest is None else [latest]), *together])
         return latest
 
-    def _inputs(self, node: _Node) -> Iterator[_Node]:
+    def _inputs(self, node: PathStep) -> Iterator[PathStep]:
         """Nodes that must be through before it; its rank's own program comes first."""
         match node.what:
             case Message():
@@ -199,40 +187,31 @@ class _Walk:
                 if behind in self._place[node.rank]:
                     yield self._action(node.rank, self._place[node.rank][behind])
             case Action(op=op) if op in MOVE_OPS:
-                yield from self._before_move(node.what, node.start)
+                yield from self._action_before(self._needs.rank(node.what), node.start)
+                if op is Op.RELOAD:
+                    yield from self._way(node.what._replace(op=Op.OFFLOAD))
             case Action():
                 at = self._place[node.rank][node.what]
                 if at:
                     yield self._action(node.rank, at - 1)
                 yield from self._messages(node.what, node.rank)
                 yield from (self._collective(each, seen_by=node.rank) for each in self._awaited(node.what))
-                yield from self._move(node.what)
+                if node.what.op in BACKWARD_OPS:  # activations that it needs are brought back
+                    yield from self._way(node.what._replace(op=Op.RELOAD))
 
-    def _messages(self, action: Action, rank: int) -> Iterator[_Node]:
+    def _messages(self, action: Action, rank: int) -> Iterator[PathStep]:
         for message, maker, sender, *_ in self._needs.arrivals(action):
             span = self._arrived[rank].get(message)
             if span is not None:
-                yield _Node(message, rank, span.start, span.end, sender)
+                yield PathStep(PathKind.MESSAGE, message, rank, span.start, span.end, sender)
             elif maker in self._place[sender]:  # it took no time, or was not seen to arrive
                 made = self._compute[sender][self._place[sender][maker]].end
-                yield _Node(message, rank, made, made, sender)
+                yield PathStep(PathKind.MESSAGE, message, rank, made, made, sender)
 
-    def _move(self, action: Action) -> Iterator[_Node]:
-        """The move that brings back the activations that a backward needs."""
-        if action.op in BACKWARD_OPS:
-            yield from self._way(action._replace(op=Op.RELOAD))
-
-    def _way(self, move: Action) -> Iterator[_Node]:
-        """One way of activations, where the timeline has it."""
+    def _way(self, move: Action) -> Iterator[PathStep]:
         for rank, moves in enumerate(self._moves):
             if move in moves:
-                yield _Node(move, rank, moves[move].start, moves[move].end)
-
-    def _before_move(self, action: Action, start: float) -> Iterator[_Node]:
-        """The cause for which a way of activations waited: its rank, and on the way back the way out."""
-        yield from self._action_before(self._needs.rank(action), start)
-        if action.op is Op.RELOAD:
-            yield from self._way(action._replace(op=Op.OFFLOAD))
+                yield PathStep(PathKind.MOVE, move, rank, moves[move].start, moves[move].end)
 
     def _awaited(self, action: Action) -> Iterable[Collective]:
         """The collectives that an action waits for, of those in the timeline."""
@@ -247,22 +226,21 @@ class _Walk:
         gather = Collective((action.stage,), Op.UNSHARD, -1 if group is None else group)
         return (gather,) if gather in self._collectives else ()
 
-    def _action_before(self, rank: int, moment: float) -> Iterator[_Node]:
-        """The last action of a rank that was through by then."""
+    def _action_before(self, rank: int, moment: float) -> Iterator[PathStep]:
         at = bisect_right(self._compute[rank], moment, key=lambda span: span.end)
         if at:
             yield self._action(rank, at - 1)
 
-    def _action(self, rank: int, at: int) -> _Node:
+    def _action(self, rank: int, at: int) -> PathStep:
         what, start, end = self._compute[rank][at]
-        return _Node(what, rank, start, end)
+        return PathStep(_KIND_OF_OP[what.op], what, rank, start, end)
 
-    def _collective(self, each: Collective, *, seen_by: int | None = None) -> _Node:
+    def _collective(self, each: Collective, *, seen_by: int | None = None) -> PathStep:
         """It begins when the last of its ranks begins it."""
         begun = self._collectives[each]
         rank = max(sorted(begun), key=lambda one: begun[one].start)
         end = begun[seen_by].end if seen_by in begun else max(span.end for span in begun.values())
-        return _Node(each, rank, begun[rank].start, end)
+        return PathStep(_KIND_OF_OP[each.op], each, rank, begun[rank].start, end)
 
     def _begun_behind(self, each: Collective, rank: int) -> Action | None:
         """The action behind which a rank began a collective; None where it began at once."""
@@ -272,7 +250,7 @@ class _Walk:
         return next((action for action in reversed(program) if action in self._place[rank]), None)
 
     @cached_property
-    def _gradients(self) -> list[_Node]:
+    def _gradients(self) -> list[PathStep]:
         """Nodes that must be through before a global norm: the last backward of each rank, and all sums."""
         found = []
         for rank, spans in enumerate(self._compute):
@@ -282,7 +260,6 @@ class _Walk:
 
     @cached_property
     def _sums(self) -> Mapping[tuple[int, int], list[Collective]]:
-        """Sums of gradients by (stage, update group)."""
         found: dict[tuple[int, int], list[Collective]] = {}
         for each in self._collectives:
             for stage in each.stages if each.op is Op.REDUCE_GRAD else ():
@@ -291,7 +268,6 @@ class _Walk:
 
     @cached_property
     def _gathered(self) -> frozenset[int]:
-        """Stages whose weights are gathered."""
         return frozenset(each.stages[0] for each in self._collectives if each.op is Op.UNSHARD)
 
     @cached_property
@@ -316,15 +292,14 @@ class _Walk:
 
     @cached_property
     def _used(self) -> Mapping[tuple[int, int], int]:
-        """The weight version of each forward."""
         return derive_versions(self._schedule).used
 
 
-def _latest(nodes: Iterable[_Node]) -> _Node | None:
+def _latest(nodes: Iterable[PathStep]) -> PathStep | None:
     return max(nodes, key=lambda each: each.end, default=None)
 
 
-def _is_update(what: Action | Message | Collective) -> bool:
+def _is_update(what: Action | Message | Collective | None) -> bool:
     return isinstance(what, Action) and what.op is Op.U
 
 

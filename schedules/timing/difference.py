@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ir import Action, Op, Schedule
+from ..ir import Action, Op
 from ..wording import count
 from .attribution import attribute_idle
-from .critical_path import CriticalPath, critical_path
+from .critical_path import critical_path
 from .stragglers import Straggler, find_stragglers
 from .timeline import Idle, Timeline
 
@@ -112,7 +112,11 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
             () if rank in lacking else _changes(causes[0][rank], causes[1][rank]) for rank in range(num_ranks)
         )
     paths = critical_path(before), critical_path(after)
-    path, links = _changes(*map(_by_kind, paths, per)), _changes(*map(_by_link, paths, per))
+    kinds = ({kind.value: s / n for kind, s in each.by_kind.items()} for each, n in zip(paths, per, strict=True))
+    links = (
+        {f"link {src} -> {dst}": s / n for (src, dst), s in each.by_link.items()}
+        for each, n in zip(paths, per, strict=True)
+    )
     same_places = before.schedule.placement == after.schedule.placement
     departures = _departures(before, after) if same_places else []
     against = find_stragglers(after, expected=before) if same_places else ()
@@ -123,8 +127,8 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
         batch_seconds=Change("batch seconds", before.batch_seconds, after.batch_seconds),
         bubble=Change("bubble", before.bubble, after.bubble),
         causes=_changes(_mean(causes[0], before.missing), _mean(causes[1], after.missing)),
-        path=_largest_first(path),
-        links=_largest_first(links),
+        path=_largest_first(_changes(*kinds)),
+        links=_largest_first(_changes(*links)),
         ranks=ranks,
         departures=tuple(departures[:num_departures]),
         stragglers=(*against, *peers),
@@ -134,7 +138,6 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
 
 
 def _num_batches(timeline: Timeline) -> int:
-    """Number of batches of which a forward is shown."""
     size = timeline.schedule.batch_indices
     spans = (span.what for rank in timeline.ranks for span in rank.compute)
     return len({action.index // size for action in spans if action.op is Op.F})
@@ -152,14 +155,6 @@ def _mean(ranks: Sequence[Mapping[str, float]], missing: Sequence[int]) -> dict[
     known = [rank for number, rank in enumerate(ranks) if number not in missing]
     names = (COMPUTE, *Idle._fields)
     return {name: sum(rank[name] for rank in known) / max(1, len(known)) for name in names}
-
-
-def _by_kind(path: CriticalPath, batches: int) -> dict[str, float]:
-    return {kind.value: seconds / batches for kind, seconds in path.by_kind.items()}
-
-
-def _by_link(path: CriticalPath, batches: int) -> dict[str, float]:
-    return {f"link {src} -> {dst}": seconds / batches for (src, dst), seconds in path.by_link.items()}
 
 
 def _largest_first(changes: Sequence[Change]) -> tuple[Change, ...]:
@@ -194,9 +189,8 @@ def _what_differs(before: Timeline, after: Timeline) -> list[str]:
             f"rank is compared with another"
         )
     if old.placement != new.placement:
-        notes.append(
-            f"stages stand on other ranks ({_stages(old)} before, {_stages(new)} after): no action is compared"
-        )
+        stages = [f"{count(each.num_stages, 'stage')} on {count(each.num_ranks, 'rank')}" for each in (old, new)]
+        notes.append(f"stages stand on other ranks ({stages[0]} before, {stages[1]} after): no action is compared")
     else:
         notes += _other_actions(before, after)
     if old.num_microbatches != new.num_microbatches:
@@ -214,10 +208,6 @@ def _what_differs(before: Timeline, after: Timeline) -> list[str]:
             ranks = ", ".join(map(str, timeline.missing))
             notes.append(f"nothing was recorded of rank {ranks} {name}: figures are of the others")
     return notes
-
-
-def _stages(schedule: Schedule) -> str:
-    return f"{count(schedule.num_stages, 'stage')} on {count(schedule.num_ranks, 'rank')}"
 
 
 def _other_actions(before: Timeline, after: Timeline) -> list[str]:

@@ -24,9 +24,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..ir import COMPUTE_OPS, Op, Schedule
-from .costs import Costs, Row, by_stage, columns, together
+from .costs import COST_OF_OP, Costs, Row, by_stage, columns, together
 from .links import Links, PlaceNetwork, Way
-from .wiring import Passage, Wiring
+from .wiring import Passage, ScheduleWiring
 
 
 class Cause(StrEnum):
@@ -42,7 +42,15 @@ class Cause(StrEnum):
     OUTSIDE = "around the step"
 
 
-_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input_grad", Op.W: "weight_grad"}  # in `Costs`
+_WORDS = {
+    "norm": "norm of all gradients",
+    "around": "runtime around a step",
+    "overhead": "{} around an action",
+    "sum": "sum of {}",
+    "held": "sum of {} on the processor",
+    "gather": "gather of {}",
+    "update": "update of {}",
+}
 _OP_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
@@ -60,23 +68,10 @@ class Input(NamedTuple):
 
     def __str__(self) -> str:
         stages = f"stage {self.at[0]}" if len(self.at) == 1 else f"stages {', '.join(map(str, self.at))}"
-        match self.kind:
-            case "message":
-                return f"messages of link {self.at[0]}-{self.at[1]}"
-            case "norm":
-                return "norm of all gradients"
-            case "around":
-                return "runtime around a step"
-            case "overhead":
-                return f"{stages} around an action"
-            case "sum":
-                return f"sum of {stages}"
-            case "held":
-                return f"sum of {stages} on the processor"
-            case "gather":
-                return f"gather of {stages}"
-            case "update":
-                return f"update of {stages}"
+        if self.kind == "message":
+            return f"messages of link {self.at[0]}-{self.at[1]}"
+        if self.kind in _WORDS:
+            return _WORDS[self.kind].format(stages)
         on = f" on rank {self.at[1]}" if len(self.at) > 1 else ""
         return f"{_OP_WORDS[self.kind]} of stage {self.at[0]}{on}"
 
@@ -89,7 +84,7 @@ class Passages:
 
     def __init__(self, schedule: Schedule, costs: Costs, links: Links | None) -> None:
         self._latency = costs.table_for(schedule).latency
-        wiring = Wiring(schedule, costs.table_for(schedule), links)
+        wiring = ScheduleWiring(schedule, costs.table_for(schedule), links)
         self.by_pair: dict[tuple[int, int], list[Passage]] = {}
         for each in wiring.passages:
             self.by_pair.setdefault((each.sender, each.receiver), []).append(each)
@@ -193,10 +188,10 @@ def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, seen: Val
 def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
     """F, B, I and W as they were seen."""
     table = costs.free_of_overhead.table_for(schedule)
-    rows = {op: list(table.rows[op]) for op in _NAMES}
+    rows = {op: list(table.rows[op]) for op in COST_OF_OP}
     ops: dict[int, set[Op]] = defaultdict(set)
     for each, seconds in seen.items():
-        if each.kind in _NAMES:
+        if each.kind in COST_OF_OP:
             op, stage = Op(each.kind), each.at[0]
             rows[op][stage] = _on_rank(schedule, rows[op][stage], each.at, seconds)
             ops[stage].add(op)
@@ -210,7 +205,7 @@ def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
     if not ops:
         return {}
     halves = costs.input_grad is not None or any(own & {Op.I, Op.W} for own in ops.values())
-    found = {name: columns(rows[op]) for op, name in _NAMES.items() if halves or op in (Op.F, Op.B)}
+    found = {name: columns(rows[op]) for op, name in COST_OF_OP.items() if halves or op in (Op.F, Op.B)}
     return found | {"index_factors": None}
 
 

@@ -127,7 +127,6 @@ class PlaceNetwork:
         return pair if pair in self.routes else None
 
     def way(self, src: int, dst: int) -> Way | None:
-        """The way from rank to rank; None where there is none."""
         pair = self.pair(src, dst)
         return None if pair is None else replace(self.routes[pair], sending=src, receiving=dst)
 
@@ -237,36 +236,31 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-class Channel:
-    """One direction of a link or card, which carries one message at a time: free from `free_at` on [s]."""
-
-    __slots__ = ("free_at",)
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
-
-
 class Route:
-    """A way of messages of one size, with all that it occupies."""
+    """A way of messages of one size, with all that it occupies.
 
-    __slots__ = ("_channels", "latency", "seconds")
+    Arguments:
+        channels: numbers of the directions of links and cards, each of which carries one message at a time.
+        free_at: when each of them is free, by number [s].
+    """
 
-    def __init__(self, seconds: float, latency: float, channels: Sequence[Channel]) -> None:
-        self.seconds, self.latency, self._channels = seconds, latency, channels
+    __slots__ = ("_channels", "_free_at", "latency", "seconds")
+
+    def __init__(self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float]) -> None:
+        self.seconds, self.latency, self._channels, self._free_at = seconds, latency, channels, free_at
 
     def slower(self, times: float) -> Route:
-        """The same way, with so many times the seconds."""
-        return Route(self.seconds * times, self.latency * times, self._channels)
+        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at)
 
     def free_from(self, now: float) -> float:
         """The time at which all channels are free, at or after `now` [s]."""
-        return max([now, *(channel.free_at for channel in self._channels)])
+        return max([now, *(self._free_at[channel] for channel in self._channels)])
 
     def carry(self, now: float) -> float:
         """Occupy the channels from the time at which all are free, at or after `now`; returns the arrival [s]."""
         for channel in self._channels:
-            now = max(now, channel.free_at)
+            now = max(now, self._free_at[channel])
         now += self.seconds
         for channel in self._channels:
-            channel.free_at = now
+            self._free_at[channel] = now
         return now + self.latency

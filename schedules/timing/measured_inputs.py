@@ -1,22 +1,26 @@
-"""Inputs of a simulation as measured steps show them, in the sense in which the simulator takes them."""
+"""Inputs of a simulation as measured steps show them, in the sense in which the simulator takes them.
+
+rank 0   |  B0  |     B1     |  B2  |        B1 ran beside a sum and took 2 s longer than B0, B2, ...: the sum's
+sum             |------------|               share of the processor is 2 s over the seconds beside it
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from ..ir import COMPUTE_OPS, Op, Schedule
+from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..needs import Needs
 from ..program import run_as_one
 from .attribution import find_gaps
-from .beside import measured_shares, under_way, whole_seconds
-from .costs import Costs
+from .costs import COST_OF_OP, Costs
 from .inputs import Cause, Input, action_input, around_actions
-from .launches import launches
-from .timeline import Timeline
+from .records import launches
+from .sharing import Taken, seconds_left
+from .timeline import Span, Timeline
 
 
 def measured_inputs(
@@ -109,26 +113,14 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
                 seen[op, stage, index % size].append(seconds)
     table = costs.free_of_overhead.table_for(schedule)
 
-    def rows(op: Op) -> list[list[float]]:
-        made = []
-        for stage in range(schedule.num_stages):
-            usual = table.row(op, stage)
-            row = []
-            for index in range(schedule.total_indices):
-                batch, k = divmod(index, size)
-                own = seen.get((op, stage, k), ())
-                row.append(own[batch % len(own)] if own else usual[index % len(usual)])
-            made.append(row)
-        return made
+    def of(op: Op, stage: int, index: int) -> float:
+        batch, k = divmod(index, size)
+        own = seen.get((op, stage, k))
+        return own[batch % len(own)] if own else table.of(op, stage, index)
 
-    return replace(
-        costs,
-        forward=rows(Op.F),
-        backward=rows(Op.B),
-        input_grad=rows(Op.I),
-        weight_grad=rows(Op.W),
-        index_factors=None,
-    )
+    stages, indices = range(schedule.num_stages), range(schedule.total_indices)
+    rows = {name: [[of(op, s, k) for k in indices] for s in stages] for op, name in COST_OF_OP.items()}
+    return replace(costs, **rows, index_factors=None)
 
 
 def _actions(timeline: Timeline, shares: Sequence[float]) -> Iterator[tuple[Input, float]]:
@@ -142,7 +134,6 @@ def _actions(timeline: Timeline, shares: Sequence[float]) -> Iterator[tuple[Inpu
 
 
 def _overheads(timelines: Sequence[Timeline], known: Costs | None) -> dict[int, float]:
-    """Seconds around an action, by stage."""
     if known is not None:
         return dict(enumerate(around_actions(known, timelines[0].schedule.num_stages)))
     found: dict[int, list[float]] = defaultdict(list)
@@ -170,7 +161,7 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
                 yield before.what.stage, gap.unexplained
 
 
-class _Way(NamedTuple):
+class _MessageWait(NamedTuple):
     """One message that was waited for: seconds from made, behind an action of `stage`, until its user began [s].
 
     whole: whether its receiver waited from before it was made; else only those that were late are seen.
@@ -182,7 +173,7 @@ class _Way(NamedTuple):
     whole: bool
 
 
-def _ways(timeline: Timeline) -> Iterator[_Way]:
+def _ways(timeline: Timeline) -> Iterator[_MessageWait]:
     needs = Needs(timeline.schedule)
     made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
     for trace in timeline.ranks:
@@ -196,7 +187,7 @@ def _ways(timeline: Timeline) -> Iterator[_Way]:
                 if each.maker in made_at:
                     made = made_at[each.maker]
                     way = end - made + max(0.0, lag)
-                    yield _Way((each.sender, each.receiver), each.maker.stage, way, start <= made)
+                    yield _MessageWait((each.sender, each.receiver), each.maker.stage, way, start <= made)
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:
@@ -230,3 +221,95 @@ def _before_updates(timeline: Timeline, between: Mapping[int, float]) -> float |
     if not updates or min(updates) < max(ends):
         return None
     return min(updates) - max(ends)
+
+
+def under_way(timeline: Timeline) -> dict[Collective, tuple[float, float]]:
+    """When each sum and gather began on the last of its ranks, and was through [s]."""
+    spans: dict[Collective, list[Span[Collective]]] = defaultdict(list)
+    for trace in timeline.ranks:
+        for span in trace.collectives:
+            spans[span.what].append(span)
+    # A rank sees that it is through when it looks: the first one to see it is the nearest to the truth.
+    return {what: (max(s.start for s in each), min(s.end for s in each)) for what, each in spans.items()}
+
+
+def whole_seconds(timeline: Timeline, shares: Sequence[float]) -> list[list[tuple[Action, float]]]:
+    """By rank its actions with the seconds that each would have taken of a whole processor.
+
+    Arguments:
+        shares: [S] of the processor that sums of a stage take; see `Costs.sum_busy`.
+    """
+    found = []
+    for together, trace in zip(_by_rank(timeline), timeline.ranks, strict=True):
+        taken = [Taken(a, b, share) for what, a, b in together if (share := max(shares[s] for s in what.stages)) > 0]
+        found.append([(what, seconds_left(taken, start, end)) for what, start, end in trace.compute])
+    return found
+
+
+def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
+    """By stage the share of the processor that its sums took of what ran beside them, 0 to 1.
+
+    By as much actions took longer than those of the same stage and op on that rank with no sum beside them (their
+    median). A stage is missing where no such action ran beside its sums.
+    """
+    usual: dict[tuple[int, int, Op], list[float]] = defaultdict(list)
+    beside: list[tuple[tuple[int, int, Op], float, float, dict[Collective, float]]] = []
+    for timeline in timelines:
+        for rank, (together, trace) in enumerate(zip(_by_rank(timeline), timeline.ranks, strict=True)):
+            for (stage, op, _), start, end in trace.compute:
+                if op not in COMPUTE_OPS:
+                    continue
+                parts = {what: min(b, end) - max(a, start) for what, a, b in together if a < end and b > start}
+                if parts:
+                    all_of_it = [Taken(a, b, 1.0) for _, a, b in together]
+                    union = end - start - seconds_left(all_of_it, start, end)
+                    beside.append(((rank, stage, op), end - start, union, parts))
+                else:
+                    usual[rank, stage, op].append(end - start)
+    medians = {key: median(seconds) for key, seconds in usual.items()}
+    return _shares(medians, beside)
+
+
+def _shares(
+    medians: Mapping[tuple[int, int, Op], float],
+    beside: Iterable[tuple[tuple[int, int, Op], float, float, Mapping[Collective, float]]],
+) -> dict[int, float]:
+    """By stage: seconds that actions beside its sums took longer, over seconds beside them."""
+    longer: dict[int, float] = defaultdict(float)
+    seconds: dict[int, float] = defaultdict(float)
+    for key, took, union, parts in beside:
+        if key not in medians or union <= 0:
+            continue
+        for what, part in parts.items():
+            for stage in what.stages:
+                longer[stage] += (took - medians[key]) * part / union
+                seconds[stage] += part
+    return {stage: min(1.0, max(0.0, longer[stage] / seconds[stage])) for stage in seconds if seconds[stage] > 0}
+
+
+def _by_rank(timeline: Timeline) -> list[list[tuple[Collective, float, float]]]:
+    """Sums under way on each rank: from when to when [s]."""
+    moments = under_way(timeline)
+    return [[(span.what, *moments[span.what]) for span in trace.collectives] for trace in timeline.ranks]
+
+
+def median_costs(timeline: Timeline) -> Costs:
+    """Costs of a timeline's own actions: the median of each stage and op. Messages and norms cost nothing in it."""
+    found: dict[tuple[Op, int], list[float]] = {}
+    for trace in timeline.ranks:
+        for (stage, op, _), start, end in trace.compute:
+            found.setdefault((op, stage), []).append(end - start)
+    stages = range(timeline.schedule.num_stages)
+    present = {op for op, _ in found}
+
+    def column(op: Op) -> list[float]:
+        return [median(found.get((op, stage), (0.0,))) for stage in stages]
+
+    split = bool(present & {Op.I, Op.W})
+    return Costs(
+        forward=column(Op.F),
+        backward=column(Op.B) if Op.B in present or not split else None,
+        input_grad=column(Op.I) if split else None,
+        weight_grad=column(Op.W) if split else None,
+        update=column(Op.U),
+    )

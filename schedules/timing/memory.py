@@ -142,13 +142,7 @@ class _Rank:
     """Changes of what one rank holds, in the order of its program."""
 
     def __init__(
-        self,
-        timeline: Timeline,
-        program: RankProgram,
-        stages: Sequence[StageBytes],
-        needs: Needs,
-        *,
-        num_versions: int,
+        self, timeline: Timeline, program: RankProgram, stages: Sequence[StageBytes], needs: Needs, *, num_versions: int
     ) -> None:
         self._timeline, self._program, self._stages, self._needs = timeline, program, stages, needs
         self._trace = timeline.ranks[program.rank]
@@ -159,14 +153,13 @@ class _Rank:
         self._num_versions = num_versions
 
     def curve(self) -> MemoryCurve:
-        """The step curve."""
         import numpy as np  # simulating and printing schedules need none
 
         self._begin()
-        self._leave()  # at one moment what has left is gone before anything else comes
+        self._move(Op.OFFLOAD)  # at one moment what has left is gone before anything else comes
         self._run()
         self._sum()
-        self._come()
+        self._move(Op.RELOAD)
         times = np.array([time for time, _ in self._changes])
         order = np.argsort(times, kind="stable")
         values = np.maximum(np.cumsum(np.array([change for _, change in self._changes])[order], axis=0), 0.0)
@@ -254,15 +247,12 @@ class _Rank:
             self._change(begun, {MemoryPart.MESSAGES: size})
             self._change(through, {MemoryPart.MESSAGES: -size})
 
-    def _leave(self) -> None:
-        for (stage, op, _), _, through in self._trace.moves:
-            if op is Op.OFFLOAD:
-                self._change(through, {MemoryPart.ACTIVATIONS: -self._stages[stage].activations})
-
-    def _come(self) -> None:
-        for (stage, op, _), begun, _ in self._trace.moves:
-            if op is Op.RELOAD:
-                self._change(begun, {MemoryPart.ACTIVATIONS: self._stages[stage].activations})
+    def _move(self, op: Op) -> None:
+        """Activations that have left, or begin to come back."""
+        for (stage, its, _), begun, through in self._trace.moves:
+            size, is_out = self._stages[stage].activations, op is Op.OFFLOAD
+            if its is op:
+                self._change(through if is_out else begun, {MemoryPart.ACTIVATIONS: -size if is_out else size})
 
 
 def _corners(times: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from .inputs import Cause, Input, Values, calibrate, predicted_inputs
 from .links import Links
 from .measured_inputs import measured_inputs, own_durations, seconds_around
 from .simulate import simulate
-from .timeline import Idle, Timeline
+from .timeline import Timeline
 
 _MOST_STEPS = 15  # of a run's traced ones, the newest
 _MOST_REPLAYED = 5  # of these in the middle, with the durations of their own actions
@@ -145,7 +144,10 @@ def check_prediction(
             f"{count(len(measured), 'measured step')}: expected at least one"
             f"{' that shows two batches of a stream' if measured else ''}"
         )
-    step_of = partial(_step_of, schedule, costs, links)
+
+    def step_of(values: Values) -> float:
+        return simulate(schedule, *calibrate(schedule, costs, links, values, queueing=False)).batch_seconds
+
     before = predicted_inputs(schedule, costs, links)
     seen = measured_inputs(steps, known, planned=costs)
     seen = {each: seconds for each, seconds in seen.items() if _is_known(each, before)}
@@ -180,11 +182,6 @@ def check_prediction(
     )
 
 
-def _step_of(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> float:
-    """Seconds of a step under replaced inputs."""
-    return simulate(schedule, *calibrate(schedule, costs, links, values, queueing=False)).batch_seconds
-
-
 def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
     """Those that took neither most nor least, in the order of their seconds; their median is that of all."""
     ordered = sorted(steps, key=lambda each: each.batch_seconds)
@@ -195,12 +192,8 @@ def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
 def _refuse_others(schedule: Schedule, measured: Sequence[Timeline]) -> None:
     for each in measured:
         other = each.schedule
-        if (other.placement, other.owners, other.num_microbatches, other.weight_rule) != (
-            schedule.placement,
-            schedule.owners,
-            schedule.num_microbatches,
-            schedule.weight_rule,
-        ):
+        alike = ("placement", "owners", "num_microbatches", "weight_rule")
+        if any(getattr(other, name) != getattr(schedule, name) for name in alike):
             raise ValueError(
                 f"measured under {other!r}, predicted for {schedule!r}: expected steps of the schedule that "
                 f"was predicted"
@@ -219,14 +212,14 @@ def _has_period(timeline: Timeline) -> bool:
 
 
 def _is_known(each: Input, predicted: dict[Input, float]) -> bool:
-    """Whether the simulation takes it: sums over ranks that no plan knows (tied weights) are new to it."""
+    """Whether the simulation takes it, or will: sums over ranks that no plan knows, of tied weights."""
     return each in predicted or each.kind in ("sum", "held")
 
 
 def _inputs(
     schedule: Schedule, before: Values, seen: Values, step_of: Callable[[Values], float], step: float
 ) -> tuple[InputCheck, ...]:
-    times = _Times(schedule)
+    times = _times(schedule)
     found = [
         InputCheck(each, before.get(each, 0.0), seconds, times(each))
         for each, seconds in sorted(seen.items(), key=lambda pair: (list(Cause).index(pair[0].cause), pair[0].at))
@@ -237,32 +230,30 @@ def _inputs(
     return tuple(each._replace(alone=alone.get(each.what)) for each in found)
 
 
-class _Times:
+def _times(schedule: Schedule) -> Callable[[Input], float]:
     """How many times a step the rank that has the most of an input has it."""
+    batches, groups = schedule.num_batches, max(1, schedule.groups_per_batch)
+    by_op: Counter[tuple[int, Op]] = Counter()
+    by_stage: Counter[int] = Counter()
+    for program in schedule.compute_programs:
+        own = Counter((stage, op) for stage, op, _ in program if op in COMPUTE_OPS)
+        by_op |= own
+        of_stages: Counter[int] = Counter()
+        for (stage, _), number in own.items():
+            of_stages[stage] += number
+        by_stage |= of_stages
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._batches = schedule.num_batches
-        self._groups = max(1, schedule.groups_per_batch)
-        self._actions: Counter[tuple[int, Op]] = Counter()
-        self._stages: Counter[int] = Counter()
-        for program in schedule.compute_programs:
-            own = Counter((stage, op) for stage, op, _ in program if op in COMPUTE_OPS)
-            for key, number in own.items():
-                self._actions[key] = max(self._actions[key], number)
-            for stage in {stage for stage, _ in own}:
-                number = sum(own[stage, op] for op in COMPUTE_OPS)
-                self._stages[stage] = max(self._stages[stage], number)
-        self._microbatches = schedule.num_microbatches
-
-    def __call__(self, each: Input) -> float:
+    def times(each: Input) -> float:
         match each.kind:
             case "overhead":
-                return self._stages[each.at[0]] / self._batches
+                return by_stage[each.at[0]] / batches
             case "message":
-                return self._microbatches
+                return schedule.num_microbatches
             case "sum" | "held" | "gather" | "update" | "norm" | "around":
-                return self._groups
-        return self._actions[each.at[0], Op(each.kind)] / self._batches
+                return groups
+        return by_op[each.at[0], Op(each.kind)] / batches
+
+    return times
 
 
 def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple[Change, ...], ...]:
@@ -294,19 +285,15 @@ def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[
     found = []
     for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
         around = sum(overhead.get(span.what, 0.0) for span in trace.compute)
-        parts = _parts(trace.busy, around, idle)
+        parts = {
+            "compute": trace.busy - around,
+            "between actions": idle.unexplained + around,
+            "messages": idle.transfer,
+            "update": idle.update,
+            "waits": idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
+        }
         found.append({name: seconds / batches for name, seconds in parts.items()} | {_AROUND: timeline.around})
     return found
-
-
-def _parts(busy: float, around: float, idle: Idle) -> dict[str, float]:
-    return {
-        "compute": busy - around,
-        "between actions": idle.unexplained + around,
-        "messages": idle.transfer,
-        "update": idle.update,
-        "waits": idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
-    }
 
 
 def _notes(steps: Sequence[Timeline], before: dict[Input, float], seen: dict[Input, float]) -> list[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.course import Course
 from ..messages import STAGE_KINDS, Message
 from ..needs import Needs
-from .timeline import RankTrace, Span, Timeline
+from ..program import indices_a_batch
+from .timeline import RankTrace, Span, Timeline, What
 
+Moment = TypeVar("Moment")
 _REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
 
 
@@ -27,7 +31,7 @@ class RankRecord:
     """
 
     compute: tuple[Span[Action], ...]
-    arrivals: tuple[tuple[Message, float, float], ...]
+    arrivals: tuple[Span[Message], ...]
     collectives: tuple[Span[Collective], ...] = ()
     step: tuple[float, float] | None = None
     offset: float = 0.0
@@ -132,40 +136,48 @@ def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
 def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Timeline:
     """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
     batch 0. Where the stream began among them, behind batches with a flush, these are left out."""
-    size, groups = course.schedule.num_microbatches, course.schedule.groups_per_batch
+    schedule = course.schedule
 
-    def batch(action: Action) -> int:
-        return action.index // (groups if action.op is Op.U else size)
-
-    def batch_of_message(message: Message) -> int:
-        return message.index // (size if message.kind in STAGE_KINDS else groups)
+    def batch(what: Action | Collective | Message) -> int:
+        return what.index // indices_a_batch(schedule, what)
 
     batches = [batch(span.what) for record in records if record is not None for span in record.compute]
     last = max(batches, default=0)
     since = 0 if course.is_alone(last) else course.flush_first
     first = min((each for each in batches if each >= since), default=0)
 
-    def moved(action: Action) -> Action:
-        return action._replace(index=action.index - first * (groups if action.op is Op.U else size))
-
-    def moved_message(message: Message) -> Message:
-        return message._replace(index=message.index - first * (size if message.kind in STAGE_KINDS else groups))
+    def moved(spans: Sequence[Span[What]]) -> tuple[Span[What], ...]:
+        return tuple(
+            Span(what._replace(index=what.index - first * indices_a_batch(schedule, what)), start, end)
+            for what, start, end in spans
+            if batch(what) >= since
+        )
 
     def moved_record(record: RankRecord) -> RankRecord:
         return replace(
             record,
-            compute=tuple(Span(moved(what), start, end) for what, start, end in record.compute if batch(what) >= since),
-            arrivals=tuple(
-                (moved_message(message), start, end)
-                for message, start, end in record.arrivals
-                if batch_of_message(message) >= since
-            ),
-            collectives=tuple(
-                Span(what._replace(index=what.index - first * groups), start, end)
-                for what, start, end in record.collectives
-                if what.index // groups >= since
-            ),
+            compute=moved(record.compute),
+            arrivals=moved(record.arrivals),
+            collectives=moved(record.collectives),
         )
 
     rebased = [None if record is None else moved_record(record) for record in records]
     return assemble_timeline(course.stream_of(last).unrolled(last - first + 1), rebased)
+
+
+def launches(
+    ends: Sequence[Moment], begun: Iterable[Moment], *, between: Callable[[Moment, Moment], float]
+) -> set[int]:
+    """Numbers of the actions behind which sums or gathers were begun; -1 for those in front of the first.
+
+    What goes on between such an action and the next one is no overhead: gradients are put together and sent off.
+
+    Arguments:
+        ends: of a rank's actions in order.
+        begun: when each of its sums and gathers began.
+        between: seconds from one moment to another.
+
+    >>> launches([1.0, 3.0, 5.0], [3.0, 4.5], between=lambda begin, end: end - begin)
+    {1}
+    """
+    return {bisect_right(ends, 0.0, key=lambda end: between(moment, end)) - 1 for moment in begun}

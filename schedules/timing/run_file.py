@@ -88,6 +88,9 @@ def _parse(data: Any) -> RunFile:
     if version == 1:
         measured = Timeline.from_json(json.dumps(data["measured"]))
         return RunFile(schedule=predicted.schedule, predicted=predicted, measured=measured)
+    spread = data.get("spread")
+    if spread is not None and "chance" in spread:  # of a run of before steps were kept whole
+        spread = None
     return RunFile(
         schedule=Schedule.from_json(json.dumps(data["schedule"])),
         predicted=predicted,
@@ -95,14 +98,9 @@ def _parse(data: Any) -> RunFile:
         memory=tuple(StageBytes(**each) for each in data["memory"]),
         memory_limit=_numbers(data["memory_limit"]),
         predicted_peak=_numbers(data["predicted_peak"]),
-        spread=_spread(data.get("spread")),
+        spread=None if spread is None else Spread.from_json(json.dumps(spread)),
         sampled=None if data.get("sampled") is None else StepSamples(**data["sampled"]),
     )
-
-
-def _spread(data: Any) -> Spread | None:
-    """None of runs of before steps were kept whole, whose spread had rows of ranks and a chance."""
-    return None if data is None or "chance" in data else Spread.from_json(json.dumps(data))
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:

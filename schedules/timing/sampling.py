@@ -14,12 +14,13 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from ..ir import Op, Schedule
+from ..kinds import at_least, option
 from ..wording import duration
 from .costs import Costs, CostTable
 from .links import Links
 from .simulate import Beside, run_once
 from .spread import OpRatios, Spread
-from .wiring import OPS, Wiring
+from .wiring import OPS, ScheduleWiring
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,12 +137,11 @@ def simulate_spread(
     """
     if samples is None:
         samples = samples_of(sum(map(len, schedule.programs)))
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples={samples!r}: expected a number of simulated steps, at least 1")
+    option("samples", samples, at_least(1, "a number of simulated steps, at least 1"))
     table = costs.table_for(schedule)
-    wiring = Wiring(schedule, table, links)
+    wiring = ScheduleWiring(schedule, table, links)
     seconds, bubbles = [], []
-    draws = _Draws(schedule, table, spread, seed)
+    draws = _StepDraws(schedule, table, spread, seed)
     for _ in range(samples):
         timeline = run_once(wiring, draws.table(), messages=False, beside=draws.beside)
         seconds.append(timeline.batch_seconds)
@@ -158,7 +158,7 @@ def samples_of(num_actions: int) -> int:
     return max(LEAST_SAMPLES, min(_SAMPLES, MOST_ACTIONS // max(1, num_actions)))
 
 
-class _Draws:
+class _StepDraws:
     """Cost tables with durations drawn for one step after the other.
 
     Arguments:
@@ -203,7 +203,6 @@ class _Draws:
         self._sizes = [schedule.groups_per_batch if op is Op.U else schedule.batch_indices for op, _ in rows]
 
     def table(self) -> CostTable:
-        """Durations of one more step."""
         import numpy as np
 
         at = self._first + (self._random.random(self._shape) * self._number).astype(np.intp)

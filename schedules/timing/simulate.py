@@ -10,29 +10,24 @@ busy ends later (`sharing`): where such a sum began meanwhile, the event is put 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..ir import MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
+from ..ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
-from .links import Channel, Links, Route
+from .links import Links, Route
 from .sharing import Processor, Taken
 from .timeline import RankTrace, Span, Timeline
-from .wiring import OPS, Output, Wiring
+from .wiring import OPS, Meeting, Output, ScheduleWiring
 
 _NOT_YET = -1.0
 
 
-class _Sending(NamedTuple):
-    """An `Output` with its times: by microbatch the latency, or the route where there are links."""
-
-    base: int
-    last: tuple[int, ...] | None
-    delays: list[float]
-    routes: list[Route | None] | None
+# An `Output` with its times: its base and last, and by microbatch the latency, or the route where there are links.
+_Sending = tuple[int, tuple[int, ...] | None, list[float], list[Route | None] | None]
 
 
 def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Timeline:
@@ -56,7 +51,7 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     if not isinstance(links, Links | None):
         raise ValueError(f"links={links!r:.60}: expected Links(...), or None for messages that take the costs' latency")
     table = costs.table_for(schedule)
-    return run_once(Wiring(schedule, table, links), table)
+    return run_once(ScheduleWiring(schedule, table, links), table)
 
 
 class Beside(NamedTuple):
@@ -66,7 +61,9 @@ class Beside(NamedTuple):
     sums: Callable[[int], Sequence[float]] | None = None
 
 
-def run_once(wiring: Wiring, table: CostTable, *, messages: bool = True, beside: Beside | None = None) -> Timeline:
+def run_once(
+    wiring: ScheduleWiring, table: CostTable, *, messages: bool = True, beside: Beside | None = None
+) -> Timeline:
     """The timeline of a schedule that is wired already, under costs of this table.
 
     Arguments:
@@ -75,6 +72,13 @@ def run_once(wiring: Wiring, table: CostTable, *, messages: bool = True, beside:
         beside: by which messages and sums differ from the table; None: not at all.
     """
     return _Simulation(wiring, table, beside or Beside()).run(messages=messages)
+
+
+def busy_seconds(schedule: Schedule, costs: Costs) -> float:
+    """Seconds of F, B, I and W of all ranks together, a batch."""
+    table = costs.table_for(schedule)
+    own = sum(table.of(op, s, k) for program in schedule.programs for s, op, k in program if op in COMPUTE_OPS)
+    return own / schedule.num_batches
 
 
 def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
@@ -90,18 +94,9 @@ class _MeetingTimes:
         share: of its ranks' `processors` while it is under way.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        route: Route,
-        fills: Mapping[int, Sequence[int]],
-        after: int | None,
-        *,
-        share: float = 0.0,
-        processors: Sequence[Processor] = (),
-    ) -> None:
-        self.num_ranks, self.route, self.fills, self.after = num_ranks, route, fills, after
-        self.share, self.processors = share, processors
+    def __init__(self, meeting: Meeting, route: Route, share: float, processors: Sequence[Processor]) -> None:
+        self.meeting, self.route, self.share = meeting, route, share
+        self.processors = [processors[rank] for rank in meeting.ranks] if processors else ()
         self.begun: dict[int, dict[int, float]] = {}  # by rank, when it began [s]
         self.through: dict[int, float] = {}  # when all ranks have it [s]
 
@@ -109,25 +104,23 @@ class _MeetingTimes:
         """A rank begins that of a group; returns the slots that it fills, if it was the last to begin."""
         begun = self.begun.setdefault(group, {})
         begun[rank] = now
-        if len(begun) < self.num_ranks:
+        if len(begun) < len(self.meeting.ranks):
             return ()
-        if self.after is not None:
-            now = max(now, arrived[self.after + group])
+        if self.meeting.after is not None:
+            now = max(now, arrived[self.meeting.after + group])
         start = self.route.free_from(now) if self.share > 0 else now
         self.through[group] = through = self.route.carry(now)
         if self.share > 0:
             for each in self.processors:
                 each.take(Taken(start, through, self.share))
-        slots = self.fills.get(group, ())
+        slots = self.meeting.fills.get(group, ())
         for slot in slots:
             arrived[slot] = through
         return slots
 
 
 class _Simulation:
-    """One run of a `Wiring`."""
-
-    def __init__(self, wiring: Wiring, table: CostTable, beside: Beside) -> None:
+    def __init__(self, wiring: ScheduleWiring, table: CostTable, beside: Beside) -> None:
         self.beside = beside
         self.wiring, self.schedule, self.table = wiring, wiring.schedule, table
         schedule, links = self.schedule, wiring.links
@@ -135,14 +128,10 @@ class _Simulation:
         rows = [table.row(op, s) for op in OPS for s in range(schedule.num_stages)]
         # By code and index: [S * 5][M].
         self.durations = [row * (wiring.num_indices // len(row)) for row in rows]
-        channels = [Channel() for _ in range(wiring.num_channels)]
+        free_at = [0.0] * wiring.num_channels
         self.delays = [table.latency[each.stage] for each in wiring.passages]
         routes = [
-            Route(
-                each.num_bytes * each.way.seconds_per_byte,
-                delay + each.way.latency,
-                [channels[n] for n in each.channels],
-            )
+            Route(each.num_bytes * each.way.seconds_per_byte, delay + each.way.latency, each.channels, free_at)
             for each, delay in zip(wiring.passages, self.delays, strict=True)
         ]
         self.routes = None if links is None else routes
@@ -150,18 +139,18 @@ class _Simulation:
         of_sums = [1.0] * len(wiring.meetings) if beside.sums is None else beside.sums(len(wiring.meetings))
         self.meetings = [
             _MeetingTimes(
-                len(each.ranks),
-                Route(each.seconds * times, 0.0, [channels[n] for n in each.channels]),
-                each.fills,
-                each.after,
-                share=0.0 if each.op in MOVE_OPS else max(table.sum_busy[stage] for stage in each.stages),
-                processors=[self.processors[rank] for rank in each.ranks] if self.processors else (),
+                each,
+                Route(each.seconds * times, 0.0, each.channels, free_at),
+                0.0 if each.op in MOVE_OPS else max(table.sum_busy[stage] for stage in each.stages),
+                self.processors,
             )
             for each, times in zip(wiring.meetings, of_sums, strict=True)
         ]
         self.arrived = [_NOT_YET] * wiring.num_slots
         for slot in wiring.filled:
             self.arrived[slot] = 0.0
+        for rank, own in enumerate(wiring.begins):  # sums of gradients of which a rank makes none
+            self._begin(own.get(0, ()), rank, 0.0)
 
     def run(self, *, messages: bool) -> Timeline:
         computes = [
@@ -170,16 +159,11 @@ class _Simulation:
         comm = self._messages(computes) if messages and self.has_messages else [()] * len(computes)
         if self.schedule.has_epilogue:
             self._add_epilogue(computes)
-        return Timeline(
-            schedule=self.schedule,
-            around=self.table.around,
-            ranks=tuple(
-                RankTrace(compute=tuple(compute), comm=messages, collectives=together, moves=moves)
-                for compute, messages, together, moves in zip(
-                    computes, comm, self._collectives(), self._moves(), strict=True
-                )
-            ),
+        lanes = zip(computes, comm, *self._beside_compute(), strict=True)
+        ranks = (
+            RankTrace(compute=tuple(c), comm=m, collectives=together, moves=moves) for c, m, together, moves in lanes
         )
+        return Timeline(schedule=self.schedule, around=self.table.around, ranks=tuple(ranks))
 
     def _sending(self, output: Output) -> _Sending:
         delays = [0.0 if p is None else self.delays[p] for p in output.passages]
@@ -189,7 +173,7 @@ class _Simulation:
             delays = [delay * each for delay, each in zip(delays, times, strict=True)]
             if routes is not None:
                 routes = [route and route.slower(each) for route, each in zip(routes, times, strict=True)]
-        return _Sending(output.base, output.last, delays, routes)
+        return output.base, output.last, delays, routes
 
     def _play(self) -> list[tuple[list[float], list[float]]]:
         """The event loop; returns by rank when its actions start and end, in program order."""
@@ -202,7 +186,6 @@ class _Simulation:
         free_at = [0.0] * len(programs)
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that stand before it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
-        self._begin_at_once()
         ready = list(range(len(programs)))
         while True:
             for rank in ready:
@@ -263,13 +246,8 @@ class _Simulation:
             heappush(events, (end, rank))
         return end > now
 
-    def _begin_at_once(self) -> None:
-        """Sums of gradients of which a rank makes none."""
-        for rank, own in enumerate(self.wiring.begins):
-            self._begin(own.get(0, ()), rank, 0.0)
-
     def _begin(self, meetings: Iterable[tuple[int, int]], rank: int, now: float) -> list[int]:
-        """A rank begins meetings of update groups; returns the slots that are filled now."""
+        """A rank begins meetings; returns the slots that are filled now."""
         return [
             slot for number, group in meetings for slot in self.meetings[number].begin(group, rank, now, self.arrived)
         ]
@@ -286,9 +264,9 @@ class _Simulation:
         """The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients."""
         ends = [compute[-1].end if compute else 0.0 for compute in computes]
         summed: dict[int, float] = {}
-        for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
-            if wired.op is Op.REDUCE_GRAD:
-                summed.update((stage, max(each.through[0], summed.get(stage, 0.0))) for stage in wired.stages)
+        for each in self.meetings:
+            if each.meeting.op is Op.REDUCE_GRAD:
+                summed.update((stage, max(each.through[0], summed.get(stage, 0.0))) for stage in each.meeting.stages)
         if self.table.norm is not None:
             ends = [max([*ends, *summed.values()]) + self.table.norm] * len(computes)
         steps = [
@@ -334,25 +312,17 @@ class _Simulation:
                         comm[wiring.passages[passage].receiver].append(span)
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in comm]
 
-    def _collectives(self) -> list[tuple[Span[Collective], ...]]:
-        """The lane of collectives of each rank: each from when this rank began it until it was through."""
-        lanes: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
-        for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
-            if wired.op in MOVE_OPS:
-                continue
+    def _beside_compute(self) -> tuple[list[tuple[Span[Collective], ...]], list[tuple[Span[Action], ...]]]:
+        """The lanes of collectives, and of moves, of each rank, from begun on this rank to through."""
+        collectives: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
+        moves: list[list[Span[Action]]] = [[] for _ in self.schedule.placement]
+        for each in self.meetings:
+            stages, op, *_ = each.meeting
             for group, through in each.through.items():
                 for rank, begun in each.begun[group].items():
-                    lanes[rank].append(Span(Collective(wired.stages, wired.op, group), begun, through))
-        return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]
-
-    def _moves(self) -> list[tuple[Span[Action], ...]]:
-        """Moves of each rank: each from when this rank began it until it was through."""
-        lanes: list[list[Span[Action]]] = [[] for _ in self.schedule.placement]
-        for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
-            if wired.op not in MOVE_OPS:
-                continue
-            (rank,), (stage,) = wired.ranks, wired.stages
-            lanes[rank] += (
-                Span(Action(stage, wired.op, k), each.begun[k][rank], through) for k, through in each.through.items()
-            )
-        return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]
+                    if op in MOVE_OPS:
+                        moves[rank].append(Span(Action(stages[0], op, group), begun, through))
+                    else:
+                        collectives[rank].append(Span(Collective(stages, op, group), begun, through))
+        by_start = attrgetter("start")
+        return [tuple(sorted(s, key=by_start)) for s in collectives], [tuple(sorted(s, key=by_start)) for s in moves]

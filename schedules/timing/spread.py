@@ -36,7 +36,7 @@ _MOST_RATIOS = 256  # kept of a list beside actions; more of them are put togeth
 _MOST_ACTIONS = 100_000  # of all steps that are kept, if these are more than LEAST_STEPS
 
 
-class Ran(NamedTuple):
+class TimedAction(NamedTuple):
     """One action of a measured step, and the seconds that it kept its rank busy, the overhead behind it included."""
 
     action: Action
@@ -125,7 +125,7 @@ class Spread:
 
 
 def estimate_spread(
-    ranks: Sequence[Sequence[Sequence[Ran]]], table: CostTable, timelines: Sequence[Timeline] = ()
+    ranks: Sequence[Sequence[Sequence[TimedAction]]], table: CostTable, timelines: Sequence[Timeline] = ()
 ) -> Spread | None:
     """The spread of measured steps around these costs; None for fewer than LEAST_STEPS, which do not tell it.
 
@@ -147,7 +147,7 @@ def estimate_spread(
     return Spread(actions={}, steps=by_stage, **_beside(timelines, table))
 
 
-def _ratios_of_step(ranks: Sequence[Sequence[Ran]], table: CostTable) -> dict[tuple[Op, int], Ratios]:
+def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) -> dict[tuple[Op, int], Ratios]:
     """Ratios of one step by op and stage. Those of a stream, whose actions are of two batches, stand as in one."""
     ratios: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)
     for (stage, op, index), seconds in (ran for rank in ranks for ran in rank):

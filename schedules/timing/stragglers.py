@@ -63,30 +63,16 @@ def find_stragglers(timeline: Timeline, *, expected: Timeline | None = None) -> 
             and links' of this one are.
     """
     against = "its peers" if expected is None else "the other timeline"
-    ranks = _odd_ones(_rank_samples(timeline, expected), least=SLOW_RANK, against=against)
-    links = _odd_ones(_link_samples(timeline, expected), least=SLOW_LINK, against=against)
+    ranks, links = (
+        _odd_ones(_samples(taken(timeline), None if expected is None else taken(expected)), least, against)
+        for taken, least in ((_actions, SLOW_RANK), (_messages, SLOW_LINK))
+    )
     surely = [each for each in links if each.seconds / each.number > _clock_error(timeline, each.who)]
     return tuple(each for each in (*ranks, *surely) if each.seconds >= LEAST_SHARE * timeline.makespan)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One action or message: its seconds, over what is expected of its like."""
-
-    seconds: float
-    ratio: float
-
-
-Samples = dict[Who, list[_Sample]]
+Samples = dict[Who, list[tuple[float, float]]]  # seconds of each, and these over what is expected of its like
 _Taken = Mapping[Who, Sequence[tuple[object, object, float]]]  # by who: (what, its kind, seconds)
-
-
-def _rank_samples(timeline: Timeline, expected: Timeline | None) -> Samples:
-    return _samples(_actions(timeline), None if expected is None else _actions(expected))
-
-
-def _link_samples(timeline: Timeline, expected: Timeline | None) -> Samples:
-    return _samples(_messages(timeline), None if expected is None else _messages(expected))
 
 
 def _actions(timeline: Timeline) -> _Taken:
@@ -114,7 +100,7 @@ def _samples(taken: _Taken, expected: _Taken | None) -> Samples:
         usual = {who: {what: seconds for what, _, seconds in own} for who, own in expected.items()}
     return {
         who: [
-            _Sample(seconds, seconds / usual[who][what])
+            (seconds, seconds / usual[who][what])
             for what, _, seconds in own
             if seconds > 0 and usual.get(who, {}).get(what, 0.0) > 0
         ]
@@ -134,8 +120,8 @@ def _typical(taken: _Taken) -> dict[object, float]:
     return {kind: median(found) for kind, found in by_kind.items()}
 
 
-def _odd_ones(samples: Samples, *, least: float, against: str) -> list[Straggler]:
-    logs = {who: [math.log(each.ratio) for each in own] for who, own in samples.items() if len(own) >= FEWEST}
+def _odd_ones(samples: Samples, least: float, against: str) -> list[Straggler]:
+    logs = {who: [math.log(ratio) for _, ratio in own] for who, own in samples.items() if len(own) >= FEWEST}
     middle = {who: median(own) for who, own in logs.items()}
     apart = [abs(each - middle[who]) for who, own in logs.items() for each in own]
     sigma = _TO_SIGMA * median(apart) if apart else 0.0
@@ -152,7 +138,7 @@ def _odd_ones(samples: Samples, *, least: float, against: str) -> list[Straggler
         if excess > max(math.log(least), DEVIATIONS * error * few):
             ratio = math.exp(excess)
             # Each over what it would have taken at the others' pace, itself.
-            over = sum(each.seconds * (1 - math.exp(usual) / each.ratio) for each in samples[who])
+            over = sum(seconds * (1 - math.exp(usual) / own_ratio) for seconds, own_ratio in samples[who])
             found.append(Straggler(who=who, ratio=ratio, seconds=over, against=against, number=len(own)))
     return sorted(found, key=lambda each: -each.seconds)
 

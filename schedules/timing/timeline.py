@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from ..alive import by_time, peak_activations
+from ..alive import peak_activations
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import Message, MessageKind
-from ..shown import Shown
+from ..shown import Displayable
 from ..versions import derive_versions
 
 _JSON_VERSION = 1
@@ -65,15 +65,8 @@ class RankTrace:
         return tuple(span.what for span in self.compute)
 
 
-class _SteadyState(NamedTuple):
-    """One batch of an asynchronous schedule: compute of all ranks, and the time from batch to batch [s]."""
-
-    busy: float
-    period: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline(Shown):
+class Timeline(Displayable):
     """A run of `schedule`, simulated or measured.
 
     Arguments:
@@ -155,19 +148,21 @@ class Timeline(Shown):
     def batch_seconds(self) -> float:
         """Seconds from one batch to the next: the makespan of a flush batch, the period of a steady state, and what is
         around the step."""
-        steady = self._steady_state() if self.schedule.is_asynchronous else None
-        return (self.makespan if steady is None else steady.period) + self.around
+        steady = self._steady_state()
+        return (self.makespan if steady is None else steady[1]) + self.around
 
     def _idle_fraction(self, length: float) -> float:
-        steady = self._steady_state() if self.schedule.is_asynchronous else None
-        busy = sum(rank.busy for rank in self.ranks)
-        if steady is not None:
-            busy, length = steady.busy, steady.period
+        busy, length = self._steady_state() or (sum(rank.busy for rank in self.ranks), length)
         known = len(self.ranks) - len(self.missing)
         return 1.0 - busy / (known * length) if length > 0 else 0.0
 
-    def _steady_state(self) -> _SteadyState | None:
-        """Figures of the later half of the batches (of all in a measured run); None where fewer than two began."""
+    def _steady_state(self) -> tuple[float, float] | None:
+        """Compute of all ranks in a batch of an asynchronous schedule, and the time from batch to batch [s].
+
+        Of the later half of the batches (of all in a measured run); None where fewer than two began.
+        """
+        if not self.schedule.is_asynchronous:
+            return None
         size = self.schedule.batch_indices
         began: list[dict[int, int]] = []  # per rank: batch -> position of its first forward
         for trace in self.ranks:
@@ -191,7 +186,7 @@ class Timeline(Shown):
             busy += RankTrace(compute=window).busy
             length = self.ranks[rank].compute[began[rank][high]].start - window[0].start
             period = max(period, length)
-        return _SteadyState(busy / (high - low), period / (high - low))
+        return busy / (high - low), period / (high - low)
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -278,11 +273,19 @@ class Timeline(Shown):
 
 
 def in_time(rank: RankTrace, program: Sequence[Action]) -> list[Action]:
-    """Moves of a rank, each with its way out where it had left."""
+    """The program of a rank as far as it ran, with each OFFLOAD where it was through, not where it was begun."""
     spans = {span.what: span for span in (*rank.compute, *rank.moves)}
-    begun = [action for action in program if action in spans]
-    ends = {what: span.end for what, span in spans.items()}
-    return by_time(begun, {what: span.start for what, span in spans.items()}, ends)
+    order: list[Action] = []
+    leaving: list[Action] = []
+    for action in (action for action in program if action in spans):
+        if action.op is Op.OFFLOAD:
+            leaving.append(action)
+            continue
+        start = spans[action].start
+        order += [each for each in leaving if spans[each].end <= start]
+        leaving = [each for each in leaving if spans[each].end > start]
+        order.append(action)
+    return [*order, *leaving]
 
 
 def _span(what: What, start: float, end: float) -> Span[What]:
@@ -302,10 +305,20 @@ class Idle(NamedTuple):
     update: optimizer steps. unexplained: inputs were there and nothing ran (measured runs only).
     """
 
-    warm_up: float
-    drain: float
-    late_peer: float
-    transfer: float
-    imbalance: float
-    update: float
-    unexplained: float
+    warm_up: float = 0.0
+    drain: float = 0.0
+    late_peer: float = 0.0
+    transfer: float = 0.0
+    imbalance: float = 0.0
+    update: float = 0.0
+    unexplained: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All together [s]."""
+        return sum(self)
+
+    @property
+    def cause(self) -> str:
+        """The cause with the most seconds."""
+        return self._fields[self.index(max(self))]

@@ -32,7 +32,6 @@ _WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes;
 
 
 def trace_path(folder: Path, process: int) -> Path:
-    """File of a process."""
     return folder / f"trace.rank{process}.jsonl"
 
 
@@ -77,7 +76,6 @@ def digest(schedule: Schedule) -> str:
 
 
 def short_digest(text: str) -> str:
-    """The same for equal texts."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -87,7 +85,6 @@ def keeps_schedule(schedule: Schedule, *, is_first_on_host: bool) -> bool:
 
 
 def header_line(header: TraceHeader) -> bytes:
-    """One start."""
     data: dict[str, Any] = {"trace": VERSION}
     data |= {name: getattr(header, name) for name in TraceHeader.__slots__}
     data["schedule"] = None if header.schedule is None else json.loads(header.schedule.to_json())
@@ -95,7 +92,6 @@ def header_line(header: TraceHeader) -> bytes:
 
 
 def clock_line(run: str, reading: ClockReading) -> bytes:
-    """One reading of the process's clock."""
     return _line({"clock": list(reading), "run": run})
 
 
@@ -121,20 +117,16 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def parse_header(data: Mapping[str, Any]) -> TraceHeader:
-    """The header of a line."""
     schedule = None if data["schedule"] is None else Schedule.from_json(json.dumps(data["schedule"]))
     values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name not in _LATER}
     return TraceHeader(**(values | {"schedule": schedule, "ranks": tuple(data["ranks"])}))
 
 
 def parse_clock(data: Mapping[str, Any]) -> ClockReading:
-    """The reading of a line."""
-    at, offset, error = map(float, data["clock"])
-    return ClockReading(at, offset, error)
+    return ClockReading(*map(float, data["clock"]))
 
 
 def parse_step(data: Mapping[str, Any]) -> dict[int, RankRecord]:
-    """The records of a line, by rank."""
     return {int(rank): _read_record(each) for rank, each in data["ranks"].items()}
 
 
@@ -169,7 +161,7 @@ def _read_record(data: Mapping[str, Any]) -> RankRecord:
         step=None if step is None else (origin + float(step[0]), origin + float(step[1])),
         compute=tuple(Span(Action.parse(what), origin + start, origin + end) for what, start, end in data["compute"]),
         arrivals=tuple(
-            (Message(MessageKind(kind), src, dst, index), origin + began, origin + there)
+            Span(Message(MessageKind(kind), src, dst, index), origin + began, origin + there)
             for kind, src, dst, index, began, there in data["arrivals"]
         ),
         collectives=tuple(

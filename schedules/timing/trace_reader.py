@@ -71,7 +71,6 @@ class _Files:
         self._foreign: set[str] = set()  # starts of other versions
 
     def read(self, path: Path) -> None:
-        """Add what a file has."""
         match = _match(path)
         process = 0 if match is None else int(match[1])
         try:
@@ -114,12 +113,12 @@ class _Files:
 
 def find_traces(folders: Iterable[Path]) -> list[Path]:
     """The trace files in some folders, in the order of their processes."""
-    found = [(int(match[1]), path) for folder in folders for path in _listed(folder) if (match := _match(path))]
-    return [path for _, path in sorted(found)]
+    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    matches = ((path, _match(path)) for path in paths)
+    return [path for _, path in sorted((int(match[1]), path) for path, match in matches if match)]
 
 
 def is_trace_file(path: Path) -> bool:
-    """Whether it is a process's trace, by its name."""
     return _match(path) is not None and path.is_file()
 
 
@@ -169,23 +168,15 @@ def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) ->
     files = _Files()
     for path in paths:
         files.read(path)
-    starts, notes = files.starts, files.notes
     known = {digest(schedule): schedule for schedule in schedules}
-    ordered = sorted(starts.values(), key=_started)
+    ordered = sorted(files.starts.values(), key=_started)
     steps: dict[int, Timeline] = {}
     for number, processes in enumerate(ordered):
         behind = min((_first_step(later) for later in ordered[number + 1 :]), default=None)
         found, told = _Start(processes, known).read(behind)
         steps |= found
-        notes += told
-    return Traces(
-        steps=tuple(TracedStep(number, steps[number]) for number in sorted(steps)),
-        notes=tuple(notes),
-    )
-
-
-def _listed(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+        files.notes += told
+    return Traces(tuple(TracedStep(number, steps[number]) for number in sorted(steps)), tuple(files.notes))
 
 
 def _match(path: Path) -> re.Match[str] | None:
@@ -201,7 +192,7 @@ def _started(processes: Mapping[int, _Process]) -> str:
 
 
 def _first_step(processes: Mapping[int, _Process]) -> int:
-    """Steps of earlier starts count up to here; a start of which no header is left says nothing."""
+    """A start of which no header is left says nothing."""
     return min((header.first_step for header in _headers(processes)), default=1 << 60)
 
 
@@ -246,9 +237,9 @@ class _Start:
         schedule = self._schedule
         assert schedule is not None
         flush_first = max((header.flush_first for header in self._headers), default=0)
-        course = (
-            make_course(schedule, sharing=NOTHING_SHARED, flush_first=flush_first) if schedule.is_asynchronous else None
-        )
+        course = None
+        if schedule.is_asynchronous:
+            course = make_course(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
         steps: dict[int, Timeline] = {}
         for number in numbers:
             records: list[RankRecord | None] = [None] * schedule.num_ranks
@@ -298,7 +289,6 @@ class _Start:
                 self._notes.append(f"nothing of rank {rank} in {told}: {path} ends with step {last}")
 
     def _where(self, rank: int) -> str:
-        """The file in which it should stand."""
         own = next((one for one in self._processes.values() if one.header and rank in one.header.ranks), None)
         if own is not None:
             return f"{own.path} has no step of it"

@@ -71,7 +71,7 @@ class Meeting(NamedTuple):
     after: int | None = None
 
 
-class Wiring:
+class ScheduleWiring:
     """The wiring of one schedule, over links if there are any.
 
     Attributes:
@@ -133,13 +133,11 @@ class Wiring:
         return encoded
 
     def _slots(self, number: int) -> int:
-        """The first of so many more slots."""
         base = self.num_slots
         self.num_slots += number
         return base
 
     def _number(self, names: Sequence[Hashable]) -> tuple[int, ...]:
-        """Channels by their names."""
         return tuple(self._channels.setdefault(name, len(self._channels)) for name in names)
 
     # --- messages ---
@@ -205,10 +203,6 @@ class Wiring:
             for position, (stages, op, group) in placed:
                 lane = self._on_lane(rank, position)
                 self.begins[rank].setdefault(lane, []).append((numbers[stages, op], group))
-        if self.behind and not schedule.has_epilogue:
-            self._begin_behind_updates()
-
-    def _begin_behind_updates(self) -> None:
         for begins, program in zip(self.begins, self.actions, strict=True):
             for at, (stage, op, group) in enumerate(program):
                 if op is Op.U and stage in self.behind:
@@ -275,7 +269,6 @@ class Wiring:
             )
 
     def _gathered(self, stage: int) -> int:
-        """Slots at which forwards of a stage look for its weights."""
         base = self._slots(self.num_indices)
         self.inputs[self.code(Op.F, stage)].append(base)
         return base
@@ -313,7 +306,6 @@ class Wiring:
                     lane += 1
 
     def _to_host(self, stage: int, rank: int, slots: tuple[int, int], table: CostTable) -> list[Meeting]:
-        """Out and back."""
         there, home = (self._number([(direction, rank)]) for direction in ("to host", "from host"))
         fills = [{k: (base + k,) for k in range(self.num_indices)} for base in slots]
         return [

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.inside import HostClock, Ran, RankRecorder
+from support.inside import HostClock, RankRecorder, TimedAction
 
 from stagewright.schedules import Action, Collective, Message, MessageKind, Op
 
 ACT = Message(MessageKind.ACT, 0, 1, 0)
 
 
-def ran(action: str, seconds: float) -> Ran:
-    return Ran(Action.parse(action), seconds)
+def ran(action: str, seconds: float) -> TimedAction:
+    return TimedAction(Action.parse(action), seconds)
 
 
 def _step(recorder: RankRecorder, begin: float) -> None:
@@ -135,7 +135,7 @@ def test_steps_have_each_action_with_what_came_behind_it() -> None:
     usual = (0.2 + 0.25) / 2
     expected = [(0, Op.F, 1.2), (2, Op.F, 1.25), (0, Op.B, 2.25 + usual), (0, Op.U, 0.5)]
 
-    def rounded(ran: Sequence[Ran]) -> list[tuple[int, Op, float]]:
+    def rounded(ran: Sequence[TimedAction]) -> list[tuple[int, Op, float]]:
         return [(each.action.stage, each.action.op, round(each.seconds, 9)) for each in ran]
 
     (only,) = recorder.steps()

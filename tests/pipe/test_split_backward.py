@@ -54,7 +54,7 @@ def test_what_ran_is_what_the_schedule_says() -> None:
     costs = pipe.measured_costs()
     assert costs is not None
     table = costs.table(num_stages=3)
-    assert all(i > 0 and w > 0 for i, w in zip(table.input_grad, table.weight_grad, strict=True))
+    assert all(i > 0 and w > 0 for i, w in zip(table.column(Op.I), table.column(Op.W), strict=True))
     assert simulate(schedule, costs).makespan > 0
 
 

@@ -14,20 +14,20 @@ from stagewright.schedules import FAMILIES, Action, Costs, Op, build, lower
 
 def test_backward_is_twice_the_forward_unless_given() -> None:
     table = Costs(forward=[1.0, 3.0]).table(num_stages=2)
-    assert table.forward == (1.0, 3.0)
-    assert table.backward == (2.0, 6.0)
-    assert table.input_grad == table.weight_grad == (1.0, 3.0)
+    assert table.column(Op.F) == (1.0, 3.0)
+    assert table.column(Op.B) == (2.0, 6.0)
+    assert table.column(Op.I) == table.column(Op.W) == (1.0, 3.0)
     assert table.latency == table.update == (0.0, 0.0)
 
 
 def test_a_split_backward_adds_up_to_the_whole() -> None:
     table = Costs(input_grad=1.0, weight_grad=[0.25, 0.5]).table(num_stages=2)
-    assert table.backward == (1.25, 1.5)
+    assert table.column(Op.B) == (1.25, 1.5)
 
 
 def test_a_whole_backward_may_be_cheaper_than_its_parts() -> None:
     table = Costs(backward=2.0, input_grad=1.5, weight_grad=1.0).table(num_stages=1)
-    assert (table.backward, table.input_grad, table.weight_grad) == ((2.0,), (1.5,), (1.0,))
+    assert (table.column(Op.B), table.column(Op.I), table.column(Op.W)) == ((2.0,), (1.5,), (1.0,))
 
 
 def test_table_knows_each_op() -> None:
@@ -95,7 +95,7 @@ def test_rows_and_factors_by_action_index() -> None:
     with pytest.raises(
         ValueError, match=r"F of stage 0 takes 0.5 to 1 s, by action index: expected costs that are the"
     ):
-        _ = table.forward
+        _ = table.column(Op.F)
     assert Costs.from_json(costs.to_json()) == costs
     assert hash(costs) == hash(Costs(forward=(1, np.array([2, 3])), index_factors=(1, 0.5)))  # type: ignore[arg-type]
     alike = Costs(forward=[[2.0, 2.0]], index_factors=[1, 1]).table(num_stages=1, num_indices=2)

@@ -8,7 +8,7 @@ from random import Random
 
 import networkx as nx
 import pytest
-from support.inside import MOVE_OPS, Processor, Taken, Wiring, own_durations, place_collectives, replicate
+from support.inside import MOVE_OPS, Processor, ScheduleWiring, Taken, own_durations, place_collectives, replicate
 from support.replay_cases import cases
 
 from stagewright.schedules import Action, Collective, Costs, Links, Op, Sum, Way, build, lower_bound, simulate
@@ -94,7 +94,7 @@ def test_actions_get_what_is_left_of_the_processor(number: int) -> None:
     schedule, costs, links = CASES[number].schedule, CASES[number].costs, CASES[number].links
     timeline = simulate(schedule, costs, links)
     table = costs.table_for(schedule)
-    meetings = Wiring(schedule, table, links).meetings
+    meetings = ScheduleWiring(schedule, table, links).meetings
     seconds = {(each.stages, each.op): each.seconds for each in meetings if each.op not in MOVE_OPS}
     for trace in timeline.ranks:
         taken = [

@@ -9,7 +9,7 @@ from random import Random
 from statistics import fmean
 
 import pytest
-from support.inside import LEAST_STEPS, Needs, Ran, RankRecord, assemble_timeline
+from support.inside import LEAST_STEPS, Needs, RankRecord, TimedAction, assemble_timeline
 from support.noisy_machine import Machine
 from support.replay_cases import cases
 
@@ -206,8 +206,8 @@ class Network:
         return assemble_timeline(self.SCHEDULE, records)
 
 
-def _ran(timeline: Timeline) -> list[list[Ran]]:
-    return [[Ran(a, end - start) for a, start, end in rank.compute] for rank in timeline.ranks]
+def _ran(timeline: Timeline) -> list[list[TimedAction]]:
+    return [[TimedAction(a, end - start) for a, start, end in rank.compute] for rank in timeline.ranks]
 
 
 def test_ranges_hold_messages_sums_and_norms_that_vary() -> None:
@@ -259,11 +259,11 @@ def test_ranks_that_take_from_each_other_are_drawn_so() -> None:
     schedule = build("gpipe", num_ranks=2, num_microbatches=8)
     costs, random = Costs(), Random(1)
     table = costs.table_for(schedule)
-    ranks: list[list[list[Ran]]] = [[], []]
+    ranks: list[list[list[TimedAction]]] = [[], []]
     for _ in range(60):
         share = random.uniform(-0.3, 0.3)
         for own, sign, program in zip(ranks, (1, -1), schedule.programs, strict=True):
-            own.append([Ran(Action(s, op, k), table.of(op, s, k) * (1 + sign * share)) for s, op, k in program])
+            own.append([TimedAction(Action(s, op, k), table.of(op, s, k) * (1 + sign * share)) for s, op, k in program])
     spread = estimate_spread(ranks, table)
     assert spread is not None
     pairs = [[own[0] for own in step[Op.F]] for step in spread.steps]

@@ -7,9 +7,9 @@ from math import exp
 from random import Random
 
 from stagewright.schedules import Action, Costs, Op, Schedule, simulate
-from support.inside import Ran
+from support.inside import TimedAction
 
-Step = dict[int, list[Ran]]
+Step = dict[int, list[TimedAction]]
 
 
 class Machine:
@@ -47,12 +47,12 @@ class Machine:
             for stage, op, k in program:
                 tail = 3.0 if self.random.random() < 0.02 else 1.0
                 seconds = self.table.of(op, stage, k) * own * exp(gauss(0, self.action)) * tail
-                ran.setdefault(rank, []).append(Ran(Action(stage, op, k), seconds))
+                ran.setdefault(rank, []).append(TimedAction(Action(stage, op, k), seconds))
                 rows[op][stage][k] = seconds
         taken = simulate(self.schedule, replace(self.costs, forward=rows[Op.F], backward=rows[Op.B]))
         return ran, taken.batch_seconds
 
-    def ranks(self, number: int) -> list[list[list[Ran]]]:
+    def ranks(self, number: int) -> list[list[list[TimedAction]]]:
         """Actions that each rank ran in so many steps."""
         steps = [self.draw()[0] for _ in range(number)]
         return [[step[rank] for step in steps] for rank in range(self.schedule.num_ranks)]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ...schedules import FAMILIES, Costs, Family, Links, Op, Schedule, build
 from ...schedules.ir import MOVE_OPS
 from ...schedules.timing.costs import CostTable
-from ...schedules.timing.wiring import OPS, Meeting, Output, Wiring
+from ...schedules.timing.wiring import OPS, Meeting, Output, ScheduleWiring
 from ...schedules.transform import defer_updates, replicate
 from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
@@ -73,7 +73,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
     What is the same for all microbatches (or slices) stands there once, else by index.
     """
     table = costs.table_for(schedule)
-    wiring = Wiring(schedule, table, links)
+    wiring = ScheduleWiring(schedule, table, links)
     outputs: dict[int, Output] = {}  # by base
     for output in (each for of_code in wiring.outputs for each in of_code):
         outputs.setdefault(output.base, output)

@@ -358,7 +358,7 @@ def _record(schedule: Schedule, done: Sequence[TracedAction]) -> RankRecord:
         spans.append(Span(ran.what, start, end))
         behind = end
         if message is not None and ran.arrived is not None:
-            arrivals.append((message, ran.begun * _NS, min(ran.arrived * _NS, start)))
+            arrivals.append(Span(message, ran.begun * _NS, min(ran.arrived * _NS, start)))
     return RankRecord(compute=tuple(spans), arrivals=tuple(arrivals))
 
 

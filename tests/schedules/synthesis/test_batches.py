@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from support.inside import BatchOrder, BatchOrders, Problem
+from support.inside import BatchOrders, FoundOrder, Problem
 from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, Schedule, build, check, simulate, synthesize
@@ -95,7 +95,7 @@ def test_what_was_found_for_a_batch_helps_with_the_next() -> None:
 
 
 def test_the_same_batches_have_the_same_orders() -> None:
-    def run(seed: int) -> list[BatchOrder]:
+    def run(seed: int) -> list[FoundOrder]:
         orders = BatchOrders(build("zb-h1", num_ranks=P, num_microbatches=M), cold=80, warm=40, seed=seed)
         return [orders.find(problem) for problem in problems(3, limit=2.5)]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 from random import Random
-from typing import Any
 
 import pytest
-from support.inside import _neighbours
+from support.inside import Budget, Request, _neighbours
 from support.inside import synthesis_joint as joint
 
 from stagewright.schedules import (
@@ -75,7 +74,7 @@ def test_it_reaches_the_best_of_all_cuts_and_placements(seed: int, num: int, P: 
                 continue
             best[placement, cut] = found.value
             table = costs.table(num_stages=S)
-            even[placement, cut] = max(f + b for f, b in zip(table.forward, table.backward, strict=True))
+            even[placement, cut] = max(f + b for f, b in zip(table.column(Op.F), table.column(Op.B), strict=True))
     got = synthesize_jointly(
         layers, num_ranks=P, num_microbatches=M, latency=latency, memory_limit=limit, cuts=20, evaluations=ORDERS
     )
@@ -119,11 +118,12 @@ def test_the_best_cuts_have_as_many_orders_as_the_first(monkeypatch: pytest.Monk
     """Others are tried with an eighth of them."""
     given: list[tuple[int, int]] = []
 
-    def counted(**options: Any) -> Synthesis:
-        given.append((hash(options["costs"]), options["evaluations"]))
-        return synthesize(**options)
+    def counted(request: Request, budget: Budget) -> Synthesis:
+        given.append((hash(request.costs), budget.evaluations or 0))
+        return solve(request, budget)
 
-    monkeypatch.setattr(joint, "synthesize", counted)
+    solve = joint.solve
+    monkeypatch.setattr(joint, "solve", counted)
     many = {"num_ranks": 3, "num_microbatches": 4, "placements": ["plain"], "evaluations": 40, "cuts": 8}
     synthesize_jointly(drawn(Random(5), 10), **many)  # type: ignore[arg-type]
     assert [evaluations for _, evaluations in given[:2]] == [40, 5]

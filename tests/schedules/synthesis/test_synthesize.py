@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support.inside import Budget, Lister, Objective, OrderSearch, Search, changed, first_policies
+from support.inside import Budget, Lister, Objective, OrderingSearch, OrderSearch, changed, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
@@ -151,7 +151,7 @@ def test_8_ranks_in_a_second_and_each_batch_in_a_tenth(limit: int) -> None:
 def found_of(number: int, evaluations: int) -> float:
     problem = random_problem(number)
     bound = least_seconds(problem)
-    search = Search(problem, Budget(evaluations=evaluations), bound=bound)
+    search = OrderingSearch(problem, Budget(evaluations=evaluations), bound=bound)
     value = search.evaluator.value(search.run())
     assert value == search.value >= bound * (1 - 1e-9)
     return value
