@@ -7,7 +7,7 @@ Clipping and float16's loss scale need something of all ranks: whether the globa
 overflowed. The sum begins behind a rank's last backward and is waited for behind the warm-up of the next batch. Until
 then a rank supposes that nothing is to be clipped or skipped, steps, and keeps what the step changes. Where it was
 wrong, all ranks learn it from the same sum: each puts back what it kept, steps with clipped gradients, or not at all,
-and begins the batch again (see `lowering.warm_up`). It is the post-validation of Qi et al. (ICLR 2024). There partial
+and begins the batch again (see `lowering.course`). It is the post-validation of Qi et al. (ICLR 2024). There partial
 norms go from rank to rank; here it is one sum, since after a wrong guess all ranks begin again.
 
 A batch behind one that was clipped or skipped waits for its norm: such batches come in rows.

@@ -11,25 +11,7 @@ from collections.abc import Sequence
 
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
-from .warmup import Turns, in_turn, put_off_weights
-
-
-def microbatch_groups(*, at_least: int, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes of the groups that pass through one chunk before the next chunk's turn.
-
-    A group smaller than P leaves ranks idle at each change of chunk, and one larger than P holds
-    more activations. So: as many groups as fit with at least that many in each, the sizes as
-    even as possible, larger ones first (a later group may not be larger than the first: the
-    warm-up is made for the first).
-
-    >>> microbatch_groups(at_least=4, num_microbatches=11)
-    (6, 5)
-    >>> microbatch_groups(at_least=4, num_microbatches=3)
-    (3,)
-    """
-    num_groups = max(1, num_microbatches // at_least)
-    size, larger = divmod(num_microbatches, num_groups)
-    return (size + 1,) * larger + (size,) * (num_groups - larger)
+from .warmup import Turns, in_turn, microbatch_groups, put_off_weights
 
 
 def interleaved(

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
-from .looping import microbatch_groups
-from .warmup import in_turn, one_by_one, pair_up, put_off_weights
+from .warmup import in_turn, microbatch_groups, one_by_one, pair_up, put_off_weights
 
 
 def backward_order(*, num_microbatches: int, num_slices: int) -> list[int]:

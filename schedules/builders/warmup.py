@@ -1,4 +1,4 @@
-"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the order that follows; stages in turn."""
+"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the order that follows; chunks in turn."""
 
 from __future__ import annotations
 
@@ -102,6 +102,24 @@ def in_turn(
         num_microbatches=num_microbatches,
         num_slices=num_slices,
     )
+
+
+def microbatch_groups(*, at_least: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes of the groups that pass through one chunk before the next chunk's turn.
+
+    A group smaller than P leaves ranks idle at each change of chunk, and one larger than P holds
+    more activations. So: as many groups as fit with at least that many in each, the sizes as
+    even as possible, larger ones first (a later group may not be larger than the first: the
+    warm-up is made for the first).
+
+    >>> microbatch_groups(at_least=4, num_microbatches=11)
+    (6, 5)
+    >>> microbatch_groups(at_least=4, num_microbatches=3)
+    (3,)
+    """
+    num_groups = max(1, num_microbatches // at_least)
+    size, larger = divmod(num_microbatches, num_groups)
+    return (size + 1,) * larger + (size,) * (num_groups - larger)
 
 
 def put_off_weights(program: Sequence[Action], *, delay: int) -> tuple[Action, ...]:

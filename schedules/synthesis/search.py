@@ -9,8 +9,7 @@ from random import Random
 from ..timing.costs import Costs
 from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget, Incumbent, Progress
-from .listing import Lister, Policy, refill
-from .policies import changed, changed_weights, first_policies
+from .listing import Lister, Policy, changed, changed_weights, first_policies, refill
 from .problem import Problem
 from .slides import OrderSearch
 from .starts import fuse, made_orders, named_orders, split
