@@ -58,8 +58,6 @@ class Family:
         weight_copies: ranks that hold each stage, without replicas.
         batch_seconds: closed form of the seconds from batch to batch (the makespan, under a flush), None where the form
             does not hold for the sizes and costs.
-        span_seconds: closed form of the longest span of any rank, its last end - its first start, likewise.
-        peak_activations: [P] closed form of the stage activations alive at once, likewise.
     """
 
     name: str
@@ -74,8 +72,6 @@ class Family:
     turns: Callable[[int, int, int], Turns] | None = None
     weight_copies: int = 1
     batch_seconds: Seconds | None = None
-    span_seconds: Seconds | None = None
-    peak_activations: Callable[[EqualStages], tuple[int, ...] | None] | None = None
 
     @property
     def takes_chunks(self) -> bool:

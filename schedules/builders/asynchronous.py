@@ -286,7 +286,6 @@ PIPEDREAM, TWO_BW, PACI = (
         weight_rules=rules,
         full_after=1,
         batch_seconds=lambda equal: None if equal.latency else equal.work,
-        peak_activations=lambda equal: tuple(range(equal.num_ranks, 0, -1)),  # a plain warm-up, and one more
     )
     for name, build, options, aliases, rules in (
         ("pipedream", pipedream, ("update_every", "vertical_sync"), (), ("stashing", "vertical-sync")),

@@ -61,11 +61,6 @@ def _chimera_seconds(equal: EqualStages) -> float | None:
     return equal.num_microbatches * equal.both + (equal.num_ranks - 2) * waits
 
 
-def _chimera_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    P = equal.num_ranks
-    return None if equal.num_microbatches % P else tuple(P // 2 + 1 + min(rank, P - 1 - rank) for rank in range(P))
-
-
 CHIMERA = Family(
     name="chimera",
     build=chimera,
@@ -73,7 +68,6 @@ CHIMERA = Family(
     weight_copies=2,
     full_after=1,
     batch_seconds=_chimera_seconds,
-    peak_activations=_chimera_peaks,
 )
 
 
@@ -188,7 +182,6 @@ DUALPIPE = Family(
     splits_backward=True,
     full_after=2,
     batch_seconds=_dualpipe_seconds,
-    peak_activations=lambda equal: (equal.num_ranks + 1,) * equal.num_ranks,
 )
 
 
@@ -234,5 +227,4 @@ DUALPIPE_V = Family(
     splits_backward=True,
     full_after=2,
     batch_seconds=_dualpipe_v_seconds,
-    peak_activations=lambda equal: (2 * equal.num_ranks + 1,) * equal.num_ranks,
 )

@@ -84,13 +84,6 @@ def _interleaved_seconds(equal: EqualStages) -> float | None:
     return equal.work + (P - 1) * equal.both + (2 * c * (P * V - 1) if P > 1 else 0.0)
 
 
-def _interleaved_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    if equal.num_microbatches % equal.num_ranks:
-        return None
-    P, all_of_them = equal.num_ranks, equal.num_microbatches * equal.num_chunks
-    return tuple(min(all_of_them, (equal.num_chunks - 1) * P + 2 * (P - 1 - rank) + 1) for rank in range(P))
-
-
 INTERLEAVED = Family(
     name="interleaved",
     build=interleaved,
@@ -99,7 +92,6 @@ INTERLEAVED = Family(
     full_after=3,
     turns=_default_turns,
     batch_seconds=_interleaved_seconds,
-    peak_activations=_interleaved_peaks,
 )
 
 
@@ -140,13 +132,6 @@ def _gis_seconds(equal: EqualStages) -> float | None:
     return equal.work + (equal.num_ranks - 1) * (equal.forward + equal.input_grad)
 
 
-def _gis_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    P, M, V = equal.num_ranks, equal.num_microbatches, equal.num_chunks
-    if V > 1 and M % P:
-        return None
-    return tuple(min(M * V, V * P - rank) for rank in range(P))
-
-
 GIS = Family(
     name="gis",
     build=gis,
@@ -154,7 +139,6 @@ GIS = Family(
     splits_backward=True,
     full_after=3,
     batch_seconds=_gis_seconds,
-    peak_activations=_gis_peaks,
 )
 
 
@@ -181,11 +165,6 @@ def _zb_seconds(equal: EqualStages) -> float | None:
     return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
 
 
-def _zb_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    P, M, V = equal.num_ranks, equal.num_microbatches, equal.num_chunks
-    return None if V > 1 and M % P else (min(M * V, V * P),) * P
-
-
 INTERLEAVED_ZB = Family(
     name="interleaved-zb",
     build=interleaved_zb,
@@ -194,7 +173,6 @@ INTERLEAVED_ZB = Family(
     splits_backward=True,
     full_after=3,
     batch_seconds=_zb_seconds,
-    peak_activations=_zb_peaks,
 )
 
 
@@ -221,5 +199,4 @@ LOOPED_BFS = Family(
     options=("num_chunks",),
     aliases=("loopedbfs", "scheduleloopedbfs"),
     batch_seconds=looped_seconds,
-    peak_activations=lambda equal: (equal.num_microbatches * equal.num_chunks,) * equal.num_ranks,
 )

@@ -36,7 +36,6 @@ GPIPE = Family(
     build=gpipe,
     aliases=("schedulegpipe",),
     batch_seconds=_gpipe_seconds,
-    peak_activations=lambda equal: (equal.num_microbatches,) * equal.num_ranks,
 )
 
 
@@ -79,10 +78,6 @@ def _1f1b_seconds(equal: EqualStages) -> float:
     return (M + P - 1) * equal.both + 2 * equal.latency * ((P - 1) + (M - 1) * (P - 1) // P)
 
 
-def _1f1b_peaks(equal: EqualStages) -> tuple[int, ...]:
-    return tuple(min(equal.num_microbatches, equal.num_ranks - rank) for rank in range(equal.num_ranks))
-
-
 ONE_F_ONE_B = Family(
     name="1f1b",
     build=one_f_one_b,
@@ -91,7 +86,6 @@ ONE_F_ONE_B = Family(
     full_after=1,
     turns=_1f1b_turns,
     batch_seconds=_1f1b_seconds,
-    peak_activations=_1f1b_peaks,
 )
 
 
@@ -123,7 +117,4 @@ EAGER_1F1B = Family(
     aliases=("1f1b-eager",),
     full_after=2,
     batch_seconds=_eager_seconds,
-    peak_activations=lambda equal: tuple(
-        min(equal.num_microbatches, 2 * (equal.num_ranks - 1 - rank) + 1) for rank in range(equal.num_ranks)
-    ),
 )

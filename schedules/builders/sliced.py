@@ -6,7 +6,6 @@ the split backward of ZB-H1. SlimPipe (Li et al., 2025): one microbatch at a tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..families import EqualStages, Family
@@ -52,7 +51,6 @@ TERAPIPE = Family(
     build=terapipe,
     options=("num_slices",),
     batch_seconds=_terapipe_seconds,
-    peak_activations=lambda equal: (equal.num_microbatches * equal.num_slices,) * equal.num_ranks,
 )
 
 
@@ -74,7 +72,8 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
         num_slices: n, of a microbatch.
         num_chunks: V.
     """
-    together = _groups(num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=num_slices)
+    # Whole microbatches, since backwards begin with the last slice of one.
+    together = microbatch_groups(at_least=-(-num_ranks // num_slices), num_microbatches=num_microbatches)
     programs = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * num_chunks, num_ranks)
@@ -95,28 +94,11 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
     return in_turn("seq1f1b", programs, **sizes)
 
 
-def _groups(*, num_ranks: int, num_microbatches: int, num_slices: int) -> Sequence[int]:
-    """Microbatches that pass through one chunk before the next chunk's turn, at least P slices where there are so many.
-
-    Whole microbatches: backwards begin with the last slice of one.
-    """
-    return microbatch_groups(at_least=-(-num_ranks // num_slices), num_microbatches=num_microbatches)
-
-
 def _seq1f1b_seconds(equal: EqualStages) -> float | None:
     few = equal.num_microbatches * equal.num_slices < equal.num_ranks
     if equal.latency > 0 or (few and equal.num_chunks > 1):
         return None
     return equal.work + (equal.num_ranks - 1) * equal.both
-
-
-def _seq1f1b_peaks(equal: EqualStages) -> tuple[int, ...]:
-    P, n, V = equal.num_ranks, equal.num_slices, equal.num_chunks
-    ahead, group = 1, 0
-    if V > 1:
-        ahead, group = 2, n * _groups(num_ranks=P, num_microbatches=equal.num_microbatches, num_slices=n)[0]
-    most = equal.num_microbatches * n * V
-    return tuple(min(most, (V - 1) * group + ahead * (P - 1 - rank) + n) for rank in range(P))
 
 
 SEQ1F1B = Family(
@@ -125,7 +107,6 @@ SEQ1F1B = Family(
     options=("num_chunks", "num_slices"),
     aliases=("seq-1f1b",),
     batch_seconds=_seq1f1b_seconds,
-    peak_activations=_seq1f1b_peaks,
 )
 
 
@@ -158,18 +139,12 @@ def _seq_zb_seconds(equal: EqualStages) -> float | None:
     return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
 
 
-def _seq_zb_peaks(equal: EqualStages) -> tuple[int, ...]:
-    P, n = equal.num_ranks, equal.num_slices
-    return (min(equal.num_microbatches * n, P - 1 + n),) * P
-
-
 SEQ_ZB_H1 = Family(
     name="seq-zb-h1",
     build=seq_zb_h1,
     options=("num_slices",),
     splits_backward=True,
     batch_seconds=_seq_zb_seconds,
-    peak_activations=_seq_zb_peaks,
 )
 
 
@@ -200,17 +175,9 @@ def slimpipe(*, num_ranks: int, num_microbatches: int, num_slices: int | None = 
     return replace(schedule, name="slimpipe")
 
 
-def _slimpipe_peaks(equal: EqualStages) -> tuple[int, ...]:
-    P, whole = equal.num_ranks, equal.num_slices * equal.num_chunks
-    # A rank with one chunk need not run twice as far ahead as the next one: it waits for its backwards alone.
-    ahead = 1 if equal.num_chunks == 1 else 2
-    return tuple(min(equal.num_microbatches * whole, whole + ahead * (P - 1 - rank)) for rank in range(P))
-
-
 SLIMPIPE = Family(
     name="slimpipe",
     build=slimpipe,
     options=("num_chunks", "num_slices"),
     batch_seconds=SEQ1F1B.batch_seconds,
-    peak_activations=_slimpipe_peaks,
 )

@@ -84,11 +84,6 @@ def _half_seconds(equal: EqualStages) -> float | None:
     return equal.work + (0 if P == 1 else max(2, 3 * P - (4 if P % 2 else 5))) * equal.forward
 
 
-def _half_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    P, M = equal.num_ranks, equal.num_microbatches
-    return None if M < 2 * P else (_half_most(P),) * P
-
-
 def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Two chunks a rank in a V, each step of a microbatch's way right behind the one before: activations live shortest.
 
@@ -121,11 +116,6 @@ def _min_seconds(equal: EqualStages) -> float | None:
     return equal.work + (0 if P == 1 else 4 * P - 5) * equal.forward
 
 
-def _min_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    P, M = equal.num_ranks, equal.num_microbatches
-    return None if M < P or P % 3 == 2 else (_min_most(P),) * P
-
-
 V_HALF, V_MIN = (
     Family(
         name=name,
@@ -135,13 +125,8 @@ V_HALF, V_MIN = (
         num_chunks=2,
         splits_backward=True,
         batch_seconds=seconds,
-        span_seconds=seconds,
-        peak_activations=peaks,
     )
-    for name, build, seconds, peaks in (
-        ("v-half", v_half, _half_seconds, _half_peaks),
-        ("v-min", v_min, _min_seconds, _min_peaks),
-    )
+    for name, build, seconds in (("v-half", v_half, _half_seconds), ("v-min", v_min, _min_seconds))
 )
 
 
@@ -167,20 +152,12 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     return Schedule(name="hanayo", placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
 
 
-def _is_one_wave(equal: EqualStages) -> bool:
-    return equal.num_chunks == 2 and equal.num_microbatches == equal.num_ranks
-
-
 def _hanayo_seconds(equal: EqualStages) -> float | None:
     backward = equal.input_grad + equal.weight_grad
-    if not _is_one_wave(equal) or equal.latency or backward < 2 * equal.forward:
+    is_one_wave = equal.num_chunks == 2 and equal.num_microbatches == equal.num_ranks
+    if not is_one_wave or equal.latency or backward < 2 * equal.forward:
         return None
     return equal.work + 2 * (equal.num_ranks - 1) * backward
-
-
-def _hanayo_peaks(equal: EqualStages) -> tuple[int, ...] | None:
-    P = equal.num_ranks
-    return tuple(min(2 * P, P + 1 + 3 * rank // 2) for rank in range(P)) if _is_one_wave(equal) else None
 
 
 HANAYO = Family(
@@ -189,5 +166,4 @@ HANAYO = Family(
     placement="snake",
     options=("num_chunks",),
     batch_seconds=_hanayo_seconds,
-    peak_activations=_hanayo_peaks,
 )

@@ -230,22 +230,12 @@ def _candidates(
     yield Rules(caps=(1,) * (2 * P), memory_limit=limit, kept=kept)
 
 
-def _span_seconds(equal: EqualStages) -> float | None:
+def _seconds(equal: EqualStages) -> float | None:
     if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
         return None
     if equal.num_microbatches < 2 * equal.num_ranks - 1:
         return None
-    return equal.work
-
-
-def _batch_seconds(equal: EqualStages) -> float | None:
-    span = _span_seconds(equal)
-    return None if span is None else span + (equal.num_ranks - 1) * equal.forward
-
-
-def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
-    enough = equal.num_microbatches >= 2 * equal.num_ranks - 1
-    return (2 * equal.num_ranks,) * equal.num_ranks if enough else None
+    return equal.work + (equal.num_ranks - 1) * equal.forward
 
 
 ZB_V = Family(
@@ -257,7 +247,5 @@ ZB_V = Family(
     num_chunks=2,
     splits_backward=True,
     full_after=2,
-    batch_seconds=_batch_seconds,
-    span_seconds=_span_seconds,
-    peak_activations=_peak_activations,
+    batch_seconds=_seconds,
 )

@@ -63,7 +63,6 @@ ZB_H1 = Family(
     splits_backward=True,
     full_after=1,
     batch_seconds=_h1_seconds,
-    peak_activations=lambda equal: (min(equal.num_microbatches, equal.num_ranks),) * equal.num_ranks,
 )
 
 
@@ -103,8 +102,6 @@ ZB_H2 = Family(
     splits_backward=True,
     full_after=2,
     batch_seconds=_h2_seconds,
-    span_seconds=_h2_span,
-    peak_activations=lambda equal: (min(equal.num_microbatches, 2 * equal.num_ranks - 1),) * equal.num_ranks,
 )
 
 
