@@ -48,7 +48,6 @@ def at_least(least: int, expected: str = "") -> Kind[int]:
 
 
 def above_zero(expected: str = "a number above 0") -> Kind[float]:
-    """Positive numbers, as they are."""
     return Kind(expected, lambda value: value if _is_number(value, Real) and value > 0 else None)
 
 

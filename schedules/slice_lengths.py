@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-from .kinds import option
+from .kinds import at_least, option
 
 if TYPE_CHECKING:  # numpy is imported where it is used: simulating and printing schedules need none
     import numpy as np
@@ -69,7 +69,7 @@ def equal_work_lengths(total: int, num_slices: int, seconds: SliceCost, *, multi
     """
     import numpy as np
 
-    table = _table(total, seconds, multiple, at_least=num_slices)
+    table = _table(total, seconds, multiple, least=num_slices)
     least, _ = _fewest(table, num_slices, np.maximum)
     _, ends = _fewest(np.where(table <= least, table, np.inf), num_slices, np.add)
     return _lengths(ends, multiple)
@@ -99,7 +99,7 @@ def shortest_lengths(
     """
     import numpy as np
 
-    table = _table(total, seconds, multiple, at_least=num_slices or 1)
+    table = _table(total, seconds, multiple, least=num_slices or 1)
     best = np.inf
     found: tuple[int, ...] = (total,)
     together, _ = _sums(table, num_slices)  # no order of slices takes less
@@ -113,16 +113,16 @@ def shortest_lengths(
     return found
 
 
-def _table(total: int, seconds: SliceCost, multiple: int, *, at_least: int) -> _Table:
+def _table(total: int, seconds: SliceCost, multiple: int, *, least: int) -> _Table:
     import numpy as np
 
-    for name, value in (("total", total), ("multiple", multiple), ("num_slices", at_least)):
+    for name, value in (("total", total), ("multiple", multiple), ("num_slices", least)):
         option(name, value, at_least(1))
     units = total // multiple
-    if total % multiple or units < at_least:
+    if total % multiple or units < least:
         raise ValueError(
-            f"{total} tokens for {at_least} slices whose lengths are multiples of {multiple}: expected a multiple of "
-            f"{multiple}, of at least {at_least * multiple}"
+            f"{total} tokens for {least} slices whose lengths are multiples of {multiple}: expected a multiple of "
+            f"{multiple}, of at least {least * multiple}"
         )
     table = np.full((units + 1, units + 1), np.inf)
     for start in range(units):

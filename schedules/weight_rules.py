@@ -81,11 +81,7 @@ class WeightRule:
         return newest if self.changes_in_flight else version
 
     def version_in_stream(self, index: int, num_microbatches: int, *, oldest: int, steady: int) -> int:
-        """The same as `version` in a stream that begins with version `oldest` of each stage, as a flush leaves it.
-
-        Arguments:
-            steady: the version in a stream that has run for long.
-        """
+        """Likewise in a stream that a flush left at version `oldest`; `steady`: in one that has run for long."""
         return self.version(index, num_microbatches, Seen(oldest, oldest)) if self.by_batch else max(oldest, steady)
 
     def versions_kept(self, in_use: int) -> int:

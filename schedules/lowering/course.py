@@ -80,10 +80,7 @@ class Stream:
         )
 
     def delay(self, stage: int) -> float:
-        """Updates by which gradients of a stage are late in the steady state: a mean over the microbatches.
-
-        Each counts the updates between the version it was computed at and the one that its own update is made of.
-        """
+        """Updates by which gradients of a stage are late in the steady state: a mean over the microbatches."""
         size, group = self.schedule.num_microbatches, self.schedule.group_size
         return sum(k // group - self.offsets[stage, k] for k in range(size)) / size
 
@@ -295,13 +292,8 @@ class Course:
 
 
 def make_course(schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None) -> Course:
-    """Calls of an asynchronous schedule, with their communication; see `make_stream`.
-
-    Arguments:
-        late: the same schedule with its updates in other places; it makes the stream.
-
-    Raises ScheduleError for one that does not repeat from batch to batch.
-    """
+    """Calls of an asynchronous schedule, see `make_stream`; `late`, the same with its updates in other places, makes
+    the stream."""
     return Course(
         stream=make_stream(schedule if late is None else late, sharing=sharing),
         flush_first=flush_first,

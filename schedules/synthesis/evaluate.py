@@ -173,7 +173,6 @@ class OrderEvaluator:
         return True
 
     def fits(self, orders: Sequence[Sequence[int]]) -> bool:
-        """Whether no rank does."""
         return all(map(self.has_room, range(len(orders)), orders))
 
     def peaks(self, orders: Sequence[Sequence[int]]) -> list[float]:

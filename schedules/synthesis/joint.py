@@ -67,7 +67,6 @@ class Arrangement:
 
     @property
     def value(self) -> float:
-        """Value of the objective [s]."""
         return self.synthesis.value
 
 

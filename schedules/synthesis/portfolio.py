@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import pairwise
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ir import Op, Schedule
 from ..timing.costs import COST_OF_OP, Costs, Row, together
@@ -311,5 +311,5 @@ def _recomputing_costs(costs: Costs, number: int, num_stages: int) -> Costs:
             new = together(new, table.row(Op.F, s), add)
         return new if len(new) > 1 else new[0]
 
-    new = {name: [cost(op, s) for s in range(num_stages)] for op, name in COST_OF_OP.items()}
+    new: dict[str, Any] = {name: [cost(op, s) for s in range(num_stages)] for op, name in COST_OF_OP.items()}
     return replace(costs, **new, index_factors=None)

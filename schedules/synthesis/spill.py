@@ -76,12 +76,7 @@ def with_moves(timeline: Timeline, problem: Problem, costs: Costs) -> Schedule:
 
 
 def peaks_in_time(timeline: Timeline, problem: Problem, waiting: Table | None = None) -> list[float]:
-    """[P] the most memory that each rank holds at once: what leaves counts until it has.
-
-    Arguments:
-        problem: with what activations take, [S][M].
-        waiting: what they take between a forward and its backward, which makes the rest again; None: as much.
-    """
+    """[P] the most memory that each rank holds at once: what leaves counts until it has; `waiting`: see `peak_held`."""
     return [
         peak_held(in_time(trace, program) if trace.moves else program, problem.held, kept=problem.kept, waiting=waiting)
         for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..needs import Needs
@@ -119,7 +119,7 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
         return own[batch % len(own)] if own else table.of(op, stage, index)
 
     stages, indices = range(schedule.num_stages), range(schedule.total_indices)
-    rows = {name: [[of(op, s, k) for k in indices] for s in stages] for op, name in COST_OF_OP.items()}
+    rows: dict[str, Any] = {name: [[of(op, s, k) for k in indices] for s in stages] for op, name in COST_OF_OP.items()}
     return replace(costs, **rows, index_factors=None)
 
 
@@ -234,11 +234,7 @@ def under_way(timeline: Timeline) -> dict[Collective, tuple[float, float]]:
 
 
 def whole_seconds(timeline: Timeline, shares: Sequence[float]) -> list[list[tuple[Action, float]]]:
-    """By rank its actions with the seconds that each would have taken of a whole processor.
-
-    Arguments:
-        shares: [S] of the processor that sums of a stage take; see `Costs.sum_busy`.
-    """
+    """By rank its actions with the seconds that each would have taken of a whole processor; `shares` as `sum_busy`."""
     found = []
     for together, trace in zip(_by_rank(timeline), timeline.ranks, strict=True):
         taken = [Taken(a, b, share) for what, a, b in together if (share := max(shares[s] for s in what.stages)) > 0]

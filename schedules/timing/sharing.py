@@ -50,7 +50,6 @@ class Processor:
         self._taken: list[Taken] = []
 
     def take(self, taken: Taken) -> None:
-        """From now on, or from a later moment on."""
         self._taken.append(taken)
 
     def end(self, start: float, seconds: float) -> float:

@@ -64,13 +64,8 @@ class Beside(NamedTuple):
 def run_once(
     wiring: ScheduleWiring, table: CostTable, *, messages: bool = True, beside: Beside | None = None
 ) -> Timeline:
-    """The timeline of a schedule that is wired already, under costs of this table.
-
-    Arguments:
-        table: may differ from the one it was wired with in how long things take, not in which sums and moves there are.
-        messages: whether the timeline has them.
-        beside: by which messages and sums differ from the table; None: not at all.
-    """
+    """The timeline of a schedule that is wired already; the table may have other seconds than it was wired with, not
+    other sums and moves."""
     return _Simulation(wiring, table, beside or Beside()).run(messages=messages)
 
 

@@ -80,7 +80,6 @@ def short_digest(text: str) -> str:
 
 
 def keeps_schedule(schedule: Schedule, *, is_first_on_host: bool) -> bool:
-    """Whether a process writes the schedule into its header."""
     return is_first_on_host or len(schedule.to_json()) <= _WHOLE_SCHEDULE
 
 

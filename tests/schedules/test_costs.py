@@ -100,7 +100,7 @@ def test_rows_and_factors_by_action_index() -> None:
     assert hash(costs) == hash(Costs(forward=(1, np.array([2, 3])), index_factors=(1, 0.5)))  # type: ignore[arg-type]
     alike = Costs(forward=[[2.0, 2.0]], index_factors=[1, 1]).table(num_stages=1, num_indices=2)
     assert not alike.varies
-    assert alike.backward == (4.0,)
+    assert alike.column(Op.B) == (4.0,)
 
 
 @pytest.mark.parametrize(
