@@ -117,7 +117,7 @@ class Own:
                 "num_microbatches=), or a function that returns Constraints"
             )
         chunks = sizes.get("num_chunks", 1)
-        placement = {"placement": "cyclic", "num_chunks": chunks} if chunks > 1 else {}
+        placement: dict[str, Any] = {"placement": "cyclic", "num_chunks": chunks} if chunks > 1 else {}
         rules = [only_if(made)] if len(inspect.signature(made).parameters) == 2 else []
         if not rules:
             _refuse_filter_without_state(made)
@@ -128,7 +128,7 @@ class Own:
             num_slices=sizes.get("num_slices", 1),
             rules=rules,
             prefer=None if rules else made,
-            **placement,  # type: ignore[arg-type]
+            **placement,
         ).solve()
 
 

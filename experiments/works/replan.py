@@ -27,7 +27,7 @@ from ...schedules.synthesis.bounds import least_seconds
 from ...schedules.synthesis.evaluate import OrderEvaluator, Orders
 from ...schedules.synthesis.problem import Problem
 from ...schedules.synthesis.request import Request
-from ...schedules.synthesis.starts import named_orders
+from ...schedules.synthesis.search import named_orders
 from ...schedules.synthesis.synthesize import synthesize
 from ...schedules.timing.costs import Costs
 from ..jobs.case import Case

@@ -177,9 +177,8 @@ class OrderEvaluator:
 
     def peaks(self, orders: Sequence[Sequence[int]]) -> list[float]:
         """[P] the most memory that each rank holds at once."""
-        first_after = (
-            self.num_stages * self.num_microbatches
-        )  # forwards have the lowest codes, and only they take memory
+        # Forwards have the lowest codes, and only they take memory.
+        first_after = self.num_stages * self.num_microbatches
         change = self.change
         peaks = []
         for order in orders:

@@ -14,9 +14,8 @@ from ..placement import Placement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
 from .incumbent import Budget
-from .pieces import Cut, pieces_of
 from .problem import MemoryLimitError, Objective, fits
-from .request import Request, numbers
+from .request import Cut, Request, numbers
 from .synthesize import Synthesis, solve
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
@@ -167,9 +166,10 @@ class _CutSearch:
     """
 
     def __init__(self, layers: Sequence[Layer], request: Request, budget: Budget) -> None:
-        num_ranks = self.num_ranks = request.num_ranks or len(request.placement)
+        assert request.num_ranks is not None
+        num_ranks = self.num_ranks = request.num_ranks
         self.layers, self.request, self.budget = layers, request, budget
-        self.pieces = pieces_of(request.costs, activations=request.activations, kept_share=1.0, num_ranks=num_ranks)
+        self.pieces = request.pieces()
         self.until = time.monotonic() + budget.seconds
         self.evaluations = budget.evaluations or 1
         limit = request.memory_limit
@@ -229,11 +229,11 @@ class _CutSearch:
     # --- one cut ---
 
     def bound(self, name: str, cut: Cut) -> float:
-        return least_seconds(self.request.of_pieces(self.pieces.joined(cut), name).problem())
+        return least_seconds(replace(self.pieces.joined(cut), placement=name).problem())
 
     def schedule(self, name: str, cut: Cut, evaluations: int) -> None:
         """Search for the schedule of a cut; what it found before stays where that is no worse."""
-        request = self.request.of_pieces(self.pieces.joined(cut), name)
+        request = replace(self.pieces.joined(cut), placement=name)
         seconds = max(0.1, self.until - time.monotonic())
         found = solve(request, replace(self.budget, seconds=seconds, evaluations=evaluations))
         before = self.found.get((name, cut))

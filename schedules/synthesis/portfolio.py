@@ -33,9 +33,8 @@ from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget, Incumbent, Progress
 from .problem import Problem, Table
 from .request import Posed
-from .search import OrderingSearch
+from .search import OrderingSearch, made_orders, named_orders
 from .spill import peaks_in_time, with_moves
-from .starts import made_orders, named_orders
 
 _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that leave or recompute
 _TIMES = (2.0, 1.4, math.inf)  # as much memory

@@ -1,21 +1,30 @@
-"""The question put to `synthesize`: one problem, or one for each placement that it may choose."""
+"""The question put to `synthesize`: one problem, or one for each placement that it may choose.
+
+A model is a chain of pieces; stages are made of them: neighbours joined, or each one divided.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import cast
 
 from ..ir import Op
 from ..kinds import at_least, option
 from ..placement import PLACEMENTS, place, read_placement
-from ..timing.costs import Costs
+from ..timing.costs import COST_OF_OP, Costs, Row
 from ..timing.links import Links
 from .bounds import least_seconds
-from .pieces import Pieces, pieces_of
 from .problem import MemoryLimitError, Objective, Problem, Table, fits, ranks_of_stages
 
 ANY = "any"
+Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number of pieces
+
+_WHOLE = ("norm", "tied", "index_factors")  # of costs, not one a stage
+_ONCE = ("latency", "overhead", "message_overhead", "sum_busy")  # an action or a sum, however long
+_SECONDS = ("reduce_grad", "update", "offload", "reload")  # that add up, as the ops do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +120,7 @@ class Request:
         num_ranks = option("num_ranks", self.num_ranks, at_least(1))
         if self.links is not None:
             _check_links(self.links)
-        pieces = pieces_of(self.costs, activations=self.activations, kept_share=self.kept_share, num_ranks=num_ranks)
+        pieces = self.pieces()
         found, refused = [], list[MemoryLimitError]()
         for name in PLACEMENTS:
             chunks = self.num_chunks if name == "cyclic" else None
@@ -119,28 +128,17 @@ class Request:
             if stages is None:
                 continue
             try:
-                found.append(self.of_pieces(stages, name, num_chunks=chunks)._posed(name, may_leave=may_leave))
+                found.append(replace(stages, placement=name, num_chunks=chunks)._posed(name, may_leave=may_leave))
             except MemoryLimitError as error:
                 refused.append(error)
         if not found:
             if refused:
                 raise refused[0]
             raise ValueError(
-                f"numbers of {len(pieces.activations)} pieces for {num_ranks} ranks: expected {num_ranks}, "
+                f"numbers of {len(pieces._held)} pieces for {num_ranks} ranks: expected {num_ranks}, "
                 f"or a multiple of that"
             )
         return found
-
-    def of_pieces(self, stages: Pieces, placement: str, *, num_chunks: int | None = None) -> Request:
-        """The same for stages that are made of pieces of the model."""
-        return replace(
-            self,
-            placement=placement,
-            num_chunks=num_chunks,
-            costs=stages.costs,
-            activations=stages.activations,
-            kept_share=stages.kept_share,
-        )
 
     def _posed(self, name: str, *, may_leave: bool) -> Posed:
         problem = self.problem(needs_room=not may_leave)
@@ -151,6 +149,81 @@ class Request:
         return Posed(
             placement=name, problem=problem, costs=self.costs, links=self.links, bound=bound, bound_whole=whole
         )
+
+    # --- pieces of a model, and stages of them ---
+
+    def pieces(self) -> Request:
+        """With numbers for as many pieces as there are where several are given, else for a piece a rank.
+
+        Raises ValueError where two of them have several numbers, but not as many.
+        """
+        given = {each.name: getattr(self.costs, each.name) for each in fields(Costs) if each.name not in _WHOLE}
+        given |= {"activations": self.activations, "kept_share": self.kept_share}
+        lengths = {name: len(value) for name, value in given.items() if isinstance(value, Sequence)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"numbers of {lengths} pieces: expected one number, or equally many of each")
+        N = max(lengths.values(), default=self.num_ranks or 1)
+        held = self.activations if isinstance(self.activations, Sequence) else (self.activations,) * N
+        share = self.kept_share if isinstance(self.kept_share, Sequence) else (self.kept_share,) * N
+        rows = tuple(tuple(each) if isinstance(each, Sequence) else each for each in held)
+        return replace(self, activations=rows, kept_share=tuple(share))
+
+    @property
+    def _held(self) -> tuple[float | Row, ...]:
+        return cast(tuple[float | Row, ...], self.activations)
+
+    @property
+    def _share(self) -> tuple[float, ...]:
+        return cast(tuple[float, ...], self.kept_share)
+
+    def stages(self, number: int) -> Request | None:
+        """The same model in so many stages of equally many pieces, or of equal parts of one; None where neither goes.
+
+        >>> halves = Request(num_ranks=2, num_microbatches=1, costs=Costs(forward=[2.0, 6.0])).pieces().stages(4)
+        >>> halves.costs.forward, halves.activations
+        ((1.0, 1.0, 3.0, 3.0), (0.5, 0.5, 0.5, 0.5))
+        """
+        N = len(self._held)
+        if number % N == 0:
+            return self.divided(number // N)
+        return self.joined(tuple(range(0, N + 1, N // number))) if N % number == 0 else None
+
+    def divided(self, parts: int) -> Request:
+        """Each piece in so many equal ones; each has the latency, overhead and shares of the whole."""
+        N = len(self._held)
+        costs = self._costs(tuple((at // parts,) for at in range(N * parts)), 1.0 / parts)
+        held = tuple(_together([_row(each)], 1.0 / parts) for each in self._held for _ in range(parts))
+        share = tuple(each for each in self._share for _ in range(parts))
+        return replace(self, costs=costs, activations=held, kept_share=share)
+
+    def joined(self, cut: Cut) -> Request:
+        """Stages of neighbouring pieces: all adds up, but latency, overhead and shares, of which the largest counts.
+
+        Where microbatches are unequal, the share that is kept is a part of their mean.
+        """
+        groups = tuple(tuple(range(start, end)) for start, end in pairwise(cut))
+        held = tuple(_together([_row(self._held[at]) for at in own], 1.0) for own in groups)
+        mean = [math.fsum(row) / len(row) for row in map(_row, self._held)]
+        whole = [math.fsum(mean[at] for at in own) for own in groups]
+        kept = [math.fsum(mean[at] * self._share[at] for at in own) for own in groups]
+        share = tuple(min(1.0, k / h) if h > 0 else 1.0 for k, h in zip(kept, whole, strict=True))
+        return replace(self, costs=self._costs(groups, 1.0), activations=held, kept_share=share)
+
+    def _costs(self, groups: Sequence[Sequence[int]], part: float) -> Costs:
+        """Costs of stages that each have a part of all pieces of a group."""
+        given = self.costs
+        table = replace(given.free_of_overhead, tied=()).table(num_stages=len(self._held))
+        new: dict[str, object] = {"norm": given.norm, "tied": given.tied}
+        for op, name in COST_OF_OP.items():
+            if getattr(given, name) is not None:
+                new[name] = [_together([table.row(op, at) for at in own], part) for own in groups]
+        for name in _SECONDS:
+            column = getattr(table, name)
+            new[name] = [part * math.fsum(column[at] for at in own) for own in groups]
+        for name in _ONCE:
+            value = getattr(given, name)
+            new[name] = [max(value[at] for at in own) for own in groups] if isinstance(value, Sequence) else value
+        return Costs(**new)  # type: ignore[arg-type]
 
 
 def _check_one_stage(problem: Problem) -> None:
@@ -196,3 +269,14 @@ def _behind(latency: float, links: Links | None, rank_of: Sequence[int], src: in
     size = links.activation_bytes if src < dst else back  # one number, or one an edge of the chain
     num_bytes = size if isinstance(size, int | float) else size[min(src, dst)]
     return latency + way.latency + num_bytes * way.seconds_per_byte
+
+
+def _row(value: float | Row) -> Row:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _together(rows: Sequence[Row], part: float) -> float | Row:
+    """A part of the sum of rows by action index; one number where each has one alone."""
+    length = max(map(len, rows))
+    row = tuple(part * math.fsum(each[k % len(each)] for each in rows) for k in range(length))
+    return row if length > 1 else row[0]

@@ -32,10 +32,9 @@ class OrderSearch:
         way = [(s, 2 * S - 1 - s, 2 * S - 0.5 - s, 2 * S - 1 - s) for s in range(S)]
         self.way = [way[s][op] for op in range(4) for s in range(S) for _ in range(M)]
         self.ends_way = [op == 2 for op in range(4) for s in range(S) for _ in range(M)]
-        self.group = [-1] * (4 * S * M)
-        self.alike = problem.same_microbatches or M == 1
-        if problem.same_microbatches:  # none gains by going before another
-            self.group = [(0, 1, 2, 1)[op] * S + s for op in range(4) for s in range(S) for _ in range(M)]
+        alike = problem.same_microbatches  # none gains by going before another
+        self.alike = alike or M == 1
+        self.group = [(0, 1, 2, 1)[op] * S + s if alike else -1 for op in range(4) for s in range(S) for _ in range(M)]
         self.seconds = sum(evaluator.seconds[: 2 * S * M]) / (2 * S * M)
 
     def anneal(

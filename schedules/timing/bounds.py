@@ -169,16 +169,13 @@ class _Ways:
         if self.schedule.has_epilogue:
             placement = self.schedule.placement
             return max(own, min(sum(update[s] for s in placement[rank]) for rank in self.schedule.owners[stage]))
-        return own if self._has_update(stage) else 0.0
+        return own if (Op.U, stage) in self.present else 0.0
 
     def _summing(self, stage: int) -> float:
         if stage in self.sums:
             return self.sums[stage].seconds
         is_summed = len(self.schedule.owners[stage]) > 1 and self.schedule.trains(stage)
         return self.table.reduce_grad[stage] if is_summed else 0.0
-
-    def _has_update(self, stage: int) -> bool:
-        return (Op.U, stage) in self.present
 
     def _pairs(self, wire: Wire) -> Counter[tuple[int, int, int]]:
         """How many messages of each kind of microbatch each pair of ranks sends over a wire."""
@@ -214,7 +211,7 @@ class _Ways:
                 for name in links.channels(src, dst):
                     loads.setdefault(name, []).append(job)
         for summed in self.sums.values():
-            if self.schedule.has_epilogue or self._has_update(summed.stage):
+            if self.schedule.has_epilogue or (Op.U, summed.stage) in self.present:
                 updates = self.schedule.num_batches * self.schedule.groups_per_batch
                 seconds = summed.seconds * (1 if self.schedule.has_epilogue else updates)
                 job = Job(self._first_made(summed.stage), seconds, self.table.update[summed.stage])

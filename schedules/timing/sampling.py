@@ -67,12 +67,21 @@ class StepSamples:
         return median(self.bubbles)
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of steps stays below, between samples linearly; ValueError outside of 0 to 1."""
-        return _quantile(self.seconds, share)
+        """Seconds that this share of steps stays below, between samples linearly; ValueError outside of 0 to 1.
+
+        The i-th of n samples is the quantile i / (n + 1): as large a share of fresh draws stays below it.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share!r}: expected a number from 0 to 1")
+        ascending = self.seconds
+        at = min(max(share * (len(ascending) + 1) - 1, 0.0), len(ascending) - 1.0)
+        low = min(int(at), len(ascending) - 2) if len(ascending) > 1 else 0
+        high = min(low + 1, len(ascending) - 1)
+        return ascending[low] + (at - low) * (ascending[high] - ascending[low])
 
     def range(self, share: float = SHARE) -> tuple[float, float]:
         """Seconds between which this share of steps lies, as many below as above."""
-        return _quantile(self.seconds, (1 - share) / 2), _quantile(self.seconds, (1 + share) / 2)
+        return self.quantile((1 - share) / 2), self.quantile((1 + share) / 2)
 
     def holds(self, steps: Sequence[float], share: float = SHARE) -> float:
         """Part of these measured steps, in seconds, that lies within the range; ValueError for none."""
@@ -94,16 +103,6 @@ def with_range(seconds: float, ends: tuple[float, float]) -> str:
     """
     low, high = map(duration, ends)
     return f"{duration(seconds)} ({SHARE:.0%}: {low} .. {high})"
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    """Quantile of samples, the i-th of n being i / (n + 1): as large a share of fresh draws stays below it."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"share={share!r}: expected a number from 0 to 1")
-    at = min(max(share * (len(ascending) + 1) - 1, 0.0), len(ascending) - 1.0)
-    low = min(int(at), len(ascending) - 2) if len(ascending) > 1 else 0
-    high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (at - low) * (ascending[high] - ascending[low])
 
 
 def simulate_spread(

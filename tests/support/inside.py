@@ -195,7 +195,6 @@ _NAMES = {
     "schedules.synthesis.incumbent": "Budget",
     "schedules.synthesis.joint": "_neighbours",
     "schedules.synthesis.listing": "Lister changed first_policies",
-    "schedules.synthesis.pieces": "pieces_of",
     "schedules.synthesis.problem": "Objective Problem SPLIT_OPS fits",
     "schedules.synthesis.request": "Request",
     "schedules.synthesis.search": "OrderingSearch",

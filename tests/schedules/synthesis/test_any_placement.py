@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import pieces_of
+from support.inside import Request
 
 from stagewright.schedules import Costs, Links, MemoryLimitError, Way, build, check, simulate, synthesize
 
@@ -62,7 +62,8 @@ def test_it_is_never_worse_than_the_best_placement_alone(data: st.DataObject) ->
 def test_pieces_are_joined_or_divided_and_a_placement_that_they_do_not_make_is_left_out() -> None:
     """Two numbers a rank: a plain stage has both; three a rank make no V of two chunks a rank."""
     costs = Costs(forward=[1.0, 2.0, 3.0, 4.0], backward=[2.0, 4.0, 6.0, [8.0, 9.0]], latency=[0.1, 0.2, 0.3, 0.4])
-    pieces = pieces_of(costs, activations=[1.0, 3.0, 2.0, 2.0], kept_share=[1.0, 0.2, 0.5, 0.5], num_ranks=2)
+    held, kept = [1.0, 3.0, 2.0, 2.0], [1.0, 0.2, 0.5, 0.5]
+    pieces = Request(num_ranks=2, num_microbatches=2, costs=costs, activations=held, kept_share=kept).pieces()
     plain = pieces.stages(2)
     assert plain is not None
     assert plain.costs.forward == (3.0, 7.0)
