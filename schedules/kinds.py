@@ -17,12 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """What an option takes.
-
-    Arguments:
-        expected: in words.
-        read: the value as it is kept; None for what is not of this kind.
-    """
+    """What an option takes: in words, and how it is read; None for what is not of this kind."""
 
     expected: str
     read: Callable[[Any], T | None]

@@ -37,13 +37,8 @@ OwnLike: TypeAlias = "str | os.PathLike[str] | Schedule | Constraints | Callable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """A schedule of the user's, before its sizes are known.
-
-    Arguments:
-        words: as it was given, for messages.
-        option: that gave it, see `user_code.said`.
-        what: a Schedule, Constraints, or a function.
-    """
+    """A schedule of the user's, before its sizes are known: a Schedule, Constraints, or a function. `words`, and the
+    `option` that gave it, are for messages."""
 
     words: str
     option: str

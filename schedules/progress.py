@@ -22,12 +22,7 @@ from .program import RankProgram, Step
 
 
 class UntimedRun:
-    """A run, which goes on from where it stands still.
-
-    Attributes:
-        steps, at: of each rank, and its position in them.
-        lacks: by rank, the message at which it last stood still.
-    """
+    """A run, which goes on from where it stands still; `lacks`: by rank, the message at which it last did."""
 
     def __init__(self, programs: Sequence[RankProgram], *, sends_wait: bool) -> None:
         self.steps: list[list[Step]] = [list(program.steps) for program in programs]

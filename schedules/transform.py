@@ -202,12 +202,8 @@ def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int
 def _with_moves(
     program: Sequence[Action], chosen: set[tuple[int, int]], seconds: Sequence[float], reload: Sequence[float]
 ) -> tuple[Action, ...]:
-    """The program with what is chosen and far enough from its backward leaving and coming back.
-
-    Arguments:
-        seconds: of each action of the program [s].
-        reload: of the way back, by stage [s].
-    """
+    """The program with what is chosen and far enough from its backward leaving and coming back, by the seconds of each
+    action and, by stage, of the way back."""
     backward = {(a.stage, a.index): at for at, a in enumerate(program) if a.op in BACKWARD_OPS}
     before: dict[int, list[Action]] = {}
     for at, (stage, op, index) in enumerate(program):

@@ -22,14 +22,7 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroundRule:
-    """A rule with the actions that it speaks of.
-
-    Arguments:
-        name: in the user's own words.
-        relations: of actions that there are.
-        limits: stage activations at once, by rank.
-        allows: its filter.
-    """
+    """A rule, by the user's words, with the actions that it speaks of; `limits`: stage activations at once, by rank."""
 
     name: str
     relations: tuple[Relation, ...] = ()
@@ -38,13 +31,8 @@ class GroundRule:
 
 
 class Ground:
-    """The actions of a problem.
-
-    Attributes:
-        schedule: with all actions on their ranks, in no order.
-        rank: by action.
-        needs: by action, those whose results it takes.
-    """
+    """The actions of a problem: in `schedule` on their ranks, in no order; by action its `rank`, and its `needs`, those
+    whose results it takes."""
 
     def __init__(self, skeleton: Schedule, *, split_backward: bool) -> None:
         backward = (Op.I, Op.W) if split_backward else (Op.B,)

@@ -33,12 +33,8 @@ class Fact(NamedTuple):
 
 
 class ClashError(Exception):
-    """No order exists; `lines` say at which actions.
-
-    Arguments:
-        facts: that cannot all hold, where these are known.
-        proven: whether all ways were tried.
-    """
+    """No order exists. `lines` say at which actions, `facts` what cannot all hold, where that is known; `proven`:
+    whether all ways were tried."""
 
     def __init__(self, lines: Sequence[str], *, facts: Sequence[Fact] = (), proven: bool = True) -> None:
         super().__init__("\n".join(lines))

@@ -239,13 +239,8 @@ def _joined(parts: Sequence[RankProgram]) -> RankProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Programs and weight versions of a run's batches.
-
-    Arguments:
-        stream: of the batches from `flush_first` on.
-        flush_first: batches that begin with the updates of all before, and end with their own.
-        alone: what these are calls of; None where there are none.
-    """
+    """Programs and weight versions of a run's batches: `flush_first` of them by themselves, each a call of `alone` that
+    begins with the updates of all before and ends with its own; then those of `stream`."""
 
     stream: Stream
     flush_first: int = 0
@@ -303,14 +298,9 @@ def make_course(schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """Programs of a batch in two parts, by rank.
-
-    Arguments:
-        first: forwards in front of the first backward; none needs what another rank makes behind its own `first`.
-        rest: everything else.
-        under_way: receives of messages that others send in `first` and the rank does not take there, in the order in
-            which they are sent, with whether `first` has posted them.
-    """
+    """Programs of a batch in two parts, by rank: `first`, forwards of which none needs what another rank makes behind
+    its own `first`; and the `rest`. `under_way`: receives of messages that others send in `first` and the rank does not
+    take there, in the order in which they are sent, with whether `first` has posted them."""
 
     first: Sequence[RankProgram]
     rest: Sequence[RankProgram]

@@ -162,13 +162,10 @@ def _with_group_steps(
 ) -> list[tuple[Work, int]]:
     """The work of a rank of a stream, each step with the position of the action that it goes with.
 
-    REDUCE_GRAD and GRAD_NORM stand behind the last backward of their group on the rank (with its update, where the
-    rank has no backward in it). UNSHARD stands in front of the first action that uses a version which the update, or
-    a later one, has made; at the end, where there is none.
-
-    Arguments:
-        size: of an update group.
-        tells: whether the rank tells others what it has updated.
+    REDUCE_GRAD and GRAD_NORM stand behind the last backward of their group (of `size` microbatches) on the rank, with
+    its update, where the rank has no backward in it. UNSHARD stands in front of the first action that uses a version
+    which the update, or a later one, has made; at the end, where there is none. `tells`: whether the rank tells others
+    what it has updated.
     """
     last: dict[int, int] = {}  # update group -> position of its last backward
     for position, action in enumerate(program):

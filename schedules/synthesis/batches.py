@@ -25,14 +25,8 @@ _FEWEST = 24  # orders that are tried anyway
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundOrder:
-    """The order found for one batch.
-
-    Arguments:
-        schedule: by the name "auto", or the fixed one, where nothing is faster.
-        value: of the objective [s].
-        fixed_value: of the fixed schedule [s]; None where that does not fit the memory.
-        evaluations: orders that were tried.
-    """
+    """The order found for one batch, by the name "auto", or the fixed one, where nothing is faster. Values are of the
+    objective [s]; that of the fixed one is None where it does not fit the memory."""
 
     schedule: Schedule
     value: float

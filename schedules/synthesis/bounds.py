@@ -142,12 +142,7 @@ def _least_forwards(chunks: Sequence[_Stage], amount: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """One stage: least seconds of its actions, and where it stands.
-
-    Arguments:
-        held, kept: least memory of a forward, and of what stays behind its I.
-        chunks: stages of the same rank up to this one.
-    """
+    """Least seconds and memory of a stage's actions; `chunks`: stages of the same rank up to this one."""
 
     rank: int
     forward: float
@@ -254,11 +249,8 @@ class _Reach:
     # --- behind an action ---
 
     def tails(self, ends: Sequence[float]) -> dict[Op, list[list[float]]]:
-        """Least seconds behind each action, until the end that counts.
-
-        Arguments:
-            ends: by rank, seconds behind its last action; -inf where its end does not count.
-        """
+        """Least seconds behind each action, until the end that counts, `ends` seconds behind a rank's last action: -inf
+        where that does not count."""
         S, M = len(self.stages), self.problem.num_microbatches
         tails: dict[Op, list[list[float]]] = {op: [[_NEVER] * M for _ in range(S)] for op in self.tables}
         F, I, W = tails[Op.F], tails[Op.I], tails[Op.W]

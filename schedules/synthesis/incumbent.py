@@ -35,11 +35,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a search may spend, and the seed of its random choices.
-
-    Arguments:
-        seconds, evaluations: at most so many; None: any number.
-    """
+    """What a search may spend (None: any number), and the seed of its random choices."""
 
     seconds: float = math.inf
     evaluations: int | None = None
@@ -51,14 +47,8 @@ class Budget:
 
 
 class Incumbent(Generic[Answer]):
-    """The best answer so far, and what may still be spent on a better one.
-
-    Arguments:
-        bound: that no answer can be below [s]; 0 where nobody asked.
-        on_progress: is told each improvement.
-
-    Attributes: `value` and `answer`, the best so far; `history`, each improvement; `evaluations`, spent.
-    """
+    """The best answer so far, and what may still be spent on a better one. No answer can be below the bound [s]; it is
+    0 where nobody asked. `history`: each improvement."""
 
     def __init__(self, budget: Budget, *, bound: float, on_progress: Callable[[Progress], None] | None = None) -> None:
         self.budget, self.bound, self.on_progress = budget, bound, on_progress

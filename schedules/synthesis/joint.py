@@ -52,13 +52,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """A cut of the layers, the placement of its stages, and the schedule found for both.
-
-    Arguments:
-        cut: [S + 1] the first layer of each stage, and the number of layers.
-        placement: "plain", "cyclic" or "v".
-        synthesis: the search for its schedule.
-    """
+    """A cut of the layers ([S + 1] the first layer of each stage, and the number of layers), the placement of its
+    stages by name, and the search for their schedule."""
 
     cut: Cut
     placement: str
@@ -158,12 +153,8 @@ def synthesize_jointly(
 
 
 class _CutSearch:
-    """A search among cuts.
-
-    Arguments:
-        request: for stages of one layer each, on no placement yet.
-        budget: seconds of all, evaluations of one schedule.
-    """
+    """A search among cuts. The request is for stages of one layer each, on no placement yet; the budget has the seconds
+    of all, and the evaluations of one schedule."""
 
     def __init__(self, layers: Sequence[Layer], request: Request, budget: Budget) -> None:
         assert request.num_ranks is not None

@@ -43,15 +43,9 @@ _MOVING = 2.0  # activations of a stage that are under way, out and back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A problem in place of another.
-
-    Arguments:
-        problem: as a search sees it.
-        costs: of its stages [s].
-        offloads: whether activations then leave, so that an order fits.
-        num_recomputed: stages that recompute, the first ones of the chain.
-        waiting: [S][M] what is held between a forward and its backward; None: as much as ever.
-    """
+    """A problem in place of another, as a search sees it. `offloads`: activations then leave, so that an order fits;
+    `num_recomputed`: of the first stages of the chain; `waiting`: [S][M] what is held between a forward and its
+    backward, None: as much as ever."""
 
     problem: Problem
     costs: Costs
@@ -69,15 +63,8 @@ class Judged(NamedTuple):
 
 
 class Portfolio:
-    """Searches for one answer.
-
-    Arguments:
-        problems: of which one is to be solved.
-        budget: of all searches together, for orders as they are asked for, and once more beyond these: but of the
-            seconds half.
-        start: a schedule to begin with.
-        has_more: whether they will be searched beyond.
-        on_progress: is told each improvement.
+    """Searches for one answer. The budget is of all searches together, for orders as they are asked for, and once more
+    beyond these (`has_more`): but of the seconds half.
 
     Attributes: `values`, by placement, the best that was found there [s], None where nothing could win; `least`, the
     least that the fullest rank held in an order that did not fit.
@@ -138,11 +125,8 @@ class Portfolio:
                 self._search_each(posed, list(recomputing(problem, costs, shares)), "recompute", len(tasks) - at)
 
     def _plain(self, posed: Posed, start: Schedule | None, *, left: int) -> float | None:
-        """Search for orders that fit as they are; returns the best value [s], None where none of them can win.
-
-        Arguments:
-            left: searches that have to share what there is, this one among them.
-        """
+        """Search for orders that fit as they are, with what `left` searches have to share; returns the best value [s],
+        None where none of them can win."""
         queues = _queues(posed.links, posed.problem)
         variant = Variant(problem=posed.problem, costs=posed.costs)
         search = self._search(variant, left, bound=posed.bound_whole, tells=not queues)
@@ -259,11 +243,8 @@ def with_more_room(problem: Problem, costs: Costs) -> Iterator[Variant]:
 
 
 def recomputing(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iterator[Variant]:
-    """Problems in which some stages recompute, as far as their orders can fit.
-
-    Arguments:
-        shares: [S] part of an activation that is the stage's inputs.
-    """
+    """Problems in which some stages recompute, as far as their orders can fit; `shares`: [S] of an activation, the
+    inputs."""
     assert problem.memory_limit is not None
     S, M = problem.num_stages, problem.num_microbatches
     for number in dict.fromkeys(max(1, round(part * S)) for part in _PARTS):

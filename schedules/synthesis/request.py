@@ -29,14 +29,9 @@ _SECONDS = ("reduce_grad", "update", "offload", "reload")  # that add up, as the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posed:
-    """A problem, with what its schedules are simulated with.
-
-    Arguments:
-        placement: its name, or "given".
-        costs, links: of the stages of this placement.
-        bound: what none of its schedules can beat [s]; where activations may leave, whatever the memory.
-        bound_whole: the same of those in which nothing leaves its rank; infinite where none meets the limit.
-    """
+    """A problem on a placement, with what its schedules are simulated with. None of its schedules can beat `bound` [s],
+    whatever the memory where activations may leave; none in which nothing leaves `bound_whole`, infinite where none
+    meets the limit."""
 
     placement: str
     problem: Problem

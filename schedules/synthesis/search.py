@@ -30,12 +30,7 @@ class _BudgetError(Exception):
 
 
 class OrderingSearch:
-    """One search.
-
-    Arguments:
-        bound: that no value can be below [s]; 0 where nobody asked.
-        costs: for families that are made for them.
-        has_named: whether named families are tried at all, which takes their building.
+    """One search, with families that are made for `costs`, unless `has_named` is False: building them takes a while.
 
     Attributes: `incumbent`, the best orders so far; `elites`, those of the least values, the best first, with each B as
     I and W; `policies`, the best ones, the very best first.

@@ -40,11 +40,8 @@ class OrderSearch:
     def anneal(
         self, orders: Orders, random: Random, *, steps: int, hot: float = 0.3, cold: float = 0.01
     ) -> Iterator[tuple[float, Orders] | None]:
-        """Yields after each step: None, or a new best value with its orders.
-
-        Arguments:
-            hot, cold: temperatures of the first and of the last step, in mean seconds of an action.
-        """
+        """Yields after each step: None, or a new best value with its orders. Temperatures are in mean seconds of an
+        action."""
         ev = self.evaluator
         orders = [list(order) for order in orders]
         times = ev.play(orders)

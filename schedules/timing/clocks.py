@@ -48,14 +48,12 @@ def read_clock(pings: Iterable[Ping]) -> ClockReading:
 
 
 def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float]:
-    """Offset of this host's clock at a time of its own, and the most that it may be wrong by [s].
+    """Offset of this host's clock at a time of its own, and the most that it may be wrong by [s], by ascending
+    readings.
 
     Between two readings both are interpolated: exact bounds for clocks that drift evenly. Before the first reading and
     behind the last one the offset stays, and may be wrong by MAX_DRIFT more for each second. Without readings the host
     is rank 0's: (0, 0).
-
-    Arguments:
-        readings: in ascending order of time.
     """
     if not readings:
         return 0.0, 0.0

@@ -301,15 +301,8 @@ _CONVERT: Mapping[str, Callable[[str, object], object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """`Costs` spread over the stages: S seconds each, or S rows of seconds by action index.
-
-    Arguments:
-        rows: by op and stage: one number for all indices, or one for each; beyond the last they begin again.
-        latency, reduce_grad, update: [S] seconds.
-        sum_busy: [S] shares.
-        tied: seconds by the stages that share weights.
-        norm, around: seconds a step.
-    """
+    """`Costs` spread over the stages: S seconds or shares each, and by op and stage a row of seconds by action index:
+    one number for all, or one for each; beyond the last they begin again."""
 
     rows: Mapping[Op, Rows]
     latency: tuple[float, ...]

@@ -237,12 +237,8 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
 
 
 class Route:
-    """A way of messages of one size, with all that it occupies.
-
-    Arguments:
-        channels: numbers of the directions of links and cards, each of which carries one message at a time.
-        free_at: when each of them is free, by number [s].
-    """
+    """A way of messages of one size. Each of the channels, by number, carries one message at a time; `free_at` says
+    when it is free [s]."""
 
     __slots__ = ("_channels", "_free_at", "latency", "seconds")
 

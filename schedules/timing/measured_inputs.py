@@ -87,10 +87,8 @@ def durations_beside(timelines: Sequence[Timeline]) -> Iterator[tuple[str, tuple
 def seconds_around(timeline: Timeline, known: Costs | None = None) -> float:
     """Seconds of a measured step that its actions, sums and updates do not show [s]; 0 where nobody stamped the step.
 
-    Without a norm what lies between the last backward or sum and the first update belongs to them; else to the norm.
-
-    Arguments:
-        known: costs that the run measured itself, which know of a norm and of what goes on between actions.
+    Without a norm, as `known` costs tell, what lies between the last backward or sum and the first update belongs to
+    them; else to the norm.
     """
     if not timeline.around:
         return 0.0
@@ -203,11 +201,8 @@ def _norm(timeline: Timeline, between: Mapping[int, float]) -> float | None:
 
 
 def _before_updates(timeline: Timeline, between: Mapping[int, float]) -> float | None:
-    """Seconds from the last backward and sum of all ranks to the first update; None where one came before.
-
-    Arguments:
-        between: seconds around an action, by stage; those behind the last backward are no part of the norm.
-    """
+    """Seconds from the last backward and sum of all ranks to the first update; None where one came before. Those around
+    an action (`between`, by stage) are no part of it."""
     if not timeline.schedule.has_epilogue or timeline.missing:
         return None
     updates = [span.start for trace in timeline.ranks for span in trace.compute if span.what.op is Op.U]

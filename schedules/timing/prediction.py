@@ -274,11 +274,7 @@ def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple
 
 
 def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
-    """[P] seconds a batch, by name.
-
-    Arguments:
-        overhead: that is a part of each action [s].
-    """
+    """[P] seconds a batch, by name; of each action `overhead` is a part [s]."""
     size = timeline.schedule.batch_indices
     shown = {s.what.index // size for trace in timeline.ranks for s in trace.compute if s.what.op is Op.F}
     batches = max(1, len(shown))

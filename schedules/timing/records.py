@@ -47,14 +47,11 @@ def was_waited_for(message: Message, began: float, there: float) -> bool:
 
 
 def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
-    """The measured Timeline of all ranks, beginning at 0.
+    """The measured Timeline of all ranks, beginning at 0; of a rank without a record nothing is known.
 
     The comm lane of a rank shows the messages that it really had to wait for: from when they were made on the other
     rank, or from when this one began to wait where that is later, until they were there. One that came early was not
     seen to arrive, and what was under way while the rank computed may have been there long before it was waited for.
-
-    Arguments:
-        records: [P]; None: nothing is known of this rank.
     """
     needs = Needs(schedule)
     known = [_NOTHING if record is None else record for record in records]

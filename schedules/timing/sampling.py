@@ -158,11 +158,7 @@ def samples_of(num_actions: int) -> int:
 
 
 class _StepDraws:
-    """Cost tables with durations drawn for one step after the other.
-
-    Arguments:
-        table: of the schedule, what ratios of 1 leave.
-    """
+    """Cost tables with durations drawn for one step after the other; ratios of 1 leave the given one."""
 
     def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
         import numpy as np  # simulating one step needs none

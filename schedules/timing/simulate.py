@@ -83,11 +83,8 @@ def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
 
 
 class _MeetingTimes:
-    """Times of a `Meeting`: when ranks begin it, and when it is through, by update group or microbatch.
-
-    Arguments:
-        share: of its ranks' `processors` while it is under way.
-    """
+    """Times of a `Meeting`: when ranks begin it, and when it is through, by update group or microbatch; it takes a
+    share of its ranks' processors."""
 
     def __init__(self, meeting: Meeting, route: Route, share: float, processors: Sequence[Processor]) -> None:
         self.meeting, self.route, self.share = meeting, route, share

@@ -58,12 +58,7 @@ class _Process:
 
 
 class _Files:
-    """Lines of all files.
-
-    Attributes:
-        starts: by name of the start, by process.
-        notes: on lines that could not be read.
-    """
+    """Records of all files, by name of the start, by process; and notes on lines that could not be read."""
 
     def __init__(self) -> None:
         self.starts: dict[str, dict[int, _Process]] = {}
@@ -160,11 +155,8 @@ def _headers_in(paths: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) -> Traces:
-    """Put the files of a run's processes together.
-
-    Arguments:
-        schedules: to look in where no file that is left has the one that ran.
-    """
+    """Put the files of a run's processes together; where none that is left has the schedule that ran, it may be one of
+    these."""
     files = _Files()
     for path in paths:
         files.read(path)
@@ -197,11 +189,7 @@ def _first_step(processes: Mapping[int, _Process]) -> int:
 
 
 class _Start:
-    """Processes that were started together.
-
-    Arguments:
-        known: schedules that other files have, by digest.
-    """
+    """Processes that were started together; `known`: schedules that other files have, by digest."""
 
     def __init__(self, processes: Mapping[int, _Process], known: Mapping[str, Schedule]) -> None:
         self._processes = dict(sorted(processes.items()))
