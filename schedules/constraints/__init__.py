@@ -5,7 +5,8 @@ Constraints(rules=...)  ──ground──>  relations, limits, filters  ──s
 
 from ..ir import Relation
 from .notation import B, F, I, Rule, SoFar, U, W, in_flight, in_order, in_turns, only_if
-from .solve import Constraints, ContradictionError
+from .search import ContradictionError
+from .solve import Constraints
 
 __all__ = [
     "B",
