@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from numbers import Real
 
@@ -41,6 +41,12 @@ class Rules:
 
 Choice = tuple[float, Op, int]  # start, op, stage
 _NOTHING: Choice = (_NEVER, Op.F, -1)
+
+
+def either_fill(rules: Rules) -> Iterator[Rules]:
+    """Rules under which W fill gaps that are long enough, then any."""
+    yield rules
+    yield replace(rules, fills_small_gaps=True)
 
 
 class StuckError(ValueError):

@@ -26,7 +26,7 @@ Block = Callable[[int, int], tuple[int, int, int, int]]  # P, rank -> slots of F
 
 
 def repeat_block(
-    name: str, block: Block, *, num_ranks: int, num_microbatches: int, memory_limit: int, costs: Costs | None
+    name: str, block: Block, num_microbatches: int, *, num_ranks: int, memory_limit: int, costs: Costs | None
 ) -> Schedule:
     """The block once a microbatch, squeezed: each F and I in its order as soon as it can, and W in the gaps.
 
@@ -65,16 +65,12 @@ def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None)
 
     Raises ValueError for costs that are not above 0.
     """
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    return repeat_block("v-half", _half_block, memory_limit=_half_most(num_ranks), costs=costs, **sizes)
 
+    def block(P: int, rank: int) -> tuple[int, int, int, int]:
+        return 2 * rank, 3 * P - 2 - rank, 3 * P - 1 + 2 * rank, 6 * P - 2 - rank
 
-def _half_block(P: int, rank: int) -> tuple[int, int, int, int]:
-    return (2 * rank, 3 * P - 2 - rank, 3 * P - 1 + 2 * rank, 6 * P - 2 - rank)
-
-
-def _half_most(P: int) -> int:
-    return 2 * ((P + 2) // 2)
+    most = 2 * ((num_ranks + 2) // 2)
+    return repeat_block("v-half", block, num_microbatches, num_ranks=num_ranks, memory_limit=most, costs=costs)
 
 
 def _half_seconds(equal: EqualStages) -> float | None:
@@ -97,16 +93,12 @@ def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) 
 
     Raises ValueError for costs that are not above 0.
     """
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    return repeat_block("v-min", _min_block, memory_limit=_min_most(num_ranks), costs=costs, **sizes)
 
+    def block(P: int, rank: int) -> tuple[int, int, int, int]:
+        return rank, 2 * P - 1 - rank, 2 * P + rank, 4 * P - 1 - rank
 
-def _min_block(P: int, rank: int) -> tuple[int, int, int, int]:
-    return (rank, 2 * P - 1 - rank, 2 * P + rank, 4 * P - 1 - rank)
-
-
-def _min_most(P: int) -> int:
-    return 2 * ((P + 4) // 3)
+    most = 2 * ((num_ranks + 4) // 3)
+    return repeat_block("v-min", block, num_microbatches, num_ranks=num_ranks, memory_limit=most, costs=costs)
 
 
 def _min_seconds(equal: EqualStages) -> float | None:

@@ -8,7 +8,7 @@ from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
 from ..placement import snake_placement
 from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, best_order, read_costs, read_memory, with_weights
+from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
 
 
 def v_rounds(
@@ -212,21 +212,13 @@ def _candidates(
     """The paper's order with its W where they fit, its search, then orders where rank r starts r microbatches fewer."""
     P = num_ranks
     if limit >= 2 * P:
-        for fills in (False, True):
-            yield Rules(
-                caps=(num_microbatches,) * (2 * P),
-                memory_limit=limit,
-                kept=kept,
-                fills_small_gaps=fills,
-                order=handcrafted(P, num_microbatches),
-            )
+        caps, order = (num_microbatches,) * (2 * P), handcrafted(P, num_microbatches)
+        yield from either_fill(Rules(caps=caps, memory_limit=limit, kept=kept, order=order))
     yield from v_rounds(P, num_microbatches, table, limit, kept)
     room = int(limit + 1e-9)
     down = [max(1, room - 1 - rank) for rank in range(P)]
     for up in ([room - each for each in down], [room] * P):
-        for fills in (False, True):
-            caps = (*down, *reversed(up))
-            yield Rules(caps=caps, memory_limit=limit, kept=kept, fills_small_gaps=fills)
+        yield from either_fill(Rules(caps=(*down, *reversed(up)), memory_limit=limit, kept=kept))
     yield Rules(caps=(1,) * (2 * P), memory_limit=limit, kept=kept)
 
 

@@ -13,7 +13,7 @@ from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
 from ..placement import cyclic_placement
 from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, best_order, read_costs, read_memory, with_weights
+from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
 from .warmup import in_turn, one_by_one, put_off_weights
 
 
@@ -81,18 +81,12 @@ def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return zb_handcrafted("zb-h2", num_ranks=num_ranks, num_microbatches=num_microbatches, steps=2)
 
 
-def _h2_span(equal: EqualStages) -> float | None:
+def _h2_seconds(equal: EqualStages) -> float | None:
     P, M = equal.num_ranks, equal.num_microbatches
-    if not well_filled(equal):
+    if not well_filled(equal) or P < M < 2 * P - 1:
         return None
     both = (M + P - 1) * (equal.forward + equal.input_grad)
-    return both + max(1, M - 2 * P + 2) * equal.weight_grad + 2 * (P - 1) * equal.latency
-
-
-def _h2_seconds(equal: EqualStages) -> float | None:
-    P, M, span = equal.num_ranks, equal.num_microbatches, _h2_span(equal)
-    if span is None or P < M < 2 * P - 1:
-        return None
+    span = both + max(1, M - 2 * P + 2) * equal.weight_grad + 2 * (P - 1) * equal.latency
     return max(span, equal.work + (P - 1) * (equal.forward + equal.latency))
 
 
@@ -150,24 +144,18 @@ def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: flo
     for warmup in warmups:
         whole = range(num_microbatches)
         order = [one_by_one(rank, whole, warmup=first - 1, op=Op.I) for rank, first in enumerate(warmup)]
-        for fills in (False, True):
-            yield Rules(caps=warmup, memory_limit=limit, kept=kept, fills_small_gaps=fills, order=order)
+        yield from either_fill(Rules(caps=warmup, memory_limit=limit, kept=kept, order=order))
     placement = cyclic_placement(num_ranks=before + 1, num_chunks=1)
-    for warmup in dict.fromkeys(map(_falling, warmups)):
+    # The same, with at least one fewer than in the rank before.
+    falling = (tuple(max(1, min(first, own[0] - rank)) for rank, first in enumerate(own)) for own in warmups)
+    for warmup in dict.fromkeys(falling):
         yield from with_weights(_in_rounds(warmup, num_microbatches), placement, table, memory_limit=limit, kept=kept)
-    for fills in (False, True):
-        caps = _warmup(full, before, int(limit + 1e-9))
-        yield Rules(caps=caps, memory_limit=limit, kept=kept, fills_small_gaps=fills)
+    yield from either_fill(Rules(caps=_warmup(full, before, int(limit + 1e-9)), memory_limit=limit, kept=kept))
 
 
 def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:
     """Forwards of each rank in front of its first backward."""
     return tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
-
-
-def _falling(warmup: tuple[int, ...]) -> tuple[int, ...]:
-    """The same, with at least one fewer than in the rank before."""
-    return tuple(max(1, min(first, warmup[0] - rank)) for rank, first in enumerate(warmup))
 
 
 def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:

@@ -142,7 +142,8 @@ class _PathWalk:
                 self._collectives.setdefault(span.what, {})[rank] = span
 
     def back_from_the_end(self) -> Iterator[PathStep]:
-        node = self._last()
+        last = [self._action(rank, len(spans) - 1) for rank, spans in enumerate(self._compute) if spans]
+        node = _latest([*last, *(self._collective(each) for each in self._collectives)])
         now = self._timeline.end
         while node is not None:
             start = max(min(node.start, now), self._origin)
@@ -152,10 +153,6 @@ class _PathWalk:
             if now < start:
                 yield PathStep(self._wait(node, latest), None, node.rank, now, start)
             node = latest
-
-    def _last(self) -> PathStep | None:
-        found = [self._action(rank, len(spans) - 1) for rank, spans in enumerate(self._compute) if spans]
-        return _latest([*found, *(self._collective(each) for each in self._collectives)])
 
     def _wait(self, node: PathStep, latest: PathStep | None) -> PathKind:
         if latest is None:

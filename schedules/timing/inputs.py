@@ -115,7 +115,7 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
         for stage, op, index in program:
             if op in COMPUTE_OPS:
                 own[op, stage].append(table.of(op, stage, index))
-        for op, stage in sorted(own, key=_in_order):
+        for op, stage in sorted(own, key=lambda pair: (pair[1], "FBIW".index(pair[0].value))):
             found[action_input(schedule, op, stage, rank)] = fmean(own[op, stage])
     found |= {Input(Cause.OVERHEAD, "overhead", (stage,)): seconds for stage, seconds in enumerate(overhead)}
     found |= {Input(Cause.MESSAGES, "message", pair): ways.seconds(pair) for pair in sorted(ways.by_pair)}
@@ -285,10 +285,6 @@ def _on_rank(schedule: Schedule, row: Row, at: tuple[int, ...], seconds: float) 
     stage, rank = at
     size = max(len(row), schedule.batch_indices)
     return tuple(seconds if schedule.owner(stage, k) == rank else row[k % len(row)] for k in range(size))
-
-
-def _in_order(pair: tuple[Op, int]) -> tuple[int, int]:
-    return pair[1], "FBIW".index(pair[0].value)
 
 
 def around_actions(costs: Costs, num_stages: int) -> tuple[float, ...]:

@@ -150,7 +150,8 @@ def check_prediction(
 
     before = predicted_inputs(schedule, costs, links)
     seen = measured_inputs(steps, known, planned=costs)
-    seen = {each: seconds for each, seconds in seen.items() if _is_known(each, before)}
+    # Sums over ranks that no plan knows, of tied weights, are new to the simulation.
+    seen = {each: seconds for each, seconds in seen.items() if each in before or each.kind in ("sum", "held")}
     totals = [predicted.batch_seconds]
     values: dict[Input, float] = {}
     for cause in _FROM_INPUTS:
@@ -209,11 +210,6 @@ def _has_period(timeline: Timeline) -> bool:
         if trace.compute
     ]
     return len(set.intersection(*batches) if batches else ()) > 1
-
-
-def _is_known(each: Input, predicted: dict[Input, float]) -> bool:
-    """Whether the simulation takes it, or will: sums over ranks that no plan knows, of tied weights."""
-    return each in predicted or each.kind in ("sum", "held")
 
 
 def _inputs(

@@ -161,7 +161,9 @@ def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) ->
     for path in paths:
         files.read(path)
     known = {digest(schedule): schedule for schedule in schedules}
-    ordered = sorted(files.starts.values(), key=_started)
+    ordered = sorted(
+        files.starts.values(), key=lambda start: min((each.started for each in _headers(start)), default="")
+    )
     steps: dict[int, Timeline] = {}
     for number, processes in enumerate(ordered):
         behind = min((_first_step(later) for later in ordered[number + 1 :]), default=None)
@@ -177,10 +179,6 @@ def _match(path: Path) -> re.Match[str] | None:
 
 def _headers(processes: Mapping[int, _Process]) -> list[TraceHeader]:
     return [one.header for _, one in sorted(processes.items()) if one.header is not None]
-
-
-def _started(processes: Mapping[int, _Process]) -> str:
-    return min((header.started for header in _headers(processes)), default="")
 
 
 def _first_step(processes: Mapping[int, _Process]) -> int:
