@@ -244,6 +244,7 @@ def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
     median). A stage is missing where no such action ran beside its sums.
     """
     usual: dict[tuple[int, int, Op], list[float]] = defaultdict(list)
+    # (rank, stage, op), its seconds, those beside sums, and these by sum
     beside: list[tuple[tuple[int, int, Op], float, float, dict[Collective, float]]] = []
     for timeline in timelines:
         for rank, (together, trace) in enumerate(zip(_by_rank(timeline), timeline.ranks, strict=True)):
@@ -258,14 +259,6 @@ def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
                 else:
                     usual[rank, stage, op].append(end - start)
     medians = {key: median(seconds) for key, seconds in usual.items()}
-    return _shares(medians, beside)
-
-
-def _shares(
-    medians: Mapping[tuple[int, int, Op], float],
-    beside: Iterable[tuple[tuple[int, int, Op], float, float, Mapping[Collective, float]]],
-) -> dict[int, float]:
-    """By stage: seconds that actions beside its sums took longer, over seconds beside them."""
     longer: dict[int, float] = defaultdict(float)
     seconds: dict[int, float] = defaultdict(float)
     for key, took, union, parts in beside:

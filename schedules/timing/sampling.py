@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from ..kinds import at_least, option
 from ..wording import duration
 from .costs import Costs, CostTable
 from .links import Links
-from .simulate import Beside, run_once
+from .simulate import run_once
 from .spread import OpRatios, Spread
 from .wiring import OPS, ScheduleWiring
 
@@ -165,10 +164,7 @@ class _StepDraws:
 
         self._table, self._norm = table, spread.norm
         self._random = np.random.default_rng(seed)
-        self.beside = Beside(
-            messages=partial(self._some_of, np.array(spread.messages)) if spread.messages else None,
-            sums=partial(self._some_of, np.array(spread.sums)) if spread.sums else None,
-        )
+        self._beside = {"messages": np.array(spread.messages), "sums": np.array(spread.sums)}
         self._ops = sorted(
             {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
         )
@@ -210,9 +206,10 @@ class _StepDraws:
         update = tuple(row[0] for row in rows[Op.U])
         return replace(self._table, rows={**self._table.rows, **rows}, update=update, norm=norm)
 
-    def _some_of(self, ratios: NDArray[np.float64], number: int) -> list[float]:
-        """As many of these, each as likely as any other."""
-        found: list[float] = ratios[self._random.integers(len(ratios), size=number)].tolist()
+    def beside(self, kind: str, number: int) -> list[float]:
+        """Ratios of as many messages, or sums, each as likely as any other; none where they do not vary."""
+        ratios = self._beside[kind]
+        found: list[float] = ratios[self._random.integers(len(ratios), size=number)].tolist() if len(ratios) else []
         return found
 
     def _of_step(self) -> NDArray[np.float64]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import NamedTuple
 
 from ..ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
@@ -54,11 +53,8 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     return run_once(ScheduleWiring(schedule, table, links), table)
 
 
-class Beside(NamedTuple):
-    """Ratios for what goes on beside actions: each call gives those of as many messages, or sums."""
-
-    messages: Callable[[int], Sequence[float]] | None = None
-    sums: Callable[[int], Sequence[float]] | None = None
+# Ratios for what goes on beside actions: of "messages" or "sums", as many as are asked for; none where they do not vary.
+Beside = Callable[[str, int], Sequence[float]]
 
 
 def run_once(
@@ -66,7 +62,7 @@ def run_once(
 ) -> Timeline:
     """The timeline of a schedule that is wired already; the table may have other seconds than it was wired with, not
     other sums and moves."""
-    return _Simulation(wiring, table, beside or Beside()).run(messages=messages)
+    return _Simulation(wiring, table, beside).run(messages=messages)
 
 
 def busy_seconds(schedule: Schedule, costs: Costs) -> float:
@@ -112,7 +108,7 @@ class _MeetingTimes:
 
 
 class _Simulation:
-    def __init__(self, wiring: ScheduleWiring, table: CostTable, beside: Beside) -> None:
+    def __init__(self, wiring: ScheduleWiring, table: CostTable, beside: Beside | None) -> None:
         self.beside = beside
         self.wiring, self.schedule, self.table = wiring, wiring.schedule, table
         schedule, links = self.schedule, wiring.links
@@ -128,7 +124,8 @@ class _Simulation:
         ]
         self.routes = None if links is None else routes
         self.processors = [Processor() for _ in wiring.programs] if any(table.sum_busy) else []
-        of_sums = [1.0] * len(wiring.meetings) if beside.sums is None else beside.sums(len(wiring.meetings))
+        number = len(wiring.meetings)
+        of_sums = (beside and beside("sums", number)) or [1.0] * number
         self.meetings = [
             _MeetingTimes(
                 each,
@@ -160,8 +157,7 @@ class _Simulation:
     def _sending(self, output: Output) -> _Sending:
         delays = [0.0 if p is None else self.delays[p] for p in output.passages]
         routes = None if self.routes is None else [None if p is None else self.routes[p] for p in output.passages]
-        if self.beside.messages is not None:
-            times = self.beside.messages(len(delays))
+        if self.beside is not None and (times := self.beside("messages", len(delays))):
             delays = [delay * each for delay, each in zip(delays, times, strict=True)]
             if routes is not None:
                 routes = [route and route.slower(each) for route, each in zip(routes, times, strict=True)]
