@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .check import check
 from .ir import Action, Op, Schedule, ScheduleError
 from .text import read_schedule
-from .user_code import call, load, said, takes
+from .user_code import call, load, parameters_of, said, takes
 
 if TYPE_CHECKING:
     from .constraints import Constraints
@@ -87,10 +87,7 @@ class Own:
         return schedule
 
     def _check_sizes(self, function: Callable[..., Any], sizes: Mapping[str, int]) -> None:
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):
-            return
+        parameters = parameters_of(function) or ()
         lacking = [p.name for p in parameters if p.name in _SIZES and p.default is p.empty and p.name not in sizes]
         if lacking:
             options = " ".join(f"--{name.removeprefix('num_')}" for name in lacking)
@@ -172,13 +169,7 @@ def _is_ready(what: object) -> bool:
 
 def _is_of_actions(function: Any) -> bool:
     """Whether it is asked about an action: its first argument is named so."""
-    if not callable(function):
-        return False
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return False
-    return bool(names) and names[0] == "action"
+    return callable(function) and [each.name for each in parameters_of(function) or ()][:1] == ["action"]
 
 
 def _refuse_filter_without_state(key: Callable[[Action], Any]) -> None:

@@ -71,7 +71,7 @@ def check_call(
     option: str, value: str, function: Callable[..., Any], *, num_arguments: int, options: tuple[str, ...] = ()
 ) -> None:
     """Raise ValueError for a function that needs other arguments, or does not take as many."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None:
         return
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -97,15 +97,15 @@ def check_call(
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether it has a parameter of this name, or takes any."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = _parameters(function) or ()
+    parameters = parameters_of(function) or ()
     return any(each.kind is each.VAR_KEYWORD or (each.name == name and each.kind in named) for each in parameters)
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """None: it does not say."""
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None: it does not say, as what is written in C."""
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):
         return None
 
 

@@ -34,7 +34,7 @@ TORCH_HALF = {("partition", "graph"), ("partition", "profiler")}  # rooms that n
 LATE = {("schedules/ir.py", "schedules/text.py")}
 EXPLORER = ROOT / "viz" / "explorer"
 # Things that show themselves load the views when they do, against the arrows.
-LATE_ARROWS = {("schedules/shown.py", "viz"), ("partition/plans/shown.py", "viz")}
+LATE_ARROWS = {("partition/plans/shown.py", "viz")}
 FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "experiments")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 

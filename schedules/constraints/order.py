@@ -9,7 +9,7 @@ before any of them on that rank comes before the first, and what comes behind an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -180,18 +180,9 @@ class Order:
 
     def _path(self, why: _Derived) -> list[int]:
         """The shortest path behind a derived edge, of edges that are older than it."""
-        came: dict[int, int] = {why.start: why.start}
-        queue = deque([why.start])
-        while why.end not in came:
-            n = queue.popleft()
-            for then in self.behind[n]:
-                if then not in came and self._age[n, then] < why.age:
-                    came[then] = n
-                    queue.append(then)
-        path = [why.end]
-        while path[-1] != why.start:
-            path.append(came[path[-1]])
-        return path[::-1]
+        return _shortest_path(
+            why.start, why.end, lambda n: (then for then in self.behind[n] if self._age[n, then] < why.age)
+        )
 
 
 def _without_detours(facts: Sequence[Fact]) -> list[str]:
@@ -255,29 +246,29 @@ def _bits(number: int) -> Iterator[int]:
         number ^= low
 
 
+def _shortest_path(start: int, end: int, behind: Callable[[int], Iterable[int]]) -> list[int]:
+    """From start to end, which may be the same, in the fewest steps; empty where no way leads there."""
+    came: dict[int, int] = {}
+    queue = deque([start])
+    while queue:
+        n = queue.popleft()
+        for then in behind(n):
+            if then == end:
+                path = [end, n]
+                while path[-1] != start:
+                    path.append(came[path[-1]])
+                return path[::-1]
+            if then != start and then not in came:
+                came[then] = n
+                queue.append(then)
+    return []
+
+
 def _shortest_cycle(behind: Sequence[Sequence[int]], among: Sequence[int]) -> list[int]:
     """A cycle of the fewest actions, its first again at its end, through one of the first 200 of `among`."""
     inside = set(among)
-    best: list[int] = []
-    for start in among[:200]:
-        came = {start: start}
-        queue = deque([start])
-        found = None
-        while queue and found is None:
-            n = queue.popleft()
-            for then in behind[n]:
-                if then == start:
-                    found = n
-                elif then in inside and then not in came:
-                    came[then] = n
-                    queue.append(then)
-        if found is not None:
-            cycle = [start, found]
-            while cycle[-1] != start:
-                cycle.append(came[cycle[-1]])
-            if not best or len(cycle) < len(best):
-                best = cycle[::-1]
-    return best
+    cycles = (_shortest_path(s, s, lambda n: (then for then in behind[n] if then in inside)) for s in among[:200])
+    return min(filter(None, cycles), key=len, default=[])
 
 
 def topological(before: Sequence[Iterable[int]]) -> list[int]:

@@ -53,7 +53,7 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     return run_once(ScheduleWiring(schedule, table, links), table)
 
 
-# Ratios for what goes on beside actions: of "messages" or "sums", as many as are asked for; none where they do not vary.
+# Ratios for what goes on beside actions: so many of "messages", or of "sums"; none where they do not vary.
 Beside = Callable[[str, int], Sequence[float]]
 
 
