@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .builders.warmup import Turns
 from .ir import Schedule
@@ -44,8 +45,7 @@ class Family:
 
     Arguments:
         name: canonical, lower case.
-        build: builder; takes `num_ranks`, `num_microbatches` and the options.
-        options: further arguments of the builder, by name.
+        build: builder; takes `num_ranks`, `num_microbatches` and the options, by name.
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
         num_chunks: stages a rank, V, where it is no option.
@@ -62,7 +62,6 @@ class Family:
 
     name: str
     build: Callable[..., Schedule]
-    options: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     weight_rules: tuple[str, ...] = ("flush",)
     num_chunks: int = 1
@@ -72,6 +71,11 @@ class Family:
     turns: Callable[[int, int, int], Turns] | None = None
     weight_copies: int = 1
     batch_seconds: Seconds | None = None
+    options: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = inspect.signature(self.build).parameters.keys() - {"num_ranks", "num_microbatches"}
+        object.__setattr__(self, "options", tuple(sorted(names)))
 
     @property
     def takes_chunks(self) -> bool:

@@ -281,15 +281,14 @@ PIPEDREAM, TWO_BW, PACI = (
     Family(
         name=name,
         build=build,
-        options=("num_batches", "replicas", *options),
         aliases=aliases,
         weight_rules=rules,
         full_after=1,
         batch_seconds=lambda equal: None if equal.latency else equal.work,
     )
-    for name, build, options, aliases, rules in (
-        ("pipedream", pipedream, ("update_every", "vertical_sync"), (), ("stashing", "vertical-sync")),
-        ("2bw", two_bw, ("warmup",), ("pipedream-2bw",), ("2bw",)),
-        ("paci", paci, ("update_every",), (), ("one-version",)),
+    for name, build, aliases, rules in (
+        ("pipedream", pipedream, (), ("stashing", "vertical-sync")),
+        ("2bw", two_bw, ("pipedream-2bw",), ("2bw",)),
+        ("paci", paci, (), ("one-version",)),
     )
 )

@@ -87,7 +87,6 @@ def _interleaved_seconds(equal: EqualStages) -> float | None:
 INTERLEAVED = Family(
     name="interleaved",
     build=interleaved,
-    options=("groups", "num_chunks"),
     aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
     full_after=3,
     turns=_default_turns,
@@ -135,7 +134,6 @@ def _gis_seconds(equal: EqualStages) -> float | None:
 GIS = Family(
     name="gis",
     build=gis,
-    options=("group_size", "num_chunks"),
     splits_backward=True,
     full_after=3,
     batch_seconds=_gis_seconds,
@@ -168,7 +166,6 @@ def _zb_seconds(equal: EqualStages) -> float | None:
 INTERLEAVED_ZB = Family(
     name="interleaved-zb",
     build=interleaved_zb,
-    options=("num_chunks",),
     aliases=("interleavedzerobubble", "interleaved-zero-bubble", "scheduleinterleavedzerobubble"),
     splits_backward=True,
     full_after=3,
@@ -196,7 +193,6 @@ def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
 LOOPED_BFS = Family(
     name="looped-bfs",
     build=looped_bfs,
-    options=("num_chunks",),
     aliases=("loopedbfs", "scheduleloopedbfs"),
     batch_seconds=looped_seconds,
 )

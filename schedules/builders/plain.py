@@ -81,7 +81,6 @@ def _1f1b_seconds(equal: EqualStages) -> float:
 ONE_F_ONE_B = Family(
     name="1f1b",
     build=one_f_one_b,
-    options=("replicas",),
     aliases=("schedule1f1b", "pipedream-flush", "dapple"),
     full_after=1,
     turns=_1f1b_turns,

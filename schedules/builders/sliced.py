@@ -49,7 +49,6 @@ def _terapipe_seconds(equal: EqualStages) -> float:
 TERAPIPE = Family(
     name="terapipe",
     build=terapipe,
-    options=("num_slices",),
     batch_seconds=_terapipe_seconds,
 )
 
@@ -104,7 +103,6 @@ def _seq1f1b_seconds(equal: EqualStages) -> float | None:
 SEQ1F1B = Family(
     name="seq1f1b",
     build=seq1f1b,
-    options=("num_chunks", "num_slices"),
     aliases=("seq-1f1b",),
     batch_seconds=_seq1f1b_seconds,
 )
@@ -142,7 +140,6 @@ def _seq_zb_seconds(equal: EqualStages) -> float | None:
 SEQ_ZB_H1 = Family(
     name="seq-zb-h1",
     build=seq_zb_h1,
-    options=("num_slices",),
     splits_backward=True,
     batch_seconds=_seq_zb_seconds,
 )
@@ -178,6 +175,5 @@ def slimpipe(*, num_ranks: int, num_microbatches: int, num_slices: int | None = 
 SLIMPIPE = Family(
     name="slimpipe",
     build=slimpipe,
-    options=("num_chunks", "num_slices"),
     batch_seconds=SEQ1F1B.batch_seconds,
 )

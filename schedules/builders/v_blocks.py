@@ -113,7 +113,6 @@ V_HALF, V_MIN = (
         name=name,
         build=build,
         placement="snake",
-        options=("costs",),
         num_chunks=2,
         splits_backward=True,
         batch_seconds=seconds,
@@ -156,6 +155,5 @@ HANAYO = Family(
     name="hanayo",
     build=hanayo,
     placement="snake",
-    options=("num_chunks",),
     batch_seconds=_hanayo_seconds,
 )

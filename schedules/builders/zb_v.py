@@ -234,7 +234,6 @@ ZB_V = Family(
     name="zb-v",
     build=zb_v,
     placement="snake",
-    options=("costs", "kept", "memory_limit"),
     aliases=("zbv", "zbvzerobubble", "zbv-zero-bubble", "schedulezbvzerobubble"),
     num_chunks=2,
     splits_backward=True,

@@ -175,7 +175,6 @@ ZB_1P, ZB_2P = (
     Family(
         name=name,
         build=partial(zb_automatic, name, most),
-        options=("costs", "kept", "memory_limit"),
         aliases=(name.replace("-", ""),),
         splits_backward=True,
     )
