@@ -91,7 +91,7 @@ class BatchOrders:
 def by_size(problem: Problem) -> list[int]:
     """Microbatches by their work on all stages, the largest first."""
     M = problem.num_microbatches
-    work = [sum(problem.seconds(op)[s][k] for op in SPLIT_OPS for s in range(problem.num_stages)) for k in range(M)]
+    work = [sum(problem.seconds[op][s][k] for op in SPLIT_OPS for s in range(problem.num_stages)) for k in range(M)]
     return sorted(range(M), key=lambda k: (-work[k], k))
 
 

@@ -91,12 +91,13 @@ def _least_tables(problem: Problem) -> dict[Op, Table]:
 
     A schedule with B in place of I and W is no better than one in which an I and the rest of the B run.
     """
-    input_grad = tuple(tuple(map(min, i, b)) for i, b in zip(problem.input_grad, problem.backward, strict=True))
+    whole = problem.seconds[Op.B]
+    input_grad = tuple(tuple(map(min, i, b)) for i, b in zip(problem.seconds[Op.I], whole, strict=True))
     weight_grad = tuple(
         tuple(min(w, b - i) for i, w, b in zip(*rows, strict=True))
-        for rows in zip(input_grad, problem.weight_grad, problem.backward, strict=True)
+        for rows in zip(input_grad, problem.seconds[Op.W], whole, strict=True)
     )
-    return {Op.F: problem.forward, Op.I: input_grad, Op.W: weight_grad}
+    return {Op.F: problem.seconds[Op.F], Op.I: input_grad, Op.W: weight_grad}
 
 
 class _Freed:

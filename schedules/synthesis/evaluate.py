@@ -40,7 +40,7 @@ class OrderEvaluator:
         S, M = problem.num_stages, problem.num_microbatches
         self.num_stages, self.num_microbatches = S, M
         self.num_slots = 2 * S * M  # forwards, gradients
-        self.seconds = [n for op in OPS for row in problem.seconds(op) for n in row]
+        self.seconds = [n for op in OPS for row in problem.seconds[op] for n in row]
         self.rank = [problem.rank_of[s] for _ in OPS for s in range(S) for _ in range(M)]
         self.delay: list[float] = []
         self.slot: list[int] = []

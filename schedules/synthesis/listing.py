@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import cycle, product
 from random import Random
 
+from ..ir import Op
 from .evaluate import OrderEvaluator, Orders
 from .problem import SPLIT_OPS, Problem
 
@@ -69,10 +70,10 @@ class Lister:
         ways, now = [0.0] * (2 * S), 0.0
         for s in range(S):
             ways[s] = now
-            now += problem.forward[s][0] + problem.forward_delay[s]
+            now += problem.seconds[Op.F][s][0] + problem.forward_delay[s]
         for s in reversed(range(S)):
             ways[S + s] = now
-            now += problem.input_grad[s][0] + problem.gradient_delay[s]
+            now += problem.seconds[Op.I][s][0] + problem.gradient_delay[s]
         return ways
 
     def build(self, policy: Policy) -> Orders:
@@ -331,7 +332,7 @@ def _sequences(problem: Problem) -> list[tuple[int, ...] | None]:
     if problem.same_microbatches:
         return [None]
     M = problem.num_microbatches
-    work = [sum(problem.seconds(op)[s][k] for op in SPLIT_OPS for s in range(problem.num_stages)) for k in range(M)]
+    work = [sum(problem.seconds[op][s][k] for op in SPLIT_OPS for s in range(problem.num_stages)) for k in range(M)]
     rising = sorted(range(M), key=work.__getitem__)
     return [tuple(range(M)), tuple(rising), tuple(reversed(rising))]
 

@@ -257,8 +257,7 @@ def recomputing(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iter
         table = own_costs.table(num_stages=S)
         seen = replace(
             problem,
-            input_grad=tuple(row * (M // len(row)) for row in table.rows[Op.I]),
-            backward=tuple(row * (M // len(row)) for row in table.rows[Op.B]),
+            seconds={op: tuple(row * (M // len(row)) for row in table.rows[op]) for op in COST_OF_OP},
             held=waiting,
             kept=tuple(tuple(map(min, *rows)) for rows in zip(problem.kept, waiting, strict=True)),
             memory_limit=tuple(limits),

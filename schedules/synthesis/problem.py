@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from ..ir import Op, ScheduleError
 from ..placement import Placement
+from ..timing.costs import COST_OF_OP
 
 Objective = Literal["makespan", "span"]
 Table = tuple[tuple[float, ...], ...]  # [S][M]
@@ -32,8 +34,7 @@ class Problem:
     Arguments:
         placement: [P] tuples: the stages of each rank, each on exactly one.
         num_microbatches: M.
-        forward, input_grad, weight_grad: [S][M] seconds of each action.
-        backward: [S][M] seconds of an I and its W run as one action (B): what is sent on leaves at its end.
+        seconds: [S][M] of F, I and W, and of an I and its W run as one action (B): what is sent on leaves at its end.
         forward_delay: [S] seconds from the end of F(s) until its result is at stage s+1; 0 on one rank, and at the end.
         gradient_delay: [S] seconds from the end of I(s) until its result is at stage s-1; likewise.
         held: [S][M] memory that a forward takes as it starts.
@@ -51,10 +52,7 @@ class Problem:
 
     placement: Placement
     num_microbatches: int
-    forward: Table
-    input_grad: Table
-    weight_grad: Table
-    backward: Table
+    seconds: Mapping[Op, Table]
     forward_delay: tuple[float, ...]
     gradient_delay: tuple[float, ...]
     held: Table
@@ -80,25 +78,22 @@ class Problem:
 
     def _check_tables(self) -> None:
         S, M = self.num_stages, self.num_microbatches
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name in {"forward", "input_grad", "weight_grad", "backward", "held", "kept"}:
-                if len(value) != S or any(len(row) != M for row in value):
-                    raise ValueError(f"{each.name}: expected {S} rows of {M} numbers, one a stage and microbatch")
-                numbers = [number for row in value for number in row]
-            elif each.name in {"forward_delay", "gradient_delay", "update"}:
-                if len(value) != S:
-                    raise ValueError(f"{each.name} has {len(value)} numbers for {S} stages: expected one a stage")
-                numbers = list(value)
-            else:
-                continue
+        tables = {COST_OF_OP[op]: table for op, table in self.seconds.items()} | {"held": self.held, "kept": self.kept}
+        columns = {name: getattr(self, name) for name in ("forward_delay", "gradient_delay", "update")}
+        for name, table in tables.items():
+            if len(table) != S or any(len(row) != M for row in table):
+                raise ValueError(f"{name}: expected {S} rows of {M} numbers, one a stage and microbatch")
+        for name, column in columns.items():
+            if len(column) != S:
+                raise ValueError(f"{name} has {len(column)} numbers for {S} stages: expected one a stage")
+        for name, numbers in ({name: [*chain(*table)] for name, table in tables.items()} | columns).items():
             wrong = next((n for n in numbers if not (n >= 0 and math.isfinite(n))), None)
             if wrong is not None:
-                raise ValueError(f"{each.name}={wrong!r}: expected finite numbers, at least 0")
+                raise ValueError(f"{name}={wrong!r}: expected finite numbers, at least 0")
         for name in ("forward", "input_grad", "weight_grad"):
-            rows = getattr(self, name)
-            if not max(map(max, rows)) > 0 or (name == "forward" and not min(map(min, rows)) > 0):
-                raise ValueError(f"{name}={min(map(min, rows))!r}: expected more than 0 seconds")
+            least, most = min(map(min, tables[name])), max(map(max, tables[name]))
+            if not most > 0 or (name == "forward" and not least > 0):
+                raise ValueError(f"{name}={least!r}: expected more than 0 seconds")
         for stage, (held, kept) in enumerate(zip(self.held, self.kept, strict=True)):
             if any(k > h for h, k in zip(held, kept, strict=True)):
                 raise ValueError(f"stage {stage} keeps more for its weight gradients than its forwards hold")
@@ -111,21 +106,17 @@ class Problem:
     def num_stages(self) -> int:
         return len(self.rank_of)
 
-    def seconds(self, op: Op) -> Table:
-        """[S][M] seconds of F, I, W or B."""
-        return {Op.F: self.forward, Op.I: self.input_grad, Op.W: self.weight_grad, Op.B: self.backward}[op]
-
     @property
     def work(self) -> tuple[float, ...]:
         """[P] seconds of F, I and W of each rank."""
         return tuple(
-            math.fsum(n for s in own for op in SPLIT_OPS for n in self.seconds(op)[s]) for own in self.placement
+            math.fsum(n for s in own for op in SPLIT_OPS for n in self.seconds[op][s]) for own in self.placement
         )
 
     @property
     def same_microbatches(self) -> bool:
         """Whether all microbatches are alike, so that none gains by going before another."""
-        tables = (self.forward, self.input_grad, self.weight_grad, self.backward, self.held, self.kept)
+        tables = (*self.seconds.values(), self.held, self.kept)
         return all(row.count(row[0]) == len(row) for table in tables for row in table)
 
     @property

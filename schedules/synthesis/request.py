@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import cast
 
-from ..ir import Op
 from ..kinds import at_least, option
 from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import COST_OF_OP, Costs, Row
@@ -68,9 +67,6 @@ class Request:
         if any(seconds > 0 for seconds in table.tied.values()):
             raise ValueError("costs with tied sums: expected costs without tied=, which no order of F, I and W changes")
 
-        def seconds(op: Op) -> Table:
-            return tuple(row * (M // len(row)) for row in table.rows[op])
-
         rank_of = ranks_of_stages(placed)
 
         def delay(src: int, dst: int) -> float:
@@ -87,10 +83,7 @@ class Request:
         problem = Problem(
             placement=placed,
             num_microbatches=M,
-            forward=seconds(Op.F),
-            input_grad=seconds(Op.I),
-            weight_grad=seconds(Op.W),
-            backward=seconds(Op.B),
+            seconds={op: tuple(row * (M // len(row)) for row in table.rows[op]) for op in COST_OF_OP},
             forward_delay=tuple(delay(s, s + 1) for s in range(S)),
             gradient_delay=tuple(delay(s, s - 1) for s in range(S)),
             held=held,

@@ -28,7 +28,7 @@ def solve(problem: Problem, *, seconds: float = 10.0) -> Found | None:
     cp_model: Any = pytest.importorskip("ortools.sat.python.cp_model", reason="ortools is an oracle of tests alone")
     S, M = problem.num_stages, problem.num_microbatches
     actions = [Action(s, op, k) for op in SPLIT_OPS for s in range(S) for k in range(M)]
-    length = {a: _whole(problem.seconds(a.op)[a.stage][a.index]) for a in actions}
+    length = {a: _whole(problem.seconds[a.op][a.stage][a.index]) for a in actions}
     delays = [[_whole(d) for d in each] for each in (problem.forward_delay, problem.gradient_delay)]
     update = [_whole(seconds) for seconds in problem.update]
     assert problem.norm is None
@@ -112,7 +112,7 @@ def _limit_memory(model: Any, problem: Problem, rank: int, start: dict[Action, A
 
 def _like(problem: Problem, k: int) -> tuple[float, ...]:
     """All that an order knows of a microbatch."""
-    tables = (problem.forward, problem.input_grad, problem.weight_grad, problem.held, problem.kept)
+    tables = (*(problem.seconds[op] for op in SPLIT_OPS), problem.held, problem.kept)
     return tuple(row[k] for table in tables for row in table)
 
 

@@ -61,7 +61,7 @@ def solve_exactly(problem: Problem, *, seconds: float = 60.0, known: Orders | No
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: expected more than 0")
-    for rows in zip(problem.input_grad, problem.weight_grad, problem.backward, strict=True):
+    for rows in zip(*(problem.seconds[op] for op in (Op.I, Op.W, Op.B)), strict=True):
         if any(b < (i + w) * (1 - _CLOSE) for i, w, b in zip(*rows, strict=True)):
             raise ValueError("a backward is quicker than its input_grad and weight_grad: expected their sum at least")
     bound = least_seconds(problem)
@@ -109,7 +109,7 @@ class _Program:
         S, M = problem.num_stages, problem.num_microbatches
         self.actions = [Action(s, op, k) for op in SPLIT_OPS for s in range(S) for k in range(M)]
         self.number = {action: at for at, action in enumerate(self.actions)}
-        self.length = np.array([problem.seconds(op)[s][k] for s, op, k in self.actions])
+        self.length = np.array([problem.seconds[op][s][k] for s, op, k in self.actions])
         self.by_rank = [[n for n, a in enumerate(self.actions) if a.stage in own] for own in problem.placement]
         self.update = [math.fsum(problem.update[s] for s in own) for own in problem.placement]
         self.edges = self._chain() + self._in_order() + (self._by_memory() if problem.same_microbatches else [])
@@ -140,7 +140,7 @@ class _Program:
     def _in_order(self) -> list[_Edge]:
         """Constraints between microbatches that are alike."""
         problem = self.problem
-        tables = (problem.forward, problem.input_grad, problem.weight_grad, problem.held, problem.kept)
+        tables = (*(problem.seconds[op] for op in SPLIT_OPS), problem.held, problem.kept)
         newest: dict[tuple[float, ...], int] = {}
         edges = []
         for k in range(problem.num_microbatches):
