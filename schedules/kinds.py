@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """What an option takes: in words, and how it is read; None for what is not of this kind."""
+    """Values that an option takes: in words, and how they are read; None for what is not of this kind."""
 
     expected: str
     read: Callable[[Any], T | None]

@@ -94,7 +94,7 @@ def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placem
 def read_placement(
     placement: str | Sequence[Sequence[int]], num_ranks: int | None, num_chunks: int | None
 ) -> Placement:
-    """What a user gives: a name with sizes, or the stages of each rank; ValueError for anything else."""
+    """The placement that a user gives: a name with sizes, or the stages of each rank; ValueError for anything else."""
     if isinstance(placement, str):
         return place(placement, num_ranks=option("num_ranks", num_ranks, at_least(1)), num_chunks=num_chunks)
     if not isinstance(placement, list | tuple) or not all(isinstance(own, list | tuple) for own in placement):

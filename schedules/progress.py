@@ -63,7 +63,7 @@ class UntimedRun:
         return [{step.message: step.peer for step in own if isinstance(step, Transfer)} for own in self.steps]
 
     def circle(self, stuck: Sequence[int]) -> list[int]:
-        """Of ranks that stand still some of which each waits for the next."""
+        """Some of the ranks that stand still, of which each waits for the next."""
         path = [stuck[0]]
         while (peer := self._peers[path[-1]][self.lacks[path[-1]]]) in stuck:
             if peer in path:

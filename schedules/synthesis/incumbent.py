@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a search may spend (None: any number), and the seed of its random choices."""
+    """Seconds and evaluations that a search may spend (None: any number), and the seed of its random choices."""
 
     seconds: float = math.inf
     evaluations: int | None = None

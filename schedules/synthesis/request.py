@@ -42,7 +42,7 @@ class Posed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a schedule is wanted for; see `synthesize`."""
+    """The question put to `synthesize`, which says what it is made of."""
 
     num_ranks: int | None = None
     num_microbatches: int

@@ -269,7 +269,7 @@ class _PathWalk:
 
     @cached_property
     def _ahead(self) -> frozenset[int]:
-        """Those of them whose weights are gathered in front of the batch, and not behind an update."""
+        """The stages whose weights are gathered in front of the batch, and not behind an update."""
         begun = {each.stages[0]: each for each in self._collectives if each.op is Op.UNSHARD}
         updated = {s.what.stage: s.end for spans in self._compute for s in spans if s.what.op is Op.U}
         return frozenset(

@@ -184,7 +184,7 @@ def check_prediction(
 
 
 def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
-    """Those that took neither most nor least, in the order of their seconds; their median is that of all."""
+    """The steps that took neither most nor least, in the order of their seconds; their median is that of all."""
     ordered = sorted(steps, key=lambda each: each.batch_seconds)
     aside = max(0, (len(ordered) - _MOST_REPLAYED + 1) // 2)
     return ordered[aside : len(ordered) - aside]
