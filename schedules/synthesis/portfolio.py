@@ -32,7 +32,7 @@ from ..transform import with_offload
 from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget, Incumbent, Progress
 from .problem import Problem, Table
-from .request import Posed
+from .request import Posed, numbers
 from .search import OrderingSearch, made_orders, named_orders
 from .spill import peaks_in_time, with_moves
 
@@ -121,7 +121,7 @@ class Portfolio:
                     self._judge(posed, free, evaluator, orders, f"{name}, moves")
                 self._search_each(posed, list(with_more_room(problem, costs)), "moves", len(tasks) - at)
             elif recompute is not None:
-                shares = _shares(recompute, problem.num_stages)
+                shares = numbers("recompute", recompute, problem.num_stages, "stage", is_share=True)
                 self._search_each(posed, list(recomputing(problem, costs, shares)), "recompute", len(tasks) - at)
 
     def _plain(self, posed: Posed, start: Schedule | None, *, left: int) -> float | None:
@@ -198,13 +198,6 @@ class Portfolio:
             yield with_offload(timeline.schedule, costs=variant.costs)
         if variant.num_recomputed:
             yield evaluator.schedule(whole(evaluator, orders, variant.num_recomputed))
-
-
-def _shares(recompute: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    shares = (recompute,) * num_stages if isinstance(recompute, int | float) else tuple(recompute)
-    if len(shares) != num_stages or not all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares):
-        raise ValueError(f"recompute={recompute!r:.60}: expected a part from 0 to 1, or {num_stages}, one a stage")
-    return shares
 
 
 def _queues(links: Links | None, problem: Problem) -> bool:

@@ -6,6 +6,7 @@ A model is a chain of pieces; stages are made of them: neighbours joined, or eac
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -76,9 +77,7 @@ class Request:
             return _behind(table.latency[src], self.links, rank_of, src, dst)
 
         held = _rows("activations", self.activations, S, M)
-        share = numbers("kept_share", self.kept_share, S, "stage")
-        if not all(0 <= part <= 1 for part in share):
-            raise ValueError(f"kept_share={self.kept_share!r:.60}: expected numbers from 0 to 1")
+        share = numbers("kept_share", self.kept_share, S, "stage", is_share=True)
         limit = self.memory_limit
         problem = Problem(
             placement=placed,
@@ -234,10 +233,15 @@ def _check_links(links: Links) -> None:
         raise ValueError("links with sums beside placement='any': expected a placement, whose stages they are of")
 
 
-def numbers(name: str, value: float | Sequence[float], number: int, each: str) -> tuple[float, ...]:
+def numbers(
+    name: str, value: float | Sequence[float], number: int, each: str, *, is_share: bool = False
+) -> tuple[float, ...]:
+    """One number for each of so many; shares are at most 1."""
     given = (value,) * number if isinstance(value, int | float) else tuple(value)
-    if len(given) != number or not all(isinstance(n, int | float) and n >= 0 and math.isfinite(n) for n in given):
-        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {number}, one a {each}")
+    most = 1.0 if is_share else sys.float_info.max
+    if len(given) != number or not all(isinstance(n, int | float) and 0 <= n <= most for n in given):
+        expected = "a part from 0 to 1" if is_share else "a finite number of at least 0"
+        raise ValueError(f"{name}={value!r:.60}: expected {expected}, or {number}, one a {each}")
     return tuple(map(float, given))
 
 

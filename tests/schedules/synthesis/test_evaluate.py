@@ -152,7 +152,7 @@ def test_placements_by_name(name: str, chunks: int | None, expected: object) -> 
         ({"objective": "speed"}, "objective='speed': expected one of makespan, span"),
         ({"memory_limit": [1.0]}, "memory_limit=.* 2, one a rank"),
         ({"memory_limit": -1.0}, "memory_limit=-1.0: expected a finite number of at least 0"),
-        ({"kept_share": 1.5}, "kept_share=1.5: expected numbers from 0 to 1"),
+        ({"kept_share": 1.5}, "kept_share=1.5: expected a part from 0 to 1"),
         ({"placement": [[0], [0]]}, "placement=.* each on one rank"),
         ({"costs": Costs(tied=[((0, 1), 1.0)])}, "costs without tied="),
     ],
