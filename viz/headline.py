@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
+from ..schedules import Op
 from ..schedules.registry import closed_form_seconds
 from ..schedules.timing.bounds import least_seconds
 from ..schedules.timing.measured_inputs import median_costs
@@ -56,7 +57,7 @@ def _figures(exhibit: Exhibit) -> Iterator[HeadFigure]:
 
     if seconds := closed_form_seconds(schedule, costs):
         table = costs.table_for(schedule)
-        alike = all(len(set(column)) == 1 for column in (table.forward, table.backward))
+        alike = all(len(set(column)) == 1 for column in map(table.column, (Op.F, Op.B)))
         what = "equal stages" if alike else "stages of the mean cost"
         yield HeadFigure("closed form", seconds, bubble(seconds), f"{schedule.name}, {what}, free links, no update")
     if exhibit.predicted is not None and (sampled := exhibit.sampled) is not None:

@@ -14,7 +14,7 @@ from ...partition import Cluster
 from ...partition.formulas import DeviceModel, Transformer
 from ...partition.formulas.layers import LayerFormulas
 from ...partition.strict import count, fail, number
-from ...schedules import Costs, Schedule, build, simulate
+from ...schedules import Costs, Op, Schedule, build, simulate
 
 NODE = 8  # devices
 
@@ -175,7 +175,7 @@ def estimated(training: Training, device: DeviceModel) -> float:
     P, V, M = training.pipeline, training.chunks, training.num_microbatches
     costs = step_costs(training, device)
     table = costs.table(num_stages=P * V)
-    chunks = [f + b for f, b in zip(table.forward, table.backward, strict=True)]
+    chunks = [f + b for f, b in zip(table.column(Op.F), table.column(Op.B), strict=True)]
     busiest = max(sum(chunks[rank::P]) for rank in range(P))
     fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
     messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)

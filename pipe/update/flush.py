@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
-from ...schedules.lowering.warm_up import WarmUp, cut_behind_warm_up
+from ...schedules.lowering.course import WarmUp, cut_behind_warm_up
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
