@@ -33,8 +33,9 @@ from .transform import flushed, with_offload
 
 if TYPE_CHECKING:
     from .synthesis.joint import JointSynthesis, Layer, synthesize_jointly
+    from .synthesis.portfolio import Synthesis
     from .synthesis.problem import MemoryLimitError
-    from .synthesis.synthesize import Synthesis, synthesize
+    from .synthesis.synthesize import synthesize
 
 # Loaded when asked for: a command that only draws a schedule starts without the search.
 _OF_THE_SEARCH = {
@@ -42,7 +43,7 @@ _OF_THE_SEARCH = {
     "Layer": "joint",
     "synthesize_jointly": "joint",
     "MemoryLimitError": "problem",
-    "Synthesis": "synthesize",
+    "Synthesis": "portfolio",
     "synthesize": "synthesize",
 }
 

@@ -15,7 +15,7 @@ from .schedule_options import LimitedOptions, one_or_several
 
 if TYPE_CHECKING:
     from ...schedules.synthesis.incumbent import Progress as SearchProgress
-    from ...schedules.synthesis.synthesize import Synthesis, Tried
+    from ...schedules.synthesis.portfolio import Synthesis, Tried
 
 AUTO = "auto"
 _ROWS = 12  # of the table of gap against time

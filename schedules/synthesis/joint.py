@@ -14,9 +14,9 @@ from ..placement import Placement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
 from .incumbent import Budget
+from .portfolio import Synthesis, solve
 from .problem import MemoryLimitError, Objective, fits
 from .request import Cut, Request, numbers
-from .synthesize import Synthesis, solve
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
 _BOUNDS = 20  # bounds that are looked at, for each cut that may be tried

@@ -29,12 +29,13 @@ from ..timing.links import Links
 from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
 from ..transform import with_offload
+from ..wording import count, duration
 from .evaluate import OrderEvaluator, Orders
-from .incumbent import Budget, Incumbent, Progress
-from .problem import Problem, Table
-from .request import Posed, numbers
+from .incumbent import Budget, Incumbent, Progress, Stopped
+from .problem import MemoryLimitError, Problem, Table
+from .request import Posed, Request, numbers
 from .search import OrderingSearch, made_orders, named_orders
-from .spill import peaks_in_time, with_moves
+from .spill import MoveKind, peaks_in_time, with_moves
 
 _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that leave or recompute
 _TIMES = (2.0, 1.4, math.inf)  # as much memory
@@ -52,6 +53,91 @@ class Variant:
     offloads: bool = False
     num_recomputed: int = 0
     waiting: Table | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A placement that was looked at.
+
+    Arguments:
+        placement: "plain", "cyclic", "v", or "given".
+        lower_bound: what no schedule on it can beat [s].
+        value: of the best schedule that was found on it [s]; None: none that could win.
+    """
+
+    placement: str
+    lower_bound: float
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthesis:
+    """A schedule that `synthesize` found.
+
+    Arguments:
+        problem: what was to be put in order, on the placement of the schedule.
+        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement,
+            with a forward in the backward of those that recompute.
+        schedule: the best order, by the name "auto".
+        timeline: of that schedule, simulated.
+        recompute: of each stage, "full" or "none", as `PipelineModule(recompute=)` takes them.
+        value: of the objective: the makespan or the span [s].
+        lower_bound: what no schedule of the problem can beat [s].
+        stopped: why the search ended: "optimal", when the bound was met; "seconds" or "evaluations", when these were
+            spent, or "tried", when all was that is worth a try: then it is the best so far.
+        history: each improvement, the first to the last.
+        seconds: that the search took.
+        evaluations: orders that it tried.
+        placements: that were looked at, the one with the least bound first.
+    """
+
+    problem: Problem
+    costs: Costs
+    schedule: Schedule
+    timeline: Timeline
+    recompute: tuple[str, ...]
+    value: float
+    lower_bound: float
+    stopped: Stopped
+    history: tuple[Progress, ...]
+    seconds: float
+    evaluations: int
+    placements: tuple[Tried, ...]
+
+    @property
+    def gap(self) -> float:
+        """(value - lower bound) / lower bound: the best possible value is at most this part below.
+
+        At most as many points of the bubble could be gained.
+        """
+        return max(0.0, self.value - self.lower_bound) / self.lower_bound
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the bound was met, so that nothing better exists."""
+        return self.stopped == "optimal"
+
+    @property
+    def source(self) -> str:
+        """The finder: the name of a family, "given", "policy", "weights", "slides", "moves", "recompute"."""
+        return self.history[-1].source
+
+    def __repr__(self) -> str:
+        return f"<Synthesis {self.summary()}>"
+
+    def summary(self) -> str:
+        """One line: value, gap, and why it ended."""
+        why = {
+            "optimal": "optimal: the lower bound is met",
+            "seconds": "best so far, the time was over",
+            "evaluations": "best so far, the evaluations were spent",
+            "tried": "best of all that was tried",
+        }[self.stopped]
+        orders = count(self.evaluations, "order")
+        return (
+            f"{self.problem.objective} {duration(self.value)}, at most {self.gap:.2%} above the best possible; {why} "
+            f"({orders} in {duration(self.seconds)})"
+        )
 
 
 class Judged(NamedTuple):
@@ -198,6 +284,50 @@ class Portfolio:
             yield with_offload(timeline.schedule, costs=variant.costs)
         if variant.num_recomputed:
             yield evaluator.schedule(whole(evaluator, orders, variant.num_recomputed))
+
+
+def solve(
+    request: Request,
+    budget: Budget,
+    *,
+    moves: Sequence[MoveKind] = (),
+    recompute: float | Sequence[float] | None = None,
+    start: Schedule | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Synthesis:
+    """The search behind `synthesize`."""
+    has_more = request.memory_limit is not None and bool(moves or recompute is not None)
+    problems = request.problems(may_leave=has_more)
+    portfolio = Portfolio(problems, budget, start=start, has_more=has_more, on_progress=on_progress)
+    portfolio.search_as_asked()
+    if has_more:
+        portfolio.search_beyond(offloads=bool(moves), recompute=recompute)
+    if portfolio.incumbent.answer is None:
+        raise MemoryLimitError(
+            f"memory_limit={request.memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
+            f"expected at least {portfolio.least:g}, the least that was found to do"
+        )
+    incumbent, (posed, variant, timeline) = portfolio.incumbent, portfolio.incumbent.answer
+    values = portfolio.values | {posed.placement: incumbent.value}
+    return Synthesis(
+        problem=posed.problem,
+        costs=variant.costs,
+        schedule=timeline.schedule,
+        timeline=timeline,
+        recompute=tuple(
+            "full" if stage < variant.num_recomputed else "none" for stage in range(posed.problem.num_stages)
+        ),
+        value=incumbent.value,
+        lower_bound=incumbent.bound,
+        stopped=incumbent.stopped,
+        history=tuple(incumbent.history),
+        seconds=incumbent.elapsed,
+        evaluations=incumbent.evaluations,
+        placements=tuple(
+            Tried(placement=each.placement, lower_bound=each.bound, value=values.get(each.placement))
+            for each in sorted(portfolio.problems, key=lambda each: each.bound)
+        ),
+    )
 
 
 def _queues(links: Links | None, problem: Problem) -> bool:

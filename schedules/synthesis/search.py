@@ -10,11 +10,10 @@ from ..families import Family
 from ..ir import chain
 from ..registry import FAMILIES
 from ..timing.costs import Costs
-from .evaluate import OrderEvaluator, Orders
+from .evaluate import OrderEvaluator, Orders, OrderSearch
 from .incumbent import Budget, Incumbent, Progress
 from .listing import Lister, Policy, changed, changed_weights, first_policies, refill
 from .problem import Problem
-from .slides import OrderSearch
 
 _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round

@@ -3,104 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
 from ..timing.costs import Costs
 from ..timing.links import Links
-from ..timing.timeline import Timeline
-from ..wording import count, duration
-from .incumbent import Budget, Progress, Stopped
-from .portfolio import Portfolio
-from .problem import MemoryLimitError, Objective, Problem
+from .incumbent import Budget, Progress
+from .portfolio import Synthesis, solve
+from .problem import Objective
 from .request import Request
 from .spill import MOVE_KINDS, MoveKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A placement that was looked at.
-
-    Arguments:
-        placement: "plain", "cyclic", "v", or "given".
-        lower_bound: what no schedule on it can beat [s].
-        value: of the best schedule that was found on it [s]; None: none that could win.
-    """
-
-    placement: str
-    lower_bound: float
-    value: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Synthesis:
-    """A schedule that `synthesize` found.
-
-    Arguments:
-        problem: what was to be put in order, on the placement of the schedule.
-        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement,
-            with a forward in the backward of those that recompute.
-        schedule: the best order, by the name "auto".
-        timeline: of that schedule, simulated.
-        recompute: of each stage, "full" or "none", as `PipelineModule(recompute=)` takes them.
-        value: of the objective: the makespan or the span [s].
-        lower_bound: what no schedule of the problem can beat [s].
-        stopped: why the search ended: "optimal", when the bound was met; "seconds" or "evaluations", when these were
-            spent, or "tried", when all was that is worth a try: then it is the best so far.
-        history: each improvement, the first to the last.
-        seconds: that the search took.
-        evaluations: orders that it tried.
-        placements: that were looked at, the one with the least bound first.
-    """
-
-    problem: Problem
-    costs: Costs
-    schedule: Schedule
-    timeline: Timeline
-    recompute: tuple[str, ...]
-    value: float
-    lower_bound: float
-    stopped: Stopped
-    history: tuple[Progress, ...]
-    seconds: float
-    evaluations: int
-    placements: tuple[Tried, ...]
-
-    @property
-    def gap(self) -> float:
-        """(value - lower bound) / lower bound: the best possible value is at most this part below.
-
-        At most as many points of the bubble could be gained.
-        """
-        return max(0.0, self.value - self.lower_bound) / self.lower_bound
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the bound was met, so that nothing better exists."""
-        return self.stopped == "optimal"
-
-    @property
-    def source(self) -> str:
-        """The finder: the name of a family, "given", "policy", "weights", "slides", "moves", "recompute"."""
-        return self.history[-1].source
-
-    def __repr__(self) -> str:
-        return f"<Synthesis {self.summary()}>"
-
-    def summary(self) -> str:
-        """One line: value, gap, and why it ended."""
-        why = {
-            "optimal": "optimal: the lower bound is met",
-            "seconds": "best so far, the time was over",
-            "evaluations": "best so far, the evaluations were spent",
-            "tried": "best of all that was tried",
-        }[self.stopped]
-        orders = count(self.evaluations, "order")
-        return (
-            f"{self.problem.objective} {duration(self.value)}, at most {self.gap:.2%} above the best possible; {why} "
-            f"({orders} in {duration(self.seconds)})"
-        )
 
 
 def synthesize(
@@ -191,47 +103,3 @@ def synthesize(
     )
     budget = Budget(seconds=seconds, evaluations=evaluations, seed=seed)
     return solve(request, budget, moves=moves, recompute=recompute, start=start, on_progress=on_progress)
-
-
-def solve(
-    request: Request,
-    budget: Budget,
-    *,
-    moves: Sequence[MoveKind] = (),
-    recompute: float | Sequence[float] | None = None,
-    start: Schedule | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> Synthesis:
-    """The search behind `synthesize`."""
-    has_more = request.memory_limit is not None and bool(moves or recompute is not None)
-    problems = request.problems(may_leave=has_more)
-    portfolio = Portfolio(problems, budget, start=start, has_more=has_more, on_progress=on_progress)
-    portfolio.search_as_asked()
-    if has_more:
-        portfolio.search_beyond(offloads=bool(moves), recompute=recompute)
-    if portfolio.incumbent.answer is None:
-        raise MemoryLimitError(
-            f"memory_limit={request.memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
-            f"expected at least {portfolio.least:g}, the least that was found to do"
-        )
-    incumbent, (posed, variant, timeline) = portfolio.incumbent, portfolio.incumbent.answer
-    values = portfolio.values | {posed.placement: incumbent.value}
-    return Synthesis(
-        problem=posed.problem,
-        costs=variant.costs,
-        schedule=timeline.schedule,
-        timeline=timeline,
-        recompute=tuple(
-            "full" if stage < variant.num_recomputed else "none" for stage in range(posed.problem.num_stages)
-        ),
-        value=incumbent.value,
-        lower_bound=incumbent.bound,
-        stopped=incumbent.stopped,
-        history=tuple(incumbent.history),
-        seconds=incumbent.elapsed,
-        evaluations=incumbent.evaluations,
-        placements=tuple(
-            Tried(placement=each.placement, lower_bound=each.bound, value=values.get(each.placement))
-            for each in sorted(portfolio.problems, key=lambda each: each.bound)
-        ),
-    )
