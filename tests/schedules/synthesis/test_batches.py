@@ -10,7 +10,7 @@ import pytest
 from support.inside import BatchOrders, FoundOrder, Problem
 from support.posed import pose
 
-from stagewright.schedules import Costs, MemoryLimitError, Schedule, build, check, simulate, synthesize
+from stagewright.schedules import Costs, MemoryLimitError, Op, Schedule, build, check, simulate, synthesize
 
 P, M = 3, 8
 
@@ -33,7 +33,8 @@ def problems(number: int, *, limit: float | None, seed: int = 0, num_chunks: int
 
 def seconds(schedule: Schedule, problem: Problem) -> float:
     """Simulated, with the problem's own tables."""
-    rows = {name: list(map(list, getattr(problem, name))) for name in ("forward", "input_grad", "weight_grad")}
+    names = {Op.F: "forward", Op.I: "input_grad", Op.W: "weight_grad"}
+    rows = {name: list(map(list, problem.seconds[op])) for op, name in names.items()}
     return simulate(schedule, Costs(**rows, latency=0.1)).makespan
 
 
