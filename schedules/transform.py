@@ -10,7 +10,7 @@ from .kinds import at_least, option
 from .timing.costs import Costs
 from .timing.links import Links
 from .timing.simulate import simulate
-from .weight_rules import RULES, Seen
+from .weight_rules import RULES
 
 
 def flushed(schedule: Schedule) -> Schedule:
@@ -135,7 +135,7 @@ def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
         if action.op is Op.U:
             continue
         if action.op is Op.F:
-            version = schedule.rule.version(action.index, schedule.num_microbatches, Seen(0, 0))
+            version = schedule.rule.version(action.index, schedule.num_microbatches, 0, 0)
             due = [u for u in waiting if u.stage == action.stage and u.index < version]
             deferred += due
             waiting = [u for u in waiting if u not in due]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from .alive import activations
 from .ir import Action, Op, Schedule, ScheduleError
-from .weight_rules import Seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ def derive_versions(schedule: Schedule) -> Versions:
                 newest_behind[stage, index] = made.get(stage, 0)
     if schedule.is_asynchronous or schedule.num_batches > 1:
         used = {
-            (stage, index): rule.version(index, schedule.num_microbatches, Seen(version, newest.get((0, index), 0)))
+            (stage, index): rule.version(index, schedule.num_microbatches, version, newest.get((0, index), 0))
             for (stage, index), version in newest.items()
         }
     else:

@@ -19,14 +19,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
-
-
-class Seen(NamedTuple):
-    """Versions before a forward: the newest of its stage, and the one that the input stage used (if it has run)."""
-
-    newest: int
-    at_input: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +27,8 @@ class WeightRule:
 
     Arguments:
         name: in `Schedule.weight_rule`.
-        version: that microbatch `index` (of M a batch) must use, by (index, M, what stands before its forward).
+        version: that microbatch `index` (of M a batch) must use, by (index, M, newest, at_input): the newest of its
+            stage that stands before its forward, and the one that the input stage used (if it has run).
         is_asynchronous: whether batches overlap.
         most_versions: of a stage that a rank may have to keep; None: no limit.
         by_batch: whether the index of a microbatch alone names its version: all stages update between the same two
@@ -45,7 +38,7 @@ class WeightRule:
     """
 
     name: str
-    version: Callable[[int, int, Seen], int]
+    version: Callable[[int, int, int, int], int]
     is_asynchronous: bool = True
     most_versions: int | None = None
     by_batch: bool = False
@@ -82,7 +75,7 @@ class WeightRule:
 
     def version_in_stream(self, index: int, num_microbatches: int, *, oldest: int, steady: int) -> int:
         """Likewise in a stream that a flush left at version `oldest`; `steady`: in one that has run for long."""
-        return self.version(index, num_microbatches, Seen(oldest, oldest)) if self.by_batch else max(oldest, steady)
+        return self.version(index, num_microbatches, oldest, oldest) if self.by_batch else max(oldest, steady)
 
     def versions_kept(self, in_use: int) -> int:
         """Versions of a stage that a rank makes room for, when its schedule has at most `in_use` in use at once."""
@@ -99,17 +92,17 @@ RULES: Mapping[str, WeightRule] = MappingProxyType(
         for rule in (
             # Every batch ends before the next begins.
             WeightRule(
-                name="flush", version=lambda k, M, _: k // M, is_asynchronous=False, most_versions=1, by_batch=True
+                name="flush", version=lambda k, M, *_: k // M, is_asynchronous=False, most_versions=1, by_batch=True
             ),
             # 2BW (Narayanan et al., ICML 2021): batch t uses version t - 1. Both versions stay over a flush, too.
-            WeightRule(name="2bw", version=lambda k, M, _: max(k // M - 1, 0), most_versions=2, by_batch=True),
+            WeightRule(name="2bw", version=lambda k, M, *_: max(k // M - 1, 0), most_versions=2, by_batch=True),
             # Weight stashing (PipeDream, SOSP 2019).
-            WeightRule(name="stashing", version=lambda _k, _M, seen: seen.newest),
+            WeightRule(name="stashing", version=lambda _k, _M, newest, _: newest),
             # Vertical sync (PipeDream, SOSP 2019).
-            WeightRule(name="vertical-sync", version=lambda _k, _M, seen: seen.at_input),
+            WeightRule(name="vertical-sync", version=lambda _k, _M, _newest, at_input: at_input),
             # PACI (Elam et al., 2026): a stage updates in place, behind the backward that ends an update group.
             WeightRule(
-                name="one-version", version=lambda _k, _M, seen: seen.newest, most_versions=1, changes_in_flight=True
+                name="one-version", version=lambda _k, _M, newest, _: newest, most_versions=1, changes_in_flight=True
             ),
         )
     }

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..ir import LAST_USES, Action, Op, Relation, Schedule, ScheduleError
 from ..needs import Needs
-from ..weight_rules import Seen
 from .notation import Filter, InFlight, InOrder, InTurns, OnlyIf, Predicate, Rule, check_number
 
 EXPECTED = (
@@ -73,7 +72,7 @@ class Ground:
             elif op is Op.U and index:
                 self.needs[Action(stage, op, index)].append(Action(stage, op, index - 1))
             elif op is Op.F and rule.most_versions is not None:
-                version = rule.version(index, M, Seen(0, 0))
+                version = rule.version(index, M, 0, 0)
                 if version > 0:
                     self.needs[Action(stage, op, index)].append(Action(stage, Op.U, version - 1))
 

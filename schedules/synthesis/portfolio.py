@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import pairwise
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..ir import Op, Schedule
 from ..timing.costs import COST_OF_OP, Costs, Row, together
@@ -140,12 +140,8 @@ class Synthesis:
         )
 
 
-class Judged(NamedTuple):
-    """A simulated schedule for one of the problems, and the variant that its order was found for."""
-
-    posed: Posed
-    variant: Variant
-    timeline: Timeline
+# A simulated schedule for one of the problems, and the variant that its order was found for.
+Judged = tuple[Posed, Variant, Timeline]
 
 
 class Portfolio:
@@ -187,9 +183,11 @@ class Portfolio:
             if at == 0 or not (incumbent.is_over or incumbent.promises_nothing(posed.bound_whole)):
                 self.values[posed.placement] = self._plain(posed, None if at else self.start, left=many - at)
         won = incumbent.answer
-        if many == 1 or won is None or incumbent.is_over or incumbent.promises_nothing(won.posed.bound_whole):
+        if many == 1 or won is None or incumbent.is_over:
             return
-        self._plain(won.posed, won.timeline.schedule, left=1)
+        posed, _, timeline = won
+        if not incumbent.promises_nothing(posed.bound_whole):
+            self._plain(posed, timeline.schedule, left=1)
 
     def search_beyond(self, *, offloads: bool, recompute: float | Sequence[float] | None) -> None:
         """Search each problem once more with activations that leave, and with stages that recompute."""
@@ -226,7 +224,7 @@ class Portfolio:
         source = search.incumbent.history[-1].source
         if not queues:
             timeline = simulate(evaluator.schedule(orders), posed.costs, posed.links)
-            self.incumbent.offer(search.value, Judged(posed, variant, timeline), source)
+            self.incumbent.offer(search.value, (posed, variant, timeline), source)
             return search.value
         offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
         named = joined(named_orders(evaluator), made_orders(evaluator, posed.costs))
@@ -264,7 +262,7 @@ class Portfolio:
             return math.inf
         self.incumbent.evaluations += 1
         timeline = simulate(evaluator.schedule(orders), variant.costs, posed.links)
-        smaller = self._with_less_memory(Judged(posed, variant, timeline), evaluator, orders)
+        smaller = self._with_less_memory((posed, variant, timeline), evaluator, orders)
         while not posed.problem.fits(peaks := peaks_in_time(timeline, posed.problem, variant.waiting)):
             schedule = next(smaller, None)
             if schedule is None:
@@ -272,7 +270,7 @@ class Portfolio:
                 return math.inf
             timeline = simulate(schedule, variant.costs, posed.links)
         value: float = getattr(timeline, posed.problem.objective)
-        self.incumbent.offer(value, Judged(posed, variant, timeline), source)
+        self.incumbent.offer(value, (posed, variant, timeline), source)
         return value
 
     @staticmethod

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..alive import peak_held
 from ..ir import BACKWARD_OPS, Action, Op, Schedule
@@ -26,17 +26,6 @@ MoveKind = Literal["offload"]
 MOVE_KINDS: tuple[MoveKind, ...] = ("offload",)
 
 _What = tuple[int, int]  # stage and microbatch of activations
-
-
-class _RoundTrip(NamedTuple):
-    """A way out and back of one microbatch of a stage: when each half begins, and where in the program."""
-
-    stage: int
-    index: int  # type: ignore[assignment]  # hides tuple.index
-    out: float
-    back: float
-    out_at: int
-    back_at: int
 
 
 class _Link:
@@ -88,7 +77,7 @@ class _Spill:
 
     Attributes: `starts`, when its actions start as they were simulated; `turns`, T[q] when the action before q has
     ended; `backward`, where the backward of each microbatch stands; `here`, where the forward of those that wait and
-    have not left; `comes`, by position, what comes back in front of it; `ways`, chosen so far.
+    have not left; `comes`, by position, what comes back in front of it; `before`, likewise, moves with when they begin.
     """
 
     def __init__(
@@ -102,7 +91,7 @@ class _Spill:
         self.here: dict[_What, int] = {}
         self.comes: dict[int, list[_What]] = {}
         self.to_host, self.from_host = _Link(), _Link()
-        self.ways: list[_RoundTrip] = []
+        self.before: dict[int, list[tuple[bool, float, Action]]] = {}
 
     def run(self) -> tuple[Action, ...]:
         """Walk along the program; what does not fit makes others leave in time."""
@@ -128,27 +117,28 @@ class _Spill:
         """Let leave by the deadline what is needed last, until the rest fits; returns how much has left."""
         gone = 0.0
         while now - gone > self.limit:
-            best: _RoundTrip | None = None
+            latest, best = -1, None
             for what in self.here:
-                if best is not None and self.backward[what] <= best.back_at:
-                    continue
-                way = self._way(what, at, deadline)
-                if way is not None and (best is None or way.back_at > best.back_at):
-                    best = way
+                if self.backward[what] > latest and (way := self._way(what, at, deadline)) is not None:
+                    out, back, back_at = way
+                    if back_at > latest:
+                        latest, best = back_at, (what, out, back)
             if best is None:
                 break
-            what = best.stage, best.index
-            del self.here[what]
-            gone += self.problem.held[best.stage][best.index]
-            self.to_host.take(best.out, self.table.offload[best.stage])
-            self.from_host.take(best.back, self.table.reload[best.stage])
-            self.ways.append(best)
-            self.comes.setdefault(best.back_at, []).append(what)
+            (stage, k), out, back = best
+            del self.here[stage, k]
+            gone += self.problem.held[stage][k]
+            self.to_host.take(out, self.table.offload[stage])
+            self.from_host.take(back, self.table.reload[stage])
+            self.before.setdefault(self._turn_before(out), []).append((False, out, Action(stage, Op.OFFLOAD, k)))
+            self.before.setdefault(latest, []).append((True, back, Action(stage, Op.RELOAD, k)))
+            self.comes.setdefault(latest, []).append((stage, k))
         return gone
 
-    def _way(self, what: _What, at: int, deadline: float) -> _RoundTrip | None:
-        """A way out that is through by the deadline, and back behind position `at`; None where there is none."""
-        stage, k = what
+    def _way(self, what: _What, at: int, deadline: float) -> tuple[float, float, int] | None:
+        """When a way out begins that is through by the deadline, and one back behind position `at`, and the position in
+        front of which that stands; None where there is none."""
+        stage, _ = what
         needed, seconds = self.backward[what], self.table.offload[stage]
         out = self.to_host.first(self.turns[self.here[what] + 1], seconds, deadline)
         if out is None:
@@ -157,19 +147,15 @@ class _Spill:
         back = self.from_host.last(from_then, self.table.reload[stage], self.starts[needed])
         if back is None:
             return None
-        return _RoundTrip(stage, k, out, back, self._turn_before(out), min(self._turn_before(back), needed))
+        return out, back, min(self._turn_before(back), needed)
 
     def _turn_before(self, time: float) -> int:
         return bisect_right(self.turns, time) - 1
 
     def _with_ways(self) -> tuple[Action, ...]:
         """The program with all moves where they begin: of one place those that leave first, each in turn."""
-        before: dict[int, list[tuple[bool, float, Action]]] = {}
-        for stage, k, out, back, out_at, back_at in self.ways:
-            before.setdefault(out_at, []).append((False, out, Action(stage, Op.OFFLOAD, k)))
-            before.setdefault(back_at, []).append((True, back, Action(stage, Op.RELOAD, k)))
         return tuple(
             step
             for at in range(len(self.program) + 1)
-            for step in (*(move for _, _, move in sorted(before.get(at, ()))), *self.program[at : at + 1])
+            for step in (*(move for _, _, move in sorted(self.before.get(at, ()))), *self.program[at : at + 1])
         )

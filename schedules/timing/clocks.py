@@ -68,24 +68,14 @@ def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float
     return nearest.offset, nearest.error + MAX_DRIFT * abs(at - nearest.at)
 
 
-class EarlyMessage(NamedTuple):
-    """A message that was used, by the clock of its receiver, before it was made, by that of its sender.
-
-    seconds: by how much. allowed: how much of it the errors of the two clocks explain [s].
-    """
-
-    message: Message
-    seconds: float
-    allowed: float
-
-
-def early_messages(timeline: Timeline) -> tuple[EarlyMessage, ...]:
-    """Messages that go back in time: the clocks of the two ranks are further apart than the timeline could know."""
+def early_messages(timeline: Timeline) -> tuple[tuple[Message, float, float], ...]:
+    """Messages that were used, by the clock of their receiver, before they were made, by that of their sender: by how
+    many seconds, and how many of them the errors of the two clocks explain."""
     needs = Needs(timeline.schedule)
     made_at = {what: end for rank in timeline.ranks for what, _, end in rank.compute}
     errors = timeline.clock_error or (0.0,) * len(timeline.ranks)
     return tuple(
-        EarlyMessage(each.message, made_at[each.maker] - start, errors[each.sender] + errors[each.receiver])
+        (each.message, made_at[each.maker] - start, errors[each.sender] + errors[each.receiver])
         for rank in timeline.ranks
         for what, start, _ in rank.compute
         for each in needs.arrivals(what)
@@ -105,8 +95,8 @@ def clock_note(timeline: Timeline) -> str:
     told = f"clocks of hosts aligned to ±{duration(max(timeline.clock_error))}"
     early = early_messages(timeline)
     if early:
-        most = max(early, key=lambda each: each.seconds)
-        told += f"; by them {count(len(early), 'message')} came up to {duration(most.seconds)} before being sent"
-        beyond = sum(each.seconds > each.allowed for each in early)
+        most = max(seconds for _, seconds, _ in early)
+        told += f"; by them {count(len(early), 'message')} came up to {duration(most)} before being sent"
+        beyond = sum(seconds > allowed for _, seconds, allowed in early)
         told += f", {beyond} of them by more than that explains" if beyond else ", which that explains"
     return told

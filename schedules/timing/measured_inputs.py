@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..needs import Needs
@@ -51,11 +51,10 @@ def measured_inputs(
     if planned is not None:
         between = dict(enumerate(around_actions(planned, timelines[0].schedule.num_stages))) | between
     ways = [way for timeline in timelines for way in _ways(timeline)]
-    seen_whole = {way.pair for way in ways if way.whole}
-    for way in ways:
-        if way.whole or way.pair not in seen_whole:
-            seconds = max(0.0, way.seconds - between.get(way.stage, 0.0))
-            found[Input(Cause.MESSAGES, "message", way.pair)].append(seconds)
+    seen_whole = {pair for pair, _, _, whole in ways if whole}
+    for pair, stage, took, whole in ways:
+        if whole or pair not in seen_whole:
+            found[Input(Cause.MESSAGES, "message", pair)].append(max(0.0, took - between.get(stage, 0.0)))
     if known is None or known.norm is not None:
         norms = [norm for timeline in timelines if (norm := _norm(timeline, between)) is not None]
         if len(norms) == len(timelines):
@@ -73,9 +72,9 @@ def durations_beside(timelines: Sequence[Timeline]) -> Iterator[tuple[str, tuple
     leaves or whose gradients are summed, seconds."""
     between = _overheads(timelines, None)
     for timeline in timelines:
-        for way in _ways(timeline):
-            if way.whole:
-                yield "messages", (way.stage,), way.seconds - between.get(way.stage, 0.0)
+        for _, stage, seconds, whole in _ways(timeline):
+            if whole:
+                yield "messages", (stage,), seconds - between.get(stage, 0.0)
         for each, seconds in _together(timeline):
             if each.kind == "sum":
                 yield "sums", each.at, seconds
@@ -159,19 +158,9 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
                 yield before.what.stage, gap.unexplained
 
 
-class _MessageWait(NamedTuple):
-    """One message that was waited for: seconds from made, behind an action of `stage`, until its user began [s].
-
-    whole: whether its receiver waited from before it was made; else only those that were late are seen.
-    """
-
-    pair: tuple[int, int]
-    stage: int
-    seconds: float
-    whole: bool
-
-
-def _ways(timeline: Timeline) -> Iterator[_MessageWait]:
+def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, float, bool]]:
+    """Messages that were waited for: (sender, receiver), the stage that made it, seconds from then until its user
+    began, and whether its receiver waited from before it was made: else only those that were late are seen."""
     needs = Needs(timeline.schedule)
     made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
     for trace in timeline.ranks:
@@ -185,7 +174,7 @@ def _ways(timeline: Timeline) -> Iterator[_MessageWait]:
                 if each.maker in made_at:
                     made = made_at[each.maker]
                     way = end - made + max(0.0, lag)
-                    yield _MessageWait((each.sender, each.receiver), each.maker.stage, way, start <= made)
+                    yield (each.sender, each.receiver), each.maker.stage, way, start <= made
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:

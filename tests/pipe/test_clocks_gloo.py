@@ -41,4 +41,4 @@ def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
         assert timeline.makespan < 60  # not 1234
         assert timeline.clock_error[0] == 0.0
         assert 0 < min(timeline.clock_error[1:]) <= max(timeline.clock_error[1:]) < 30
-        assert all(each.seconds <= each.allowed for each in early_messages(timeline))
+        assert all(seconds <= allowed for _, seconds, allowed in early_messages(timeline))

@@ -198,7 +198,7 @@ def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
     for _, timeline in steps:
         assert timeline.makespan < 60
         assert timeline.clock_error[0] == 0 < min(timeline.clock_error[1:]) < 30
-        assert all(each.seconds <= each.allowed for each in early_messages(timeline))
+        assert all(seconds <= allowed for _, seconds, allowed in early_messages(timeline))
     assert read_traces(find_traces([tmp_path / "b"])).steps[0].timeline.missing == (0,)
 
 

@@ -101,7 +101,7 @@ def test_a_message_before_its_time_is_told_with_what_the_clocks_explain() -> Non
     wrong = replace(records[1], offset=-0.5)  # the truth is 0: rank 1 seems half a second early
     within = assemble_timeline(schedule, [records[0], replace(wrong, error=0.5)])
     early = early_messages(within)
-    assert [(tuple(each.message), each.seconds, each.allowed) for each in early] == [(("act", 0, 1, 0), 0.25, 0.5)]
+    assert [(tuple(message), *seconds) for message, *seconds in early] == [(("act", 0, 1, 0), 0.25, 0.5)]
     assert clock_note(within) == (
         "clocks of hosts aligned to ±500 ms; by them 1 message came up to 250 ms before being sent, which that explains"
     )
