@@ -197,7 +197,7 @@ class Portfolio:
         for at, (posed, moves) in enumerate(tasks):
             if self.incumbent.promises_nothing(posed.bound):
                 continue
-            problem, costs = posed.problem, posed.costs
+            problem, costs = posed.problem, posed.request.costs
             if moves:
                 free = Variant(problem=replace(problem, memory_limit=None), costs=costs, offloads=True)
                 evaluator = OrderEvaluator(free.problem)
@@ -211,8 +211,8 @@ class Portfolio:
     def _plain(self, posed: Posed, start: Schedule | None, *, left: int) -> float | None:
         """Search for orders that fit as they are, with what `left` searches have to share; returns the best value [s],
         None where none of them can win."""
-        queues = _queues(posed.links, posed.problem)
-        variant = Variant(problem=posed.problem, costs=posed.costs)
+        queues = _queues(posed.request.links, posed.problem)
+        variant = Variant(problem=posed.problem, costs=posed.request.costs)
         search = self._search(variant, left, bound=posed.bound_whole, tells=not queues)
         evaluator = search.evaluator
         starts = [] if start is None else [evaluator.orders(start)]
@@ -223,11 +223,11 @@ class Portfolio:
         self.incumbent.evaluations += search.evaluations
         source = search.incumbent.history[-1].source
         if not queues:
-            timeline = simulate(evaluator.schedule(orders), posed.costs, posed.links)
+            timeline = simulate(evaluator.schedule(orders), posed.request.costs, posed.request.links)
             self.incumbent.offer(search.value, (posed, variant, timeline), source)
             return search.value
         offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
-        named = joined(named_orders(evaluator), made_orders(evaluator, posed.costs))
+        named = joined(named_orders(evaluator), made_orders(evaluator, posed.request.costs))
         values = [self._judge(posed, variant, evaluator, each, name) for name, each in joined(offers, named)]
         return min(values) if min(values) < math.inf else None
 
@@ -261,14 +261,14 @@ class Portfolio:
         if evaluator.value(orders) >= self.incumbent.value:
             return math.inf
         self.incumbent.evaluations += 1
-        timeline = simulate(evaluator.schedule(orders), variant.costs, posed.links)
+        timeline = simulate(evaluator.schedule(orders), variant.costs, posed.request.links)
         smaller = self._with_less_memory((posed, variant, timeline), evaluator, orders)
         while not posed.problem.fits(peaks := peaks_in_time(timeline, posed.problem, variant.waiting)):
             schedule = next(smaller, None)
             if schedule is None:
                 self.least = min(self.least, max(peaks))
                 return math.inf
-            timeline = simulate(schedule, variant.costs, posed.links)
+            timeline = simulate(schedule, variant.costs, posed.request.links)
         value: float = getattr(timeline, posed.problem.objective)
         self.incumbent.offer(value, (posed, variant, timeline), source)
         return value

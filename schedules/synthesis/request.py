@@ -28,20 +28,6 @@ _SECONDS = ("reduce_grad", "update", "offload", "reload")  # that add up, as the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Posed:
-    """A problem on a placement, with what its schedules are simulated with. None of its schedules can beat `bound` [s],
-    whatever the memory where activations may leave; none in which nothing leaves `bound_whole`, infinite where none
-    meets the limit."""
-
-    placement: str
-    problem: Problem
-    costs: Costs
-    links: Links | None
-    bound: float
-    bound_whole: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The question put to `synthesize`, which says what it is made of."""
 
@@ -102,8 +88,7 @@ class Request:
         Raises ValueError for whatever does not fit, MemoryLimitError where none of them can meet the limit.
         """
         if self.placement != ANY:
-            name = self.placement if isinstance(self.placement, str) else "given"
-            return [self._posed(name, may_leave=may_leave)]
+            return [self._posed(may_leave=may_leave)]
         num_ranks = option("num_ranks", self.num_ranks, at_least(1))
         if self.links is not None:
             _check_links(self.links)
@@ -115,7 +100,7 @@ class Request:
             if stages is None:
                 continue
             try:
-                found.append(replace(stages, placement=name, num_chunks=chunks)._posed(name, may_leave=may_leave))
+                found.append(replace(stages, placement=name, num_chunks=chunks)._posed(may_leave=may_leave))
             except MemoryLimitError as error:
                 refused.append(error)
         if not found:
@@ -127,15 +112,13 @@ class Request:
             )
         return found
 
-    def _posed(self, name: str, *, may_leave: bool) -> Posed:
+    def _posed(self, *, may_leave: bool) -> Posed:
         problem = self.problem(needs_room=not may_leave)
         if may_leave:
             _check_one_stage(problem)
         whole = least_seconds(problem) if problem.fits(problem.smallest_memory) else math.inf
         bound = least_seconds(replace(problem, memory_limit=None)) if may_leave else whole
-        return Posed(
-            placement=name, problem=problem, costs=self.costs, links=self.links, bound=bound, bound_whole=whole
-        )
+        return Posed(request=self, problem=problem, bound=bound, bound_whole=whole)
 
     # --- pieces of a model, and stages of them ---
 
@@ -211,6 +194,21 @@ class Request:
             value = getattr(given, name)
             new[name] = [max(value[at] for at in own) for own in groups] if isinstance(value, Sequence) else value
         return Costs(**new)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posed:
+    """A request on a placement. None of its schedules can beat `bound` [s], whatever the memory where activations may
+    leave; none in which nothing leaves `bound_whole`, infinite where none meets the limit."""
+
+    request: Request
+    problem: Problem
+    bound: float
+    bound_whole: float
+
+    @property
+    def placement(self) -> str:
+        return self.request.placement if isinstance(self.request.placement, str) else "given"
 
 
 def _check_one_stage(problem: Problem) -> None:
