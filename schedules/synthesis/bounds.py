@@ -43,13 +43,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from ..ir import Op
 from ..timing.bounds import Job, machine_bound
-from .problem import Problem, Table
+from .problem import SPLIT_OPS, Problem, Table
 
 _NEVER = -math.inf
 _MOST_TARGETS = 64  # pairs of ranks: beyond, spans of the first and of the busiest rank alone
@@ -141,17 +140,14 @@ def _least_forwards(chunks: Sequence[_Stage], amount: float) -> float:
     return amount * min(c.forward / c.held for c in chunks if c.held > 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
     """Least seconds and memory of a stage's actions; `chunks`: stages of the same rank up to this one."""
 
-    rank: int
-    forward: float
-    input_grad: float
-    weight_grad: float
-    held: float
-    kept: float
-    chunks: tuple[int, ...]
+    def __init__(self, problem: Problem, tables: Mapping[Op, Table], s: int) -> None:
+        self.rank = problem.rank_of[s]
+        self.forward, self.input_grad, self.weight_grad = (min(tables[op][s]) for op in SPLIT_OPS)
+        self.held, self.kept = min(problem.held[s]), min(problem.kept[s])
+        self.chunks = tuple(c for c in sorted(problem.placement[self.rank]) if c <= s)
 
 
 class _Reach:
@@ -161,18 +157,7 @@ class _Reach:
         self.problem = problem
         self.tables = _least_tables(problem)
         self.limits = problem.limits
-        self.stages = [
-            _Stage(
-                rank=rank,
-                forward=min(self.tables[Op.F][s]),
-                input_grad=min(self.tables[Op.I][s]),
-                weight_grad=min(self.tables[Op.W][s]),
-                held=min(problem.held[s]),
-                kept=min(problem.kept[s]),
-                chunks=tuple(c for c in sorted(problem.placement[rank]) if c <= s),
-            )
-            for s, rank in enumerate(problem.rank_of)
-        ]
+        self.stages = [_Stage(problem, self.tables, s) for s in range(problem.num_stages)]
         self.alike = problem.same_microbatches
         self.heads = self._find_heads()
 
