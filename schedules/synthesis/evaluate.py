@@ -18,7 +18,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import NamedTuple
 
 from ..ir import Action, Op, Schedule
 from .problem import Problem
@@ -29,11 +28,8 @@ Orders = list[list[int]]
 _NOT_YET = -1.0
 
 
-class OrderTimes(NamedTuple):
-    """When each rank starts its first action, and when each of its actions ends, in its order [s]."""
-
-    firsts: list[float]
-    ends: list[list[float]]
+# When each rank starts its first action, and when each of its actions ends, in its order [s].
+OrderTimes = tuple[list[float], list[list[float]]]
 
 
 class OrderEvaluator:
@@ -108,7 +104,7 @@ class OrderEvaluator:
 
     def play(self, orders: Sequence[Sequence[int]]) -> OrderTimes | None:
         """When each action ends; None for orders that deadlock."""
-        return self.play_on(orders, OrderTimes([0.0] * len(orders), [[] for _ in orders]))
+        return self.play_on(orders, ([0.0] * len(orders), [[] for _ in orders]))
 
     def play_on(self, orders: Sequence[Sequence[int]], played: OrderTimes) -> OrderTimes | None:
         """When each action ends, where some beginning of each order was `played` already; None for a deadlock.
@@ -287,9 +283,10 @@ class OrderSearch:
 
     def _side(self, times: OrderTimes) -> float:
         """A second figure, for orders of one value: how soon the ranks are through on average [s]."""
+        firsts, ends = times
         if self.problem.objective == "makespan":
-            return sum(own[-1] for own in times.ends) / len(times.ends)
-        return sum(own[-1] - first for first, own in zip(times.firsts, times.ends, strict=True)) / len(times.ends)
+            return sum(own[-1] for own in ends) / len(ends)
+        return sum(own[-1] - first for first, own in zip(firsts, ends, strict=True)) / len(ends)
 
     def slide(self, rank: int, order: list[int], at: int, distance: int) -> list[int] | None:
         """The order with one action moved so far, or as far as it may; None where it may not move at all."""
@@ -356,7 +353,8 @@ class OrderSearch:
         """When each action ends now that one rank has another order; what came before the first change stays."""
         after = orders[changed]
         first = next(at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-        since = times.ends[changed][first - 1] if first else 0.0
-        cuts = [first if rank == changed else bisect_right(own, since) for rank, own in enumerate(times.ends)]
-        stays = OrderTimes(times.firsts.copy(), [own[:cut] for own, cut in zip(times.ends, cuts, strict=True)])
+        firsts, ends = times
+        since = ends[changed][first - 1] if first else 0.0
+        cuts = [first if rank == changed else bisect_right(own, since) for rank, own in enumerate(ends)]
+        stays = firsts.copy(), [own[:cut] for own, cut in zip(ends, cuts, strict=True)]
         return self.evaluator.play_on(orders, stays)

@@ -17,8 +17,47 @@ from .timeline import Idle, RankTrace, Timeline
 
 def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     """Per rank, the gap before each action that has one; works alike on simulated and measured timelines."""
-    finder = _Finder(timeline)
-    return tuple(finder.gaps_of(rank) for rank in timeline.ranks)
+    needs, is_flush = Needs(timeline.schedule), timeline.schedule.has_epilogue
+    spans = [span for rank in timeline.ranks for span in rank.compute]
+    made_at = {what: end for what, _, end in spans}
+    moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
+    last = max((span.end for span in spans if span.what.op is not Op.U), default=0.0)
+
+    def before_update(previous: float, start: float) -> Idle:
+        """In a flush schedule others may still compute, whom the global norm waits for."""
+        drain = max(0.0, min(last, start) - previous) if is_flush else 0.0
+        return Idle(drain=drain, update=start - previous - drain)
+
+    def before_compute(
+        action: Action, previous: float, start: float, arrived: dict[Message, tuple[float, float]]
+    ) -> Idle:
+        made = arrival = previous
+        for message, maker, *_ in needs.arrivals(action):
+            # A window of a stream lacks the makers of its first messages; the messages know when they were made.
+            sent, here = arrived.get(message, (previous, previous))
+            made, arrival = max(made, made_at.get(maker, sent)), max(arrival, here)
+        for move in needs.of(action) if moves else ():  # activations that come back for it
+            if move in moves:
+                made, arrival = max(made, moves[move].start), max(arrival, moves[move].end)
+        made, arrival = min(made, start), min(max(arrival, made), start)
+        return Idle(late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)
+
+    def gaps_of(rank: RankTrace) -> dict[Action, Idle]:
+        arrived = {message: (ready, end) for message, ready, end in rank.comm}
+        gaps: dict[Action, Idle] = {}
+        previous = timeline.start
+        for at, (action, start, end) in enumerate(rank.compute):
+            if start > previous and at == 0:
+                gaps[action] = Idle(warm_up=start - previous)
+            elif start > previous:
+                of_update = action.op is Op.U
+                gaps[action] = (
+                    before_update(previous, start) if of_update else before_compute(action, previous, start, arrived)
+                )
+            previous = end
+        return gaps
+
+    return tuple(map(gaps_of, timeline.ranks))
 
 
 def attribute_idle(timeline: Timeline) -> tuple[Idle, ...]:
@@ -50,49 +89,3 @@ def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Idle], *, surplus: f
         update=updates + sum(gap.update for gap in gaps),
         unexplained=sum(gap.unexplained for gap in gaps),
     )
-
-
-class _Finder:
-    def __init__(self, timeline: Timeline) -> None:
-        self._start = timeline.start
-        self._flush = timeline.schedule.has_epilogue
-        self._needs = Needs(timeline.schedule)
-        spans = [span for rank in timeline.ranks for span in rank.compute]
-        self._made_at = {what: end for what, _, end in spans}
-        self._moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
-        self._last = max((s.end for s in spans if s.what.op is not Op.U), default=0.0)
-
-    def gaps_of(self, rank: RankTrace) -> dict[Action, Idle]:
-        arrived = {message: (ready, end) for message, ready, end in rank.comm}
-        gaps: dict[Action, Idle] = {}
-        previous = self._start
-        for at, (action, start, end) in enumerate(rank.compute):
-            if start > previous:
-                if at == 0:
-                    gaps[action] = Idle(warm_up=start - previous)
-                elif action.op is Op.U:
-                    gaps[action] = self._before_update(previous, start)
-                else:
-                    gaps[action] = self._before_compute(action, previous, start, arrived)
-            previous = end
-        return gaps
-
-    def _before_update(self, previous: float, start: float) -> Idle:
-        """In a flush schedule others may still compute, whom the global norm waits for."""
-        drain = max(0.0, min(self._last, start) - previous) if self._flush else 0.0
-        return Idle(drain=drain, update=start - previous - drain)
-
-    def _before_compute(
-        self, action: Action, previous: float, start: float, arrived: dict[Message, tuple[float, float]]
-    ) -> Idle:
-        made = arrival = previous
-        for message, maker, *_ in self._needs.arrivals(action):
-            # A window of a stream lacks the makers of its first messages; the messages know when they were made.
-            sent, here = arrived.get(message, (previous, previous))
-            made = max(made, self._made_at.get(maker, sent))
-            arrival = max(arrival, here)
-        for move in self._needs.of(action) if self._moves else ():  # activations that come back for it
-            if move in self._moves:
-                made, arrival = max(made, self._moves[move].start), max(arrival, self._moves[move].end)
-        made, arrival = min(made, start), min(max(arrival, made), start)
-        return Idle(late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)
