@@ -44,17 +44,22 @@ class RaisesOnce(nn.Module):
         return x
 
 
-def test_a_failed_batch_leaves_no_messages_to_the_next_one() -> None:
-    """In one process the activations of a batch that failed stayed in the mailbox, under the names of the next one's.
+@pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b"])
+def test_a_failed_batch_leaves_no_messages_to_the_next_one(schedule: str) -> None:
+    """In one process the messages of a batch that failed stayed in the mailbox, under the names of the next one's.
 
-    The next batch then computed with them: no error, another loss.
+    The next batch then computed with them: no error, another loss or other gradients.
     """
     model = layers()
     clean = make(model=model, optimizer=None).forward_backward(X, Y).loss
-    pipe = make(model=nn.Sequential(*model, RaisesOnce()), optimizer=None, schedule="gpipe")
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    pipe = make(model=nn.Sequential(*model, RaisesOnce()), optimizer=None, schedule=schedule)
     with pytest.raises(KeyError):
         pipe.forward_backward(X + 1.0, Y)
     assert pipe.forward_backward(X, Y).loss == pytest.approx(clean, abs=1e-6)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

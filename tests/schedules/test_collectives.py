@@ -82,6 +82,16 @@ def test_a_replica_without_a_microbatch_gathers_weights_before_it_sums_gradients
     assert placed[0][0][0] == 0
 
 
+def test_weights_are_gathered_one_stage_ahead() -> None:
+    """Those of a rank's second stage come while its first one runs."""
+    schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    placed = place_collectives(schedule, [Collective((stage,), Op.UNSHARD, 0) for stage in range(4)])
+    assert [[(at, str(each)) for at, each in own] for own in placed] == [
+        [(0, "0UNSHARD0"), (0, "2UNSHARD0")],
+        [(0, "1UNSHARD0"), (0, "3UNSHARD0")],
+    ]
+
+
 def test_tied_weights_are_ready_behind_the_last_of_their_stages() -> None:
     schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
     made = lowered(schedule, total(0, 2, 3))

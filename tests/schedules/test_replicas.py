@@ -181,6 +181,11 @@ def test_replicas_under_2bw_with_any_number_of_microbatches(replicas: tuple[int,
             check(defer_updates(schedule))
 
 
+def test_replicas_run_no_further_ahead_than_the_stage_in_front_of_them() -> None:
+    """Two microbatches of each of two replicas are four, which the first stage makes behind a backward of theirs."""
+    check(build("2bw", num_ranks=3, num_microbatches=4, replicas=(1, 2), warmup=[2, 2]))
+
+
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 def test_replicas_with_vertical_sync(replicas: tuple[int, ...]) -> None:
     schedule = build("pipedream", num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, vertical_sync=True)
