@@ -29,7 +29,7 @@ import stagewright
 
 ROOT = Path(stagewright.__file__).parent
 FAULTS = Path(__file__).parent
-ROOMS = ("schedules", "run", "update")
+ROOMS = ("schedules", "run", "update", "partition")
 A_ROOM = 20
 # [s] of one test in a copy; one that a fault makes wait for ever has failed.
 LONG = 240

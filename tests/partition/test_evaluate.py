@@ -82,6 +82,23 @@ def test_optimizer_steps_and_memory() -> None:
     assert grown == [200, 100]
 
 
+def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None:
+    model = Model(Profile(nodes=tuple(replace(node, update_seconds=3.0) for node in NODES)), optimizer_ratio=2.0)
+    rules = MemoryRules(optimizer_ratio=2.0, sharding=("full",))
+    evaluator = Evaluator(Topology(CLUSTER), lambda _: rules, lambda _size, _tensor: model)
+    configuration = Configuration(
+        pipeline=2,
+        data=2,
+        tensor=1,
+        schedule="1f1b",
+        num_chunks=1,
+        microbatch_size=1,
+        num_microbatches=4,
+        ranks=((0, 1), (2,)),
+    )
+    assert evaluator.evaluate(configuration, (0, 1, 2), exact=True).seconds.step.tolist() == [1.5, 3.0]
+
+
 def test_replicas_without_a_flush() -> None:
     evaluation, found = evaluated("2bw", (2, 1))
     schedule = defer_updates(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
