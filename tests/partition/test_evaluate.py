@@ -83,9 +83,9 @@ def test_optimizer_steps_and_memory() -> None:
 
 
 def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None:
-    model = Model(Profile(nodes=tuple(replace(node, update_seconds=3.0) for node in NODES)), optimizer_ratio=2.0)
-    rules = MemoryRules(optimizer_ratio=2.0, sharding=("full",))
-    evaluator = Evaluator(Topology(CLUSTER), lambda _: rules, lambda _size, _tensor: model)
+    nodes = tuple(replace(node, update_seconds=3.0) for node in NODES)
+    model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0, sharding=("full",)))
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
     configuration = Configuration(
         pipeline=2,
         data=2,
