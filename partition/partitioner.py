@@ -145,7 +145,7 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
     model = Model(profile, rules, max_cuts=options.max_cuts, compression=compression)
     order, wanted = canonical_order(cluster), options.num_candidates
     topology = Topology(cluster.reordered(order), memory_limit=options.memory_limit)
-    found_by = candidates(
+    every, bound, notes = candidates(
         model,
         topology.cluster,
         schedule=schedule,
@@ -157,7 +157,7 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
     )
     evaluator = PlanEvaluator(topology, lambda _size, _tensor: model)
     found, why_not = [], []
-    for configuration, ends in found_by.found:
+    for configuration, ends in every:
         try:
             one, reason = _evaluated(evaluator, configuration, ends)
         except MisfitError:
@@ -174,10 +174,10 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
         distinct(found),
         topology,
         order=order,
-        bound=model.seconds / topology.total_speed if by_work else found_by.bound,
+        bound=model.seconds / topology.total_speed if by_work else bound,
         says_size=profile.microbatch_size is not None,
         num_runners_up=wanted - 1,
-        notes=(*model.notes, *found_by.notes, *dict.fromkeys(why_not)),
+        notes=(*model.notes, *notes, *dict.fromkeys(why_not)),
     )
 
 

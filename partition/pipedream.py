@@ -157,7 +157,6 @@ class PipeDreamModel:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a minibatch on all machines."""
         return float(self._tables[-1][0, -1, -1])
 
     def _whole(self, level: int, first: slice | int, last: slice | int) -> Floats:

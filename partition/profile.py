@@ -230,11 +230,6 @@ class Profile:
 
     def order(self) -> tuple[int, ...]:
         """Positions in `nodes`, each behind what it needs; of several possible ones always the lowest first."""
-        order = self._possible_order()
-        assert len(order) == len(self.nodes)
-        return order
-
-    def _possible_order(self) -> tuple[int, ...]:
         successors: list[list[int]] = [[] for _ in self.nodes]
         missing = [0] * len(self.nodes)
         for src, dst in self.links:
@@ -253,7 +248,7 @@ class Profile:
         return tuple(order)
 
     def _refuse_cycles(self) -> None:
-        left = set(range(len(self.nodes))) - set(self._possible_order())
+        left = set(range(len(self.nodes))) - set(self.order())
         if not left:
             return
         before = {dst: src for src, dst in self.links if src in left and dst in left}

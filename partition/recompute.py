@@ -53,7 +53,7 @@ class MemoryRules:
 
     def fit(self, sums: StageSums, moments: Moments, place: RankPlace) -> RankMemory:
         """The treatment with the least seconds that fits the device, or with the least excess."""
-        rank = _Rank(sums, moments, place, self)
+        rank = _TreatedRank(sums, moments, place, self)
         if "none" in self.recompute:  # most ranks need no more
             plain = ("none",) * rank.num_chunks
             if len(self.recompute) == 1 or rank.least_excess(plain) == 0:
@@ -71,7 +71,7 @@ class MemoryRules:
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
-        rank = _Rank(sums, moments, place, self)
+        rank = _TreatedRank(sums, moments, place, self)
         if set(self.recompute) == {"none"} or rank.least_excess(("none",) * rank.num_chunks) == 0:
             return 0.0
         return rank.least_seconds_again(self.recompute)
@@ -91,7 +91,7 @@ class StateDivision(NamedTuple):
     behind: float
 
 
-class _Rank:
+class _TreatedRank:
     """Bytes that one rank holds, by what is recomputed and how the optimizer's state is divided."""
 
     def __init__(self, sums: StageSums, moments: Moments, place: RankPlace, rules: MemoryRules) -> None:

@@ -98,7 +98,6 @@ class Fields:
         self._known: list[str] = []
 
     def at(self, key: str) -> str:
-        """Name of the field in errors."""
         return f"{self.where}: {key}"
 
     def take(self, key: str, expected: str, **default: object) -> object:
@@ -137,7 +136,6 @@ class Fields:
         return None if value is None else count(self.at(key), value)
 
     def optional_text(self, key: str) -> str | None:
-        """A string or null; null where it is missing."""
         value = self.take(key, "text or null", default=None)
         if value is not None and not isinstance(value, str):
             fail(self.at(key), value, "text or null")
@@ -149,7 +147,6 @@ class Fields:
         return None if value is None else Fields(value, where=self.at(key))
 
     def text(self, key: str, *, choices: Collection[str] = (), **default: str) -> str:
-        """A string, one of `choices` where given."""
         expected = f"one of {', '.join(choices)}" if choices else "text"
         value = self.take(key, expected, **default)
         if not isinstance(value, str) or (choices and value not in choices):
@@ -230,7 +227,6 @@ class Fields:
             raise ValueError(f"{self.where}: {error}") from None
 
     def version(self, *known: int) -> int:
-        """The field `version`, which must be one that is known."""
         expected = " or ".join(map(str, known))
         found = self.take("version", expected)
         for number in known:

@@ -22,7 +22,6 @@ def take(refs: Sequence[ValueRef], inputs: Sequence[torch.Tensor], results: Sequ
 
 
 def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
-    """The same values without their graph."""
     return tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
 
 

@@ -168,7 +168,6 @@ class Arguments:
 
     @property
     def num_samples(self) -> int:
-        """N; 0 where no tensor has a batch."""
         return next(iter(self.sizes), 0)
 
     def __str__(self) -> str:

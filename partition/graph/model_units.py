@@ -91,23 +91,23 @@ class RecordedUnits:
     def units(self) -> tuple[Unit, ...]:
         """One a call of a module that has parameters, with the calls around it that have none."""
         flow = self.flow
-        crossing = flow.crossing_bytes
-        begins = [
-            i for i in range(len(flow.order)) if not i or (isinstance(flow.call(i), UnitCall) and crossing[i] < 1e300)
-        ]
+        calls = flow.unit_calls()
+        cuts = {i for i, _ in calls if flow.crossing_bytes[i] < 1e300}
+        begins = sorted({0} | cuts) if flow.order else []
         has_parameters = [bool(flow.parameters(call)) for call in flow.order]
         found: list[Unit] = []
         for first, end in _joined(begins, has_parameters):
-            names = [call.name for i in range(first, end) if isinstance(call := flow.call(i), UnitCall)]
-            kinds = [type(c.module).__name__ for i in range(first, end) if isinstance(c := flow.call(i), UnitCall)]
-            calls = end - first - len(kinds)
-            between = f"{calls} call{'s' if calls > 1 else ''} between modules"
-            description = ", ".join([*kinds, between] if calls else kinds)
-            found.append(Unit(name=(names or ["model"])[0], description=description, first=first, last=end - 1))
+            own = [call for i, call in calls if first <= i < end]
+            kinds = [type(call.module).__name__ for call in own]
+            glue = end - first - len(own)
+            between = f"{glue} call{'s' if glue > 1 else ''} between modules"
+            description = ", ".join([*kinds, between] if glue else kinds)
+            name = own[0].name if own else "model"
+            found.append(Unit(name=name, description=description, first=first, last=end - 1))
         return tuple(found)
 
     def evenly(self, num_stages: int) -> Cut:
-        """cuts may stand between any two calls. Units are opened where there are too few."""
+        """Cuts may stand between any two calls. Units are opened where there are too few."""
         flow = self.flow
         places = 1 + sum(each < float("inf") for each in flow.crossing_bytes[1:])
         if places < num_stages:
@@ -117,13 +117,10 @@ class RecordedUnits:
         return self._contiguous(cut_evenly(flow.weights, num_stages=num_stages, crossing_bytes=flow.crossing_bytes))
 
     def at(self, split_points: Sequence[str]) -> Cut:
-        """any module that the model runs may begin a stage."""
+        """Any module that the model runs may begin a stage."""
         first: dict[str, int] = {}
         inside: set[str] = set()
-        for i in range(len(self.flow.order)):
-            call = self.flow.call(i)
-            if not isinstance(call, UnitCall):
-                continue
+        for i, call in self.flow.unit_calls():
             parts = call.name.split(".")
             for end in range(1, len(parts) + 1):
                 first.setdefault(".".join(parts[:end]), i)
@@ -134,7 +131,7 @@ class RecordedUnits:
         return self._contiguous(starts_at(split_points, first, "module that the model runs"))
 
     def by_unit(self, stage_of: Mapping[str, int]) -> Cut:
-        """stages need not be contiguous, but none needs what a later one makes."""
+        """Stages need not be contiguous, but none needs what a later one makes."""
         flow = self.flow
         sources = [
             [flow.position[source] for source in flow.sources(call) if source in flow.position] for call in flow.order
@@ -146,8 +143,7 @@ class RecordedUnits:
 
     def _deeper(self) -> RecordedUnits | None:
         """The same with every unit opened that has parts; None where none has."""
-        calls = [call for i in range(len(self.flow.order)) if isinstance(call := self.flow.call(i), UnitCall)]
-        paths = {_path(call) for call in calls if has_parts(call.module)} - self._how.keep_whole
+        paths = {_path(call) for _, call in self.flow.unit_calls() if has_parts(call.module)} - self._how.keep_whole
         return self._with_open(paths) if paths else None
 
     def _with_open(self, paths: Collection[str]) -> RecordedUnits:
@@ -276,7 +272,7 @@ def _path(call: UnitCall) -> str:
 
 def _above(points: Collection[str], flow: Flow) -> set[str]:
     """The units that hold these modules, and all between."""
-    units = {_path(call) for i in range(len(flow.order)) if isinstance(call := flow.call(i), UnitCall)}
+    units = {_path(call) for _, call in flow.unit_calls()}
     found = set()
     for point in points:
         parts = point.split(".")

@@ -225,7 +225,6 @@ def flatten(value: object, *, end: str) -> tuple[Form, Tensors]:
 
 
 def check_stages(units: Sequence[Unit], stage_of: Mapping[str, int]) -> None:
-    """ValueError unless there is a stage for each unit and a unit on each stage."""
     names = [unit.name for unit in units]
     for name in stage_of:
         if name not in names:

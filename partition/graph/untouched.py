@@ -117,7 +117,6 @@ class Kept:
             undo()
 
     def _held(self, value: Any) -> Collection[object]:
-        """Objects that may be changed through this one."""
         if isinstance(value, list | tuple | deque):
             return value
         if isinstance(value, dict):

@@ -184,7 +184,6 @@ class _Convolve(Instead):
 
 
 def _spellings() -> dict[Any, Instead]:
-    """By function as it is called in Python."""
     found: dict[Any, Instead] = {
         F.linear: Instead(linear),
         F.embedding: Instead(_embedding),

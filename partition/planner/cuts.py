@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from ...schedules.registry import family
 from ..cluster import Cluster
 from ..memory import Moments, certain, stage_parts
 from ..solver.chunks import all_stages, equal_stages, even_stages
-from ..solver.dynamic import Grain, Solution, grain_of, solve, stage_ranks
+from ..solver.dynamic import grain_of, solve, stage_ranks
 from ..solver.orders import node_orders
 from ..solver.ranges import RangeCosts
 from ..stage_cost import Placement, pace
@@ -167,16 +166,6 @@ class TooLargeError(ValueError):
     """Too many cuts and devices for the dynamic program."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """Configurations with their cuts, those with the least bottleneck first, for each order of unequal nodes; no plan
-    has a smaller bottleneck than `bound` [s a microbatch]."""
-
-    found: tuple[tuple[Configuration, Ends], ...]
-    bound: float
-    notes: tuple[str, ...]
-
-
 def candidates(
     model: Model,
     cluster: Cluster,
@@ -187,13 +176,16 @@ def candidates(
     memory_limit: float | None,
     straight: bool = False,
     wanted: int,
-) -> Candidates:
-    """Solutions, `wanted` at most by each way: for M microbatches, and without M, so that replicas have equal shares.
+) -> tuple[list[tuple[Configuration, Ends]], float, list[str]]:
+    """Configurations with their cuts, those with the least bottleneck first, for each order of unequal nodes; a bound
+    of the bottleneck of any plan [s a microbatch]; and notes.
+
+    `wanted` at most come each way: for M microbatches, and without M, so that replicas have equal shares.
 
     Raises TooLargeError where unequal devices are too many; of too many equal ones some are looked at (`grain_of`).
     """
     found: dict[tuple[Configuration, Ends], None] = {}
-    bounds, notes, every = [], [], Grain(cuts=len(model.cuts))
+    bounds, notes, every = [], [], (len(model.cuts), 1)
     orders, note = node_orders(cluster)
     for order in orders:
         costs = RangeCosts(
@@ -212,7 +204,9 @@ def candidates(
                 f"{len(costs.cuts)} cuts on {costs.num_devices} devices of several kinds: too large for unequal "
                 f"devices; expected one kind, fewer devices, or a smaller max_cuts"
             )
-        solutions = _solutions(costs, straight=straight, wanted=wanted)
+        solutions = solve(costs, straight=straight, num_candidates=wanted)
+        if num_microbatches is not None:
+            solutions += solve(costs.per_replica(), straight=straight, num_candidates=wanted)
         bounds += [solution.bound for solution in solutions[:1]]
         for solution in solutions:
             if num_microbatches is not None and max(solution.replicas) > num_microbatches:
@@ -231,16 +225,9 @@ def candidates(
     if grain != every:
         bounds = [float(costs.work[-1]) / costs.num_devices]
         notes.append(
-            f"too large for the exact dynamic program: {grain.cuts} of {every.cuts} cuts were looked at, and replicas "
-            f"in multiples of {grain.unit}"
+            f"too large for the exact dynamic program: {grain[0]} of {every[0]} cuts were looked at, and replicas "
+            f"in multiples of {grain[1]}"
         )
     if note is not None:
         notes.append(note)
-    return Candidates(found=tuple(found), bound=min(bounds, default=0.0), notes=tuple(notes))
-
-
-def _solutions(costs: RangeCosts, *, straight: bool, wanted: int) -> list[Solution]:
-    best = solve(costs, straight=straight, num_candidates=wanted)
-    if costs.num_microbatches is not None:
-        best += solve(costs.per_replica(), straight=straight, num_candidates=wanted)
-    return best
+    return list(found), min(bounds, default=0.0), notes

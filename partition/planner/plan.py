@@ -256,7 +256,7 @@ def _unequal(
     makes_room = {*model.rules.recompute, *model.rules.sharding} != {"none"}
     for memory_limit in (topology.memory_limit, math.inf) if has_limit and makes_room else (topology.memory_limit,):
         try:
-            options = candidates(
+            every, _, _ = candidates(
                 model,
                 topology.cluster,
                 schedule=schedule,
@@ -267,7 +267,7 @@ def _unequal(
             )
         except TooLargeError:
             return
-        for configuration, ends in options.found:
+        for configuration, ends in every:
             has_work = max(configuration.counts) <= configuration.batch
             is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
             if has_work and is_short and runs(configuration):

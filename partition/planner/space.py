@@ -38,7 +38,6 @@ class Configuration:
 
     @property
     def num_stages(self) -> int:
-        """S = P V."""
         return self.pipeline * self.num_chunks
 
     @property
@@ -54,7 +53,6 @@ class Configuration:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Replicas of each of P stages."""
         if self.ranks is None:
             return (self.data,) * self.pipeline
         return tuple(len(ranks) // self.tensor for ranks in self.ranks)
@@ -66,7 +64,6 @@ class Configuration:
 
     @property
     def batch(self) -> int:
-        """M, where it is known."""
         assert self.num_microbatches is not None
         return self.num_microbatches
 

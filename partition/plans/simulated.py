@@ -100,7 +100,6 @@ def expected(plan: PlanRecord) -> ExpectedStep | None:
 
 
 def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Links | None]:
-    """The schedule, and the links on the ranks that run it."""
     schedule, links = schedule_of(plan, num_microbatches=num_microbatches), plan.links
     if links is not None:
         links = links.on(schedule.owners[: len(plan.stages) // plan.num_chunks])

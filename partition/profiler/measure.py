@@ -25,8 +25,7 @@ from ..profile import Node, Profile, Tied
 from .clock import Clock, Estimate, clock_for, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, make_optimizers_of_copies
-from .passes import Passes, Sample, profiled
-from .traffic import Traffic
+from .passes import Passes, Sample, Traffic, profiled
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take

@@ -28,7 +28,6 @@ from ..graph.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
-from .traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +74,24 @@ class PassTimes:
     backward: list[float] = field(default_factory=list)
     input_grad: list[float] = field(default_factory=list)
     weight_grad: list[float] = field(default_factory=list)
+
+
+class Traffic:
+    """Sums over the ranks that a cut weight lies on, since they were last taken: how many, and bytes of each rank."""
+
+    def __init__(self) -> None:
+        self._sums = 0.0
+        self._bytes = 0.0
+
+    def tell(self, kind: str, num_bytes: int) -> None:
+        """One more: a "sum" of tensors of so many bytes, or a "gather" whose result has so many, half a sum's way."""
+        self._sums += 1.0 if kind == "sum" else 0.5
+        self._bytes += num_bytes if kind == "sum" else num_bytes / 2
+
+    def take(self) -> tuple[float, float]:
+        found = self._sums, self._bytes
+        self._sums = self._bytes = 0.0
+        return found
 
 
 class Passes:

@@ -42,16 +42,11 @@ class Solution:
         return tuple(stage.replicas for stage in self.stages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grain:
-    """How fine the program looks: so many cuts at most, and stages of multiples of `unit` devices."""
+def grain_of(costs: RangeCosts, *, straight: bool) -> tuple[int, int]:
+    """How many cuts the program looks at, and of how many devices replicas are multiples.
 
-    cuts: int
-    unit: int = 1
-
-
-def grain_of(costs: RangeCosts, *, straight: bool) -> Grain:
-    """All cuts and devices, or, where these are more than MAX_STEPS, fewer cuts, and whole nodes of devices."""
+    All and 1, or, where these are more than MAX_STEPS, fewer cuts, and whole nodes.
+    """
 
     def shapes(unit: int) -> float:
         units = costs.num_devices // unit
@@ -59,11 +54,11 @@ def grain_of(costs: RangeCosts, *, straight: bool) -> Grain:
 
     num_cuts, unit, sizes = len(costs.cuts), 1, costs.topology.level_sizes
     if float(costs.cuts.inside.sum()) * shapes(1) <= MAX_STEPS:
-        return Grain(cuts=num_cuts)
+        return num_cuts, 1
     least, node = min(num_cuts, _LEAST_CUTS), sizes[0] if len(sizes) > 1 else 1
     while not straight and 4 * unit <= costs.num_devices and least**2 * shapes(unit) > 2 * MAX_STEPS:
         unit = node if unit < node else 2 * unit
-    return Grain(cuts=min(num_cuts, max(3, int((2 * MAX_STEPS / shapes(unit)) ** 0.5))), unit=unit)
+    return min(num_cuts, max(3, int((2 * MAX_STEPS / shapes(unit)) ** 0.5))), unit
 
 
 def solve(costs: RangeCosts, *, straight: bool = False, num_candidates: int = 1) -> list[Solution]:
@@ -115,9 +110,8 @@ class _Block:
 
 class _Table:
     def __init__(self, costs: RangeCosts, *, straight: bool) -> None:
-        self.costs, grain = costs, grain_of(costs, straight=straight)
-        self.unit = grain.unit
-        cuts = thinned(costs.cuts, grain.cuts)
+        self.costs, (most, self.unit) = costs, grain_of(costs, straight=straight)
+        cuts = thinned(costs.cuts, most)
         self.inside = costs.cuts.inside & np.isin(np.arange(len(costs.cuts)), cuts)
         self.most = [1 if straight else e for e in range(costs.num_devices // self.unit + 1)]  # replicas, by devices
         self.blocks = list(self._blocks())

@@ -135,7 +135,6 @@ class RangeCosts:
         return np.where(levels > 0, seconds * self._link_slowness[first, last], seconds)
 
     def in_flight(self, r: Index, e: Index) -> Indices:
-        """Microbatches that one replica holds at once."""
         depth = -(-np.asarray(e) // r)
         if not self.rule.is_asynchronous and self.num_microbatches is not None:
             depth = np.minimum(depth, -(-self.num_microbatches // np.asarray(r)))

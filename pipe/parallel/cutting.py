@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from ...partition.graph.forms import Arguments
 from ...partition.profile import Profile
 from ...partition.profiler import profile_model
-from ...partition.profiler.traffic import Traffic
+from ...partition.profiler.passes import Traffic
 from .shard import Shard
 from .style import Style, StyleError, cut_module, style_of
 from .tensor_group import TensorGroup

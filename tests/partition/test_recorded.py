@@ -167,7 +167,8 @@ def test_a_unit_that_is_opened_keeps_its_number_for_random_numbers() -> None:
     opened = recorded(model, also_open=["blocks.1"]).flow
     names = [opened.name_of(call) for call in opened.order]
     block = range(names.index("blocks.1.norm"), names.index("head"))
-    assert [opened.call(i).enters for i in (0, 1, names.index("head"))] == [0, 1, 3]
+    calls = [opened.record.calls[opened.order[i]] for i in (0, 1, names.index("head"))]
+    assert [call.enters for call in calls] == [0, 1, 3]
     for cut, expected in ((block[0], [2]), (block[2], [2, 2]), (block[-1], [2, 2 + (1 << 32)])):
         stage_of = {call: int(i >= cut) for i, call in enumerate(opened.order)}
         numbers = opened.numbers(stage_of)

@@ -36,7 +36,6 @@ class Context(NamedTuple):
         return cls(torch.is_grad_enabled(), tuple(kinds))
 
     def differing(self, around: Context) -> Context:
-        """Those that differ."""
         autocast = tuple(mine for mine, other in zip(self.autocast, around.autocast, strict=True) if mine != other)
         return Context(None if self.grad == around.grad else self.grad, autocast)
 

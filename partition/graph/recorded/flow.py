@@ -45,8 +45,10 @@ class Flow:
         self.order = sorted(live - self.everywhere)
         self.position = {call: i for i, call in enumerate(self.order)}
 
-    def call(self, position: int) -> UnitCall | GlueCall:
-        return self.record.calls[self.order[position]]
+    def unit_calls(self) -> list[tuple[int, UnitCall]]:
+        """Calls of units, with their positions."""
+        calls = self.record.calls
+        return [(i, call) for i, number in enumerate(self.order) if isinstance(call := calls[number], UnitCall)]
 
     def sources(self, call: int) -> set[int]:
         made = {self.maker[number] for number in self.values[call] if number in self.maker}
@@ -204,8 +206,8 @@ def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow, *, same_mo
     """
     if flow.steps == other.steps:
         return {call: stage_of[mine] for call, mine in zip(other.order, flow.order, strict=True)}
-    units = {call.name: stage_of[i] for i in flow.order if isinstance(call := flow.record.calls[i], UnitCall)}
-    names = [call.name for i in other.order if isinstance(call := other.record.calls[i], UnitCall)]
+    units = {call.name: stage_of[flow.order[i]] for i, call in flow.unit_calls()}
+    names = [call.name for _, call in other.unit_calls()]
     odd = sorted(set(units) ^ set(names))
     if odd and same_modules:
         how = "runs now and did not" if odd[0] in names else "does not run now and did"

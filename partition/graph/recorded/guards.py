@@ -186,7 +186,6 @@ class Walk:
         return values
 
     def _equal(self, paths: Iterable[str], get: Callable[[], list[object]]) -> None:
-        """Values that are compared each time."""
         values = get()
         self._forms.append((get, values))
         self.texts |= dict(zip(paths, map(str, values), strict=True))

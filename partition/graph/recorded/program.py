@@ -14,6 +14,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, groupby
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, is_writ
 _NUMBERS = count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: a cached property
 class RecordedPiece:
     """One stage of a recorded model: the calls that `stage_of` puts on it, and others that all stages make."""
 
@@ -44,6 +45,7 @@ class RecordedPiece:
     enter_unit: EnterUnit | None
     is_flat: ClassVar[bool] = True
 
+    @cached_property
     def parts(self) -> tuple[list[int], list[int], list[Template]]:
         """Numbers of the values that it takes, the calls that it makes, ascending, and what it returns."""
         is_last = self.stage == self.num_stages - 1
@@ -54,7 +56,7 @@ class RecordedPiece:
 
     @property
     def name(self) -> str:
-        own = [call for call in self.parts()[1] if call in self.flow.position]
+        own = [call for call in self.parts[1] if call in self.flow.position]
         names = [call.name for i in own if isinstance(call := self.flow.record.calls[i], UnitCall)]
         names = names or [self.flow.name_of(call) for call in own] or ["nothing"]  # without labels, a loss is gone
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
@@ -64,7 +66,7 @@ class RecordedPiece:
         return self.name
 
     def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
-        given, calls, outputs = self.parts()
+        given, calls, outputs = self.parts
         number_of = (
             {} if self.enter_unit is None else {id(self.flow.record.calls[i]): self.numbers.get(i) for i in calls}
         )
@@ -79,7 +81,7 @@ class RecordedPiece:
         return ValueRef(producer, self.flow.travelling(self.stage_of, producer, self.num_stages).index(number))
 
     def form(self) -> object:
-        given, calls, outputs = self.parts()
+        given, calls, outputs = self.parts
         number = {value: i for i, value in enumerate(given)}
 
         def text(template: Template) -> object:

@@ -125,7 +125,6 @@ def renumbered(template: T, numbers: Mapping[int, int]) -> T:
 
 
 def is_fixed(value: object) -> bool:
-    """Whether no forward changes it."""
     return isinstance(value, _FIXED) or callable(value)
 
 

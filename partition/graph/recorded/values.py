@@ -66,7 +66,6 @@ class Values:
         self._kept: list[object] = []  # an id stays one object's
 
     def new(self, tensor: torch.Tensor, *, call: int) -> int:
-        """The number of a value that a call has made."""
         number = len(self.made_by)
         self.made_by.append(call)
         self._number[id(tensor)] = number
@@ -173,7 +172,6 @@ class Owners:
     def within_unit(
         self, call: int, name: str, given: Sequence[torch.Tensor], ids_in_states: set[int]
     ) -> Iterator[None]:
-        """Within, a unit runs, which was given these tensors, and those with these ids in objects."""
         self._unit, self._names[call] = call, name
         self._passed = {id(x) for x in given} | ids_in_states
         self._passed_memory = {memory_of(x) for x in given} - {None}
@@ -208,7 +206,6 @@ class Owners:
         return result
 
     def _look_at(self, tensor: torch.Tensor, unit: int) -> None:
-        """A tensor that a unit works on and that it was not given."""
         owner = self._owner.get(id(tensor))
         if owner is None or owner == unit or self._is_models(tensor) or memory_of(tensor) in self._passed_memory:
             return

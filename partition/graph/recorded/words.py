@@ -106,7 +106,6 @@ class Words:
 
 
 def _parts(value: Any) -> tuple[str, Iterable[Any] | None]:
-    """The name of a value, and what is in it."""
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
         return _tensor(value) + _content(value), None
