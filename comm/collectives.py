@@ -37,6 +37,9 @@ class Collectives:
         others_failed: whether a process that does not come will not.
 
     Attributes:
+        rank, size: number of this process, and how many there are.
+        alone: whether there is no other.
+        device: where tensors that it takes are.
         behind: the newest call that its owner made without it, for `gather`: the same in every process.
     """
 
@@ -49,51 +52,32 @@ class Collectives:
         others_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._place = place
-        self._world = place.world
-        self._device = device
+        world = place.world
+        self.rank, self.size, self.alone = world.rank, world.size, not world.distributed
+        self.device = device
         self._timeout = timeout
         self.groups = Groups(place, device=device, timeout=timeout, others_failed=others_failed)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.behind = ""
-        self._everyone = tuple(range(self._world.size))
+        self._everyone = tuple(range(self.size))
         planes, tensor_groups = place.planes(), place.mesh.groups("tensor")
-        self._plane = _own(self._world.rank, planes)
-        self.tensor_members = _own(self._world.rank, tensor_groups)
+        self._plane = _own(self.rank, planes)
+        self.tensor_members = _own(self.rank, tensor_groups)
         self._make(self._everyone, *planes, *(tensor_groups if len(self.tensor_members) > 1 else ()))
 
     def name_of(self, process: int) -> str:
         return self._place.name_of(process)
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def alone(self) -> bool:
-        return not self._world.distributed
-
-    @property
-    def size(self) -> int:
-        return self._world.size
-
     def subgroup(self, ranks: Sequence[int]) -> None:
         """Make a group of these ranks in each plane, if there is none yet."""
         self._make(*self._place.planes(ranks))
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, what: str, ranks: Sequence[int] | None = None, largest: bool = False
-    ) -> None:
-        """Sum `tensor` in place, over the ranks or over all processes; or take the largest value of each element, which
-        no NaN may be."""
-        if self._world.distributed:
-            processes = self._everyone if ranks is None else self._processes(ranks)
+    def all_reduce(self, tensor: torch.Tensor, *, what: str, largest: bool = False) -> None:
+        """Sum `tensor` in place over all processes; or take the largest value of each element, which no NaN may be."""
+        if not self.alone:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            self._run(lambda group: dist.all_reduce(tensor, op, group=group), processes, what)
+            self._run(lambda group: dist.all_reduce(tensor, op, group=group), self._everyone, what)
 
     def begin_all_reduce(
         self,
@@ -113,7 +97,7 @@ class Collectives:
             on_through: is called once it is through or has failed, on another thread (CUDA: at once, on a stream that
                 is then behind it).
         """
-        if ranks is None and not self._world.distributed:
+        if ranks is None and self.alone:
             return lambda: None
         processes = self._everyone if ranks is None else self._processes(ranks)
         options = dist.AllreduceOptions()  # of a sum
@@ -129,7 +113,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""
-        if not self._world.distributed:
+        if self.alone:
             return tensor
         return self._broadcast(tensor, self._place.process_of(source), self._plane, what)
 
@@ -146,7 +130,7 @@ class Collectives:
     @property
     def is_first_member(self) -> bool:
         """Whether this process is the first of its tensor group: it speaks for what all of them hold."""
-        return self._world.rank == self.tensor_members[0]
+        return self.rank == self.tensor_members[0]
 
     # Over the tensor group, whose members make the same calls in the same order
 
@@ -209,7 +193,7 @@ class Collectives:
             on_through: as of `begin_all_reduce`.
         """
         processes = tuple(self._place.process_of(rank) for rank in ranks)
-        own = self._world.rank
+        own = self.rank
         order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
         kind, none = parts[0][0].dtype, parts[0][0].new_empty(0)
         pieces = [[piece.reshape(-1) for piece in parts[i]] if processes[i] != own else [] for i in order]
@@ -217,7 +201,7 @@ class Collectives:
         incoming = [sizes[i] if processes[i] != own else 0 for i in order]
         wire = torch.cat([none, *chain.from_iterable(pieces)]).view(torch.uint8)  # backends know few types
         del pieces
-        received = torch.empty(sum(incoming), dtype=kind, device=self._device)
+        received = torch.empty(sum(incoming), dtype=kind, device=self.device)
         width = received.element_size()
 
         options = dist.AllToAllOptions()
@@ -251,8 +235,8 @@ class Collectives:
     def abort(self) -> None:
         """After an error: let nobody wait for this rank any longer."""
         for processes, group in self._groups.items():
-            if self._world.rank in processes:
-                break_group(group, self._device)
+            if self.rank in processes:
+                break_group(group, self.device)
 
     def close(self) -> None:
         """Destroy all groups, those of the links too. No process may wait for another in them any more."""
@@ -263,7 +247,7 @@ class Collectives:
         return tuple(sorted(self._place.process_of(rank) for rank in ranks))
 
     def _make(self, *wanted: Sequence[int]) -> None:
-        if not self._world.distributed:
+        if self.alone:
             return
         missing = [each for each in dict.fromkeys(tuple(sorted(one)) for one in wanted) if each not in self._groups]
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
@@ -274,23 +258,23 @@ class Collectives:
         NCCL's own watch ends what takes too long: there waiting blocks no host.
         """
         options.asyncOp = True
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             return []
         options.timeout = _EVER
         return [timedelta(seconds=self._timeout)]
 
     def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
         buffer = (
-            tensor.to(self._device).contiguous()
-            if self._world.rank == source
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            tensor.to(self.device).contiguous()
+            if self.rank == source
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         )
         wire = _bytes(buffer)
         self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
         return buffer
 
     def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
-        if not self._world.distributed:
+        if self.alone:
             return [mine]
         self._gathers[processes] += 1
         own = f"{what!r} (number {self._gathers[processes]} of what they gather){self.behind}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,16 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...schedules import Timeline
-
-
-class UpdateResult(NamedTuple):
-    """Outcome of the update of a batch: see StepResult."""
-
-    grad_norm: float | None = None
-    skipped: bool = False
-
-
-NO_UPDATE = UpdateResult()
 
 Together = Callable[[], AbstractContextManager[None]]  # see `Guard.together`
 
@@ -36,10 +27,13 @@ class Known(NamedTuple):
     loss: float
     grad_norm: float | None
     skipped: bool = False
-    later: Callable[[Together], UpdateResult] | None = None
+    later: Callable[[Together], Known] | None = None
 
-    def outcome(self, together: Together) -> UpdateResult:
-        return UpdateResult(self.grad_norm, self.skipped) if self.later is None else self.later(together)
+    def outcome(self, together: Together) -> Known:
+        return self if self.later is None else self.later(together)
+
+
+_NOTHING = Known(-1, math.nan, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +54,7 @@ class StepResult:
     loss_step: int | None
     is_compared: bool = True
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
-    _update: Callable[[], UpdateResult] = field(repr=False, compare=False, default=lambda: NO_UPDATE)
+    _update: Callable[[], Known] = field(repr=False, compare=False, default=lambda: _NOTHING)
 
     @property
     def grad_norm(self) -> float | None:
@@ -75,7 +69,7 @@ class StepResult:
         return self._update().skipped
 
     def __repr__(self) -> str:
-        loss, step, (norm, skipped) = self.loss, self.loss_step, self._update()
+        loss, step, norm, skipped = self.loss, self.loss_step, self.grad_norm, self.skipped
         return f"StepResult(loss={loss!r}, loss_step={step!r}, grad_norm={norm!r}, skipped={skipped!r})"
 
     def timeline(self) -> Timeline:

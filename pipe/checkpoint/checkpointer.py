@@ -30,9 +30,9 @@ import torch
 
 from ...comm import PipelineTimeout
 from ...comm.store_exchange import Exchanges
-from ..lock import FolderLock
 from ..update.optimizers import parameters_of
 from .host_copy import HostCopy
+from .lock import FolderLock
 from .persist import SaveResult
 from .snapshot import HasState, Snapshot
 from .state import State

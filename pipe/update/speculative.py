@@ -26,7 +26,7 @@ from torch import nn
 
 from ...partition.graph.forms import copied
 from ..batch.batches import Batch, NonFiniteLossError
-from ..batch.results import Known, Together, UpdateResult
+from ..batch.results import Known, Together
 from ..parallel.sharding import Sharding
 from .flush import FlushPrograms, FlushUpdate
 from .gradients import clip_factor, norm_of, norm_part, scale_gradients
@@ -81,15 +81,15 @@ class _Pending:
     gradients: _Gradients
     max_norm: float | None
     kept: _BeforeUpdate | None = None
-    result: UpdateResult | None = None
+    result: Known | None = None
 
-    def outcome(self, together: Together = nullcontext) -> UpdateResult:
+    def outcome(self, together: Together = nullcontext) -> Known:
         """The global norm and whether a gradient overflowed; blocks until all ranks have told."""
         if self.result is None:  # else also behind close()
             with together():
                 self.wait()
             norm = None if self.max_norm is None else norm_of(self.sums[:2])
-            self.result = UpdateResult(grad_norm=norm, skipped=bool(self.sums[2] > 0))
+            self.result = self.known._replace(grad_norm=norm, skipped=bool(self.sums[2] > 0))
         return self.result
 
     def factor(self) -> float:
@@ -222,7 +222,7 @@ class SpeculativeUpdate(FlushUpdate):
                 pending.kept.change_again()
             for parameter, gradient in zip(self._parameters, held, strict=True):
                 parameter.grad = gradient
-        self._confirmed.append(pending.known._replace(grad_norm=outcome.grad_norm, skipped=outcome.skipped))
+        self._confirmed.append(outcome)
         return is_right
 
     def _refuse_changed_weights(self, pending: _Pending) -> None:

@@ -102,7 +102,7 @@ def speak_as_ranks() -> list[str]:
     collectives.subgroup((0, 1))
     total = torch.tensor([1.0 + rank])
     if rank < 2:
-        collectives.all_reduce(total, what="a sum", ranks=(0, 1))
+        collectives.begin_all_reduce(total, what="a sum", ranks=(0, 1))()
     if float(total) != (3.0 if rank < 2 else 1.0 + rank):
         complaints.append(f"rank {rank}: the sum is {total}")
     if float(collectives.broadcast(torch.tensor(float(rank)), 1, what="a copy")) != 1.0:
