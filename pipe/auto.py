@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Collectives, Guard, MeshPlace, World, join_world, make_guard
+from ..comm import Collectives, Guard, MeshPlace, World, join_world, make_guard, read_mesh
 from ..comm.links import MeasuredLevel, MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.graph.forms import Arguments
@@ -36,7 +36,7 @@ from ..partition.profiler import profile_model
 from .batch.agreement import SamePrograms, agreed, check_agreement
 from .batch.given import Given, check_batch
 from .context import Layout, layout_of_plan
-from .options import Settings
+from .options import LayoutOptions, Settings
 from .replan import Replan, Sizer
 from .runtime_seconds import clipping, measure_runtime_seconds
 from .stages.shapes import Signature
@@ -52,36 +52,22 @@ _log = logging.getLogger("stagewright")
 class AutoLayout:
     """Decides on a layout by measuring.
 
-    Arguments:
-        num_microbatches: M of the whole batch; None: the planner decides, or the first batch, which comes cut.
-        replans: whether each batch is to have an order of its own.
-        trials: plans that are carried out for a few steps, at most, before one is taken; 0: the one predicted best is.
-
     Attributes:
         predicted: the plan that was taken, as the profile alone has it; None before there is one.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        settings: Settings,
-        *,
-        guard: Guard,
-        num_ranks: int,
-        num_microbatches: int | None,
-        replans: bool = False,
-        trials: int = 0,
+        self, model: nn.Module, world: World, options: LayoutOptions, settings: Settings, *, guard: Guard
     ) -> None:
         self.predicted: Plan | None = None
         self._model = model
         self._world = world
         self._settings = settings
         self._guard = guard
-        self._num_ranks = num_ranks
-        self._num_microbatches = num_microbatches
-        self._replans = replans
-        self._trials = trials
+        self._num_ranks = read_mesh(options.mesh_sizes, world, wanted=None).num_processes
+        self._num_microbatches = options.num_microbatches
+        self._replans = options.replan is not None
+        self._trials = options.trials
         self._sizer = Sizer(model)
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
         self._runtime: tuple[float, float] | None = None
@@ -192,8 +178,8 @@ class AutoLayout:
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
         """The one profile to plan with for microbatches that differ: see `planned_for`."""
-        of_size = {self._sizer.of_arguments(part.arguments): part for part in parts}
-        sizes = sizes_to_measure([self._sizer.of_arguments(part.arguments) for part in parts])
+        all_sizes = [self._sizer.of(Signature.of(part.arguments)) for part in parts]
+        of_size, sizes = dict(zip(all_sizes, parts, strict=True)), sizes_to_measure(all_sizes)
         seconds = PROFILE_SECONDS / len(sizes)
         self._measured = {size: self._profile(of_size[size], seconds) for size in sizes}
         profile = planned_for(self._measured)
@@ -329,14 +315,9 @@ def plan_here(
     """
     device = torch.device("cpu")
     world = join_world(device=device, timeout=timeout)
+    options = LayoutOptions(num_microbatches=num_microbatches, trials=trials)
     layout = AutoLayout(
-        model,
-        world,
-        Settings(device=device, timeout=timeout, **settings),
-        guard=make_guard(world),
-        num_ranks=world.size,
-        num_microbatches=num_microbatches,
-        trials=trials,
+        model, world, options, Settings(device=device, timeout=timeout, **settings), guard=make_guard(world)
     )
     taken = layout.plan(Given(arguments=Arguments.of(batch[0]), target=batch[1]), **restrictions)
     assert layout.predicted is not None

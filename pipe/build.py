@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
-
-from ..comm import Collectives, Guard, HostClocks, machine
+from ..comm import HostClocks, machine
 from ..partition.graph.forms import Arguments
 from ..partition.graph.recorded.words import modules
 from ..partition.profiler.clock import clock_for
@@ -21,22 +19,21 @@ from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.given import Given
 from .batch.sequence import Slice
 from .checkpoint.state import State
-from .context import Layout, Run
+from .context import Run
 from .evaluation import Evaluation, warn_of_two_axes
 from .measure.measurement import Measurement
-from .options import Settings
 from .parallel.member_shards import divide_over_group, refuse_divided
 from .parallel.tensor_option import read_tensor_parallel
 from .run.engine import Engine
-from .run.ranks import Mode, RankLinks, Ranks, links_of, wire
+from .run.ranks import RankLinks, Ranks, links_of
 from .run.worker import TrainingWorker
 from .slicing import check_stages
 from .stages.build import CutModel, cut_model
 from .stages.ownership import Ownership
-from .stages.randomness import Seeder
+from .stages.presence import OutputSpecs
 from .stages.shapes import Signature
 from .stages.unchanged import Unchanged
-from .stages.wiring import OutputSpecs, same_outputs
+from .stages.wiring import Mode
 from .training import Training
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
@@ -71,26 +68,16 @@ class Pipeline:
         return repr((self.parts.names, recompute, layout.sharding, layout.place.mesh.tensor))
 
 
-def build(
-    first: Callable[[], Arguments],
-    *,
-    model: nn.Module | None,
-    stages: Sequence[nn.Module] | None,
-    layout: Layout,
-    settings: Settings,
-    guard: Guard,
-    verify: bool = False,
-) -> Pipeline:
+def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     """The pipeline for batches whose microbatches are like this one. Collective over the processes.
 
     Arguments:
         first: gives arguments of a microbatch; what it refuses, all ranks refuse.
-        verify: whether to keep a copy of the model for `Verifier`.
 
     Raises ValueError, on every rank alike, for what does not fit together; the user's model is whole again then.
     """
-    # 1. What processes do together; a microbatch that all of them know, and its slices
-    run = _begin(model, stages, layout, settings, guard=guard, verify=verify)
+    # 1. A microbatch that all processes know, and its slices
+    layout, settings, guard = run.layout, run.settings, run.guard
     whole = Given(arguments=agreed(first, run.collectives, guard, what="the first batch"))
     num_slices = layout.schedule.num_slices
     slices = settings.sequence.cut(whole, num_slices) if num_slices > 1 else []
@@ -100,8 +87,8 @@ def build(
     # 2. A copy to compare with, before the model is divided
     refuse_divided(run.root)
     judge = layout.place.process_of(layout.schedule.owners[-1][0], tensor=0)
-    is_judge = verify and judge == layout.place.world.rank
-    plain = PlainModule(run.root, settings.loss_fn, given=model is None) if is_judge else None
+    is_judge = run.verifies and judge == layout.place.world.rank
+    plain = PlainModule(run.root, settings.loss_fn, given=run.model is None) if is_judge else None
 
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
@@ -120,35 +107,8 @@ def build(
 
     # 9. and 10. What trains, evaluates, measures, saves and verifies
     _tell_of_two_axes(run, placed, microbatch)
-    ranks = Ranks(run, placed.parts, links, update, is_sliced=bool(slices))
+    ranks = Ranks(run, placed.parts, links, update)
     return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain)
-
-
-def _begin(
-    model: nn.Module | None,
-    stages: Sequence[nn.Module] | None,
-    layout: Layout,
-    settings: Settings,
-    *,
-    guard: Guard,
-    verify: bool,
-) -> Run:
-    collectives = Collectives(
-        layout.place, device=settings.device, timeout=settings.timeout, others_failed=guard.others_failed
-    )
-    guard.on_failure(collectives.abort)
-    member, runs_again = layout.place.tensor[0], layout.recompute.runs_again
-    return Run(
-        model=model,
-        stages=stages,
-        root=nn.ModuleList(stages) if model is None else model,
-        layout=layout,
-        settings=settings,
-        verifies=verify,
-        guard=guard,
-        collectives=collectives,
-        seeder=Seeder(settings.seed, settings.device, runs_again=runs_again, member=member),
-    )
 
 
 def _assembled(
@@ -223,8 +183,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     if tensor.styles and layout.place.world.rank == 0:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
-    on_region = run.seeder.region
-    group = divide_over_group(root, tensor.styles, run.collectives, device=settings.device, on_region=on_region)
+    group = divide_over_group(run, tensor.styles)
     with group.undone_on_error():
         # 5. Cut, wired, the same on all ranks
         parts, train, evaluate = agreed(
@@ -240,7 +199,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             parts.train.stages[stage].module.to(settings.device)
             parts.evaluate.stages[stage].module.to(settings.device)
         if slices:
-            check_stages(parts, local, whole, slices, device=settings.device)
+            check_stages(run, parts, whole, slices)
         ownership.spread_from_first_owners(run.collectives)
     if same is not None:
         same.settled()
@@ -260,11 +219,8 @@ def _cut_and_wired(
 ) -> tuple[CutModel, Mode, Mode]:
     """The divided model, and how it trains and evaluates; before, its outputs in both modes were `undivided`."""
     parts, schedule = cut(), run.layout.schedule
-    modes = ((schedule, parts.train, undivided[0]), (schedule.forward_only(), parts.evaluate, undivided[1]))
-    train, evaluate = (
-        wire(order, stages, microbatch, alike=same_outputs(before, stages.outputs(microbatch)))
-        for order, stages, before in modes
-    )
+    train = Mode(schedule, parts.train, microbatch, undivided=undivided[0])
+    evaluate = Mode(schedule.forward_only(), parts.evaluate, microbatch, undivided=undivided[1])
     return parts, train, evaluate
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Guard, World, read_mesh
+from ..comm import Guard, World
 from ..partition.graph.forms import Arguments
 from .batch.given import Given, check_batch
 from .build import Pipeline, build
-from .context import Layout
+from .context import Layout, Run
 from .options import AUTO, LayoutOptions, Options
 from .run.engine import check_runnable
 from .slicing import check_slicing
@@ -58,16 +58,7 @@ class Building:
 
         self._options.settings.refuse_flush(AUTO)
         assert self._options.model is not None
-        self._auto = AutoLayout(
-            self._options.model,
-            self._world,
-            self._options.settings,
-            guard=self._guard,
-            num_ranks=read_mesh(options.mesh_sizes, self._world, wanted=None).num_processes,
-            num_microbatches=options.num_microbatches,
-            replans=options.replan is not None,
-            trials=options.trials,
-        )
+        self._auto = AutoLayout(self._options.model, self._world, options, self._options.settings, guard=self._guard)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -136,13 +127,13 @@ class Building:
             return given.cut(own)[0].arguments.map(like)
 
         with self.alone(), self._guard.together():
-            self.pipeline = build(
-                first,
+            run = Run(
+                layout,
+                self._options.settings,
+                self._guard,
                 model=self._options.model,
                 stages=self._options.layout.stages,
-                layout=layout,
-                settings=self._options.settings,
-                guard=self._guard,
-                verify=self._options.verify_every is not None,
+                verifies=self._options.verify_every is not None,
             )
+            self.pipeline = build(run, first)
         return self.pipeline

@@ -62,19 +62,35 @@ class Layout:
         self.tensor.check(self.place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Context of one process's pipeline, of a model or of stages, whose modules are all below `root`."""
+    """Context of one process's pipeline, of a model or of stages. Collective over the processes.
 
-    model: nn.Module | None
-    stages: Sequence[nn.Module] | None
-    root: nn.Module
-    layout: Layout
-    settings: Settings
-    verifies: bool
-    guard: Guard
-    collectives: Collectives
-    seeder: Seeder
+    Attributes:
+        root: above all modules of the model or of the stages.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        settings: Settings,
+        guard: Guard,
+        *,
+        model: nn.Module | None = None,
+        stages: Sequence[nn.Module] | None = None,
+        verifies: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.settings = settings
+        self.guard = guard
+        self.model = model
+        self.stages = stages
+        self.root: nn.Module = nn.ModuleList(stages) if model is None else model
+        self.verifies = verifies
+        device, timeout, place = settings.device, settings.timeout, layout.place
+        self.collectives = Collectives(place, device=device, timeout=timeout, others_failed=guard.others_failed)
+        guard.on_failure(self.collectives.abort)
+        runs_again = layout.recompute.runs_again
+        self.seeder = Seeder(settings.seed, device, runs_again=runs_again, member=place.tensor[0])
 
     @property
     def has_loss(self) -> bool:

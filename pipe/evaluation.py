@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from .batch.reader import BatchReader
 from .batch.results import EvalResult
 from .context import Run
 from .run.engine import Engine
-from .run.ranks import Mode, Ranks, links_of, wire
+from .run.ranks import Ranks, links_of
 from .run.worker import EvaluationWorker
-from .stages.shapes import InferredStages, Signature
+from .stages.shapes import Signature
+from .stages.wiring import Mode
 from .training import Training
 from .update.flush import batch_programs
 from .update.interface import Programs, RankUpdate
@@ -32,12 +33,11 @@ from .update.interface import Programs, RankUpdate
 class Forwards:
     """The way of batches of one number of microbatches, over the transports and recorders of the ranks that train."""
 
+    mode: Mode
     engine: Engine
     ranks: Sequence[RankUpdate]
     programs: Programs
     reader: BatchReader
-    inference: InferredStages
-    modules: Sequence[nn.Module]
 
 
 def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
@@ -60,7 +60,6 @@ class Evaluation:
     def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
         self._run = run
         self._ranks = ranks
-        self._built, self._like = mode, like
         self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
         self._forwards: dict[object, Forwards] = {}
         self._adds_up = share_of_sum(run.settings.loss_fn, 1) is not None
@@ -84,46 +83,45 @@ class Evaluation:
     ) -> list[torch.Tensor | list[torch.Tensor]]:
         """Flat outputs of a batch: by output, those of its microbatches in one."""
         if like.form not in self._dimensions:
-            forwards = self._forwards_for(self._num_microbatches, has_loss=False, like=like)
-            with evaluating(*forwards.modules):
-                found = forwards.inference.batch_dimensions(Signature.of(like))
+            mode, _ = self._mode_for(like, has_loss=False)
+            with evaluating(*self._modules(mode)):
+                found = mode.inference.batch_dimensions(Signature.of(like))
             self._dimensions[like.form] = [one[0] if len(one) == 1 else None for one in found]
             if len(columns[0]) > 1:
                 warn_of_two_axes(found, "it comes as the list of their blocks", num_samples=like.num_samples)
         dimensions = self._dimensions[like.form]
         return [join_outputs(parts, dim) for parts, dim in zip(columns, dimensions, strict=True)]
 
+    def _modules(self, mode: Mode) -> list[nn.Module]:
+        return [mode.inference.stages[s].module for s in self._run.local_stages]
+
     def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> Forwards:
         key = num_microbatches, has_loss, like.form
         if key not in self._forwards:
-            self._forwards[key] = self._make_forwards(num_microbatches, has_loss, like)
+            mode, first = self._mode_for(like, has_loss=has_loss)
+            mode, shards = mode.forwards(num_microbatches), self._ranks.update.shards
+            sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
+            programs = batch_programs(mode.schedule, sharing)
+            updates = {rank: RankUpdate(rank, mode.schedule, shards) for rank in self._ranks.stages}
+            self._forwards[key] = Forwards(
+                mode=mode,
+                engine=self._ranks.engine(EvaluationWorker, mode, updates),
+                ranks=list(updates.values()),
+                programs={rank: programs[rank] for rank in updates},
+                reader=self._ranks.reader(mode, has_loss=has_loss, like=first),
+            )
         return self._forwards[key]
 
-    def _make_forwards(self, num_microbatches: int, has_loss: bool, like: Arguments) -> Forwards:
-        if like.form not in self._modes:
-            self._modes[like.form] = self._make_mode(like, has_loss=has_loss), like
-        mode, first = self._modes[like.form]
-        smaller = mode.schedule.forward_only(num_microbatches=num_microbatches)
-        mode, stages, shards = replace(mode, schedule=smaller), self._ranks.stages, self._ranks.update.shards
-        sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
-        programs = batch_programs(smaller, sharing)
-        updates = {rank: RankUpdate(rank, smaller, shards) for rank in stages}
-        return Forwards(
-            engine=self._ranks.engine(EvaluationWorker, mode, updates),
-            ranks=list(updates.values()),
-            programs={rank: programs[rank] for rank in stages},
-            reader=self._ranks.reader(mode, has_loss=has_loss, like=first),
-            inference=mode.inference,
-            modules=[mode.inference.stages[s].module for own in stages.values() for s in own],
-        )
-
-    def _make_mode(self, like: Arguments, *, has_loss: bool) -> Mode:
+    def _mode_for(self, like: Arguments, *, has_loss: bool) -> tuple[Mode, Arguments]:
+        """The mode for arguments of such a form, and the first ones."""
+        if like.form in self._modes:
+            return self._modes[like.form]
+        built, example = next(iter(self._modes.values()))
         evaluate_like = self._ranks.parts.evaluate_like
         if evaluate_like is None:
-            check_like_example(like, self._like, has_target=has_loss)
+            check_like_example(like, example, has_target=has_loss)
         assert evaluate_like is not None
-        inference = evaluate_like(like)
-        mode = wire(self._built.schedule.forward_only(), inference, Signature.of(like))
+        mode = Mode(built.schedule.forward_only(), evaluate_like(like), Signature.of(like))
         if self._run.layout.place.world.distributed:
             new = sorted(links_of(batch_programs(mode.schedule, Sharing())) - self._ranks.links.between)
             if new:
@@ -131,9 +129,10 @@ class Evaluation:
                     f"with these arguments values flow from rank {new[0][0]} straight to rank {new[0][1]}, which are "
                     f"not linked: expected arguments like those that the stages were built for"
                 )
-        for number in self._run.local_stages:
-            inference.stages[number].module.to(self._run.settings.device)
-        return mode
+        for module in self._modules(mode):
+            module.to(self._run.settings.device)
+        self._modes[like.form] = mode, like
+        return mode, like
 
     def _evaluated(
         self, given: Given, call: Call, *, has_loss: bool
@@ -155,7 +154,7 @@ class Evaluation:
             local.recorder.begin(counts=False)
         torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
-            with evaluating(*forwards.modules), run.guard.together(), run.seeder.call():
+            with evaluating(*self._modules(forwards.mode)), run.guard.together(), run.seeder.call():
                 engine.run(forwards.programs)
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
@@ -167,7 +166,7 @@ class Evaluation:
         if not outputs:
             return loss, None, []
         flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
-        form = forwards.inference.output_form
+        form = forwards.mode.inference.output_form
         values = list(flat)
         slot = None if model_loss is None else model_loss.find_slot(form)
         kind = None if slot is None else outputs[min(outputs)][slot]

@@ -115,13 +115,12 @@ class Settings:
         """The loss of a model that returns its own; None for any other, and where there is none."""
         return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
 
-    def require_optimizer(self) -> OptimizerFactory:
+    def require_optimizer(self) -> None:
         if self.optimizer is None:
             raise ValueError(
                 "train_step needs an optimizer: expected PipelineModule(..., optimizer=lambda params: "
                 "torch.optim.AdamW(params)), or call forward_backward and step an optimizer of your own"
             )
-        return self.optimizer
 
     def require_loss(self) -> None:
         if self.loss_fn is None:

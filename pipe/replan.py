@@ -18,7 +18,7 @@ from torch import nn
 
 from ..comm import Collectives, Guard
 from ..partition.graph.batch_dims import parameter_names
-from ..partition.graph.forms import Arguments, Form, argument_name
+from ..partition.graph.forms import Form, argument_name
 from ..partition.plans.replan import Replanner
 from ..partition.plans.sizes import Size
 from ..schedules import Action, Schedule
@@ -50,9 +50,6 @@ class Sizer:
         for each in (*shape[:dim], *shape[dim + 1 :]):
             length *= each
         return Size(shape[dim], length)
-
-    def of_arguments(self, arguments: Arguments) -> Size:
-        return self.of(Signature.of(arguments))
 
     def _place(self, name: str) -> int:
         """Place of an argument in the model's signature."""

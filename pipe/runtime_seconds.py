@@ -28,7 +28,7 @@ from ..partition.graph.forms import Arguments
 from ..partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
 from .batch.given import Given
 from .build import Pipeline, build
-from .context import choose_layout
+from .context import Run, choose_layout
 from .options import LayoutOptions, Settings
 from .update.gradients import clip_gradients, norm_of, norm_part
 
@@ -148,15 +148,8 @@ def _pipeline(
     make_layout = choose_layout(options)
     assert make_layout is not None
     settings = Settings(loss_fn=F.mse_loss, optimizer=optimizer, device=torch.device("cpu"), timeout=_TIMEOUT)
-    return build(
-        lambda: _given(1).arguments,
-        model=None,
-        stages=stages,
-        layout=make_layout(World(rank=0, size=1)),
-        settings=settings,
-        guard=Guard(None),
-        verify=False,
-    )
+    run = Run(make_layout(World(rank=0, size=1)), settings, Guard(None), stages=stages)
+    return build(run, lambda: _given(1).arguments)
 
 
 def _plain(modules: Sequence[nn.Module], num_microbatches: int) -> None:

@@ -22,7 +22,7 @@ from ..partition.graph.untouched import untouched
 from .batch.batches import read_loss
 from .batch.given import Given
 from .batch.sequence import Slice
-from .context import Layout
+from .context import Layout, Run
 from .options import Settings
 from .stages.build import CutModel
 from .stages.shapes import InferredStages, Signature
@@ -52,13 +52,11 @@ def check_slicing(layout: Layout, settings: Settings) -> None:
         raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
 
 
-def check_stages(
-    parts: CutModel, local_stages: Sequence[int], whole: Given, slices: Sequence[Slice], *, device: torch.device
-) -> None:
+def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
     """ValueError for a stage of this process that computes something else from slices than from a whole microbatch."""
-    inference = parts.train
+    inference, device = parts.train, run.settings.device
     flows = _Flows(inference, whole, slices)
-    for s in local_stages:
+    for s in run.local_stages:
         module = inference.stages[s].module
         with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make

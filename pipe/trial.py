@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from ..schedules.registry import family
 from ..schedules.wording import count, duration, size
 from .batch.given import Given
 from .build import Pipeline, build
-from .context import layout_of_plan
+from .context import Run, layout_of_plan
 from .options import Settings
 
 TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
@@ -67,9 +67,7 @@ def _layout(plan: Plan) -> object:
     return plan.replicas[:width], plan.microbatch_size, plan.num_chunks > 1
 
 
-class _Ran(NamedTuple):
-    steps: list[Timeline]
-    costs: Costs
+_Ran = tuple[list[Timeline], Costs]  # steps of a trial, and costs
 
 
 class Trials:
@@ -109,7 +107,7 @@ class Trials:
                 continue
             tried.append((plan, self._measured(plan, found)))
             if self._world.rank == 0:
-                _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found.steps))
+                _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found[0]))
         if not tried:
             plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
             return plan, plan
@@ -153,7 +151,7 @@ class Trials:
     # One trial
 
     def _measured(self, plan: Plan, ran: _Ran) -> Plan:
-        mine = with_measured(plan, ran.steps, ran.costs).to_json() if self._world.rank == 0 else ""
+        mine = with_measured(plan, *ran).to_json() if self._world.rank == 0 else ""
         return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
 
     def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
@@ -269,15 +267,7 @@ class Trials:
         guard.stands_at(layout.place)
         first = given.on(settings.device).cut(layout.schedule.num_microbatches)[0]
         with guard.together():
-            pipeline = build(
-                lambda: first.arguments,
-                model=model,
-                stages=None,
-                layout=layout,
-                settings=settings,
-                guard=guard,
-                verify=False,
-            )
+            pipeline = build(Run(layout, settings, guard, model=model), lambda: first.arguments)
         try:
             step = self._step_of(pipeline, given)
             once = step()().batch_seconds  # the same on every rank, and so is the number of steps
@@ -288,7 +278,7 @@ class Trials:
             number = max(1, min(_MOST, int(left / max(once, 1e-9))))
             pipeline.measurement.forget()
             timelines = [step() for _ in range(number)]
-            return _Ran([timeline() for timeline in timelines], pipeline.measurement.costs())
+            return [timeline() for timeline in timelines], pipeline.measurement.costs()
         finally:
             pipeline.training.close(settings.timeout)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .shard import Shard
-from .style import Style, StyleError, not_divided, numbers_of
+from .style import Style, StyleError, not_divided, numbers_of, shard_of
 from .tensor_group import TensorGroup, enter, gather, leave
 
 
@@ -34,12 +34,10 @@ class Heads(Style):
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         found = {}
-        for key, parameter in module.named_parameters():
-            blocks = 3 if key.startswith("in_proj") else 1
-            if key == "out_proj.bias":
-                continue
-            dim = 1 if key == "out_proj.weight" else 0
-            found[key] = Shard.whole(tuple(parameter.shape)).divided(dim, index=index, count=count, blocks=blocks)
+        for key, _ in module.named_parameters():
+            if key != "out_proj.bias":
+                dim, blocks = int(key == "out_proj.weight"), 3 if key.startswith("in_proj") else 1
+                found[key] = shard_of(module, key, dim, index=index, count=count, blocks=blocks)
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
@@ -167,9 +165,7 @@ class Experts(Style):
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         return {
-            key: Shard.whole(tuple(module.get_parameter(key).shape)).divided(
-                dim, index=index, count=count, blocks=blocks
-            )
+            key: shard_of(module, key, dim, index=index, count=count, blocks=blocks)
             for key, (dim, blocks) in self.parameters.items()
         }
 

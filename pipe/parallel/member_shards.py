@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives
+from ..context import Run
 from .cutting import cut_by_styles
 from .shard import Shard
 from .style import style_of, uncut
@@ -137,22 +138,15 @@ class MemberShards:
         return self._originals.get(name, local)
 
 
-def divide_over_group(
-    root: nn.Module,
-    styles: Mapping[str, ParallelStyle],
-    collectives: Collectives,
-    *,
-    device: torch.device,
-    on_region: Callable[[bool], None],
-) -> MemberShards:
+def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberShards:
     """Cut a model's modules for the tensor group of this process. Collective over the tensor group.
 
     Arguments:
         styles: by module name.
-        on_region: told when a forward comes to tensors of which each member has its own part, and back.
 
     Raises ValueError for modules that cannot be cut so, and where members were given models of other shapes.
     """
+    root, collectives = run.root, run.collectives
     members = collectives.tensor_members
     if len(members) == 1 or not styles:
         return MemberShards(collectives, {}, {})
@@ -161,9 +155,9 @@ def divide_over_group(
     full = {id(parameter): parameter.data for parameter in parameters.values()}
     # DTensor remembers what it did on an equal mesh, with the groups of that one: of another pipeline, maybe closed.
     unique = f"tensor_{uuid4().hex}"
-    mesh = DeviceMesh.from_group(collectives.tensor_group, device.type, mesh_dim_names=(unique,))
+    mesh = DeviceMesh.from_group(collectives.tensor_group, run.settings.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
-        collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=on_region
+        collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
     )
     shards = cut_by_styles(root, styles, group, mesh=mesh)
 

@@ -121,6 +121,11 @@ def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str,
     return {name: own[name] // count for name in names if isinstance(own.get(name), int)}
 
 
+def shard_of(module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:
+    """A member's shard of a parameter that is divided along a dimension."""
+    return Shard.whole(tuple(module.get_parameter(key).shape)).divided(dim, index=index, count=count, blocks=blocks)
+
+
 def not_divided(name: str, what: str, size: int, count: int, least: int) -> str:
     return (
         f"module {name!r} has {size} {what}, over {count} tensor ranks: expected a multiple of {least}, such as "

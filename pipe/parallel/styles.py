@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .shard import Shard, chunk
-from .style import Style, StyleError, not_divided, numbers_of
+from .style import Style, StyleError, not_divided, numbers_of, shard_of
 from .tensor_group import TensorGroup, enter, gather, leave, split
 
 
@@ -74,9 +74,9 @@ class Column(Style):
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 0 if isinstance(module, nn.Linear) else 1
-        found = {"weight": _shard(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
+        found = {"weight": shard_of(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
         if module._parameters.get("bias") is not None:
-            found["bias"] = _shard(module, "bias", 0, index=index, count=count, blocks=self.blocks)
+            found["bias"] = shard_of(module, "bias", 0, index=index, count=count, blocks=self.blocks)
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Row(Style):
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 1 if isinstance(module, nn.Linear) else 0
-        return {"weight": _shard(module, "weight", dim, index=index, count=count)}
+        return {"weight": shard_of(module, "weight", dim, index=index, count=count)}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         return numbers_of(module, ("in_features", "nx"), count)
@@ -242,12 +242,6 @@ def _sizes(name: str, module: nn.Module, word: str) -> tuple[int, int]:
             f"torch.nn.Embedding or a Conv1D of transformers, or a style of your own"
         )
     return sizes
-
-
-def _shard(module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:
-    parameter = module._parameters[key]
-    assert parameter is not None
-    return Shard.whole(tuple(parameter.shape)).divided(dim, index=index, count=count, blocks=blocks)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

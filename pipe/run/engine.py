@@ -11,7 +11,7 @@ waits for what is not there yet. Nothing else differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ...comm import PipelineError, Transport
 from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram, Work
+from ..context import Run
 from ..measure.recorder import RankRecorder
 from .worker import Worker
 
@@ -87,24 +88,12 @@ class LocalRank:
 
 
 class Engine:
-    """Runs lowered programs on the ranks of this process.
+    """Runs lowered programs on the ranks of this process: one over processes, all P in one process."""
 
-    Arguments:
-        ranks: of this process: one over processes, all P in one process.
-        timeout: of each wait [s].
-        lost_member: what an action's error means if another process of the tensor group is behind it.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[LocalRank],
-        *,
-        timeout: float,
-        lost_member: Callable[[RuntimeError], PipelineError | None],
-    ) -> None:
+    def __init__(self, run: Run, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
-        self._lost_member = lost_member
-        self._timeout = timeout
+        self._lost_member = run.collectives.lost_member  # of a tensor group, behind an action's error
+        self._timeout = run.settings.timeout
 
     def run(self, programs: Mapping[int, RankProgram], *, goes_on: bool = False) -> None:
         """Run the programs, by rank, to their end on every rank of this process.

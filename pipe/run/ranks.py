@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,9 +20,7 @@ from ...comm.links import ping_pong, waking_seconds
 from ...comm.process_group import Link
 from ...partition.graph.forms import Arguments, Tensors
 from ...partition.profiler.clock import clock_for
-from ...schedules import Schedule, check
 from ...schedules.messages import Transfer
-from ...schedules.needs import Needs
 from ...schedules.program import RankProgram
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
@@ -34,9 +31,8 @@ from ..stages.build import CutModel
 from ..stages.compiled import Compiled, refuse_backward
 from ..stages.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stages.reruns import Reruns
-from ..stages.shapes import InferredStages, Signature
 from ..stages.stage import LossOf, LossValue, Stage
-from ..stages.wiring import StageWiring, stage_edges
+from ..stages.wiring import Mode
 from ..update.interface import RankUpdate, Update
 from .engine import Engine, LocalRank
 from .worker import EvaluationWorker, TrainingWorker
@@ -44,43 +40,6 @@ from .worker import EvaluationWorker, TrainingWorker
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 
 StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
-    """The pipeline in one mode: training, or evaluation (forwards alone).
-
-    schedule: with the model's own stage graph.
-    """
-
-    inference: InferredStages
-    wiring: StageWiring
-    schedule: Schedule
-
-
-def wire(
-    schedule: Schedule, inference: InferredStages, microbatch: Signature, *, alike: Collection[tuple[int, int]] = ()
-) -> Mode:
-    """A schedule with the edges of the stages, checked.
-
-    Arguments:
-        alike: see StageWiring.
-
-    Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
-    """
-    specs = inference.outputs(microbatch)
-    for stage in schedule.without_backward:
-        slot = next((slot for slot, spec in enumerate(specs[stage]) if spec.requires_grad), None)
-        if slot is not None:
-            raise ValueError(
-                f"output {slot} of stage {stage} ({inference.stages[stage].name}) wants a gradient, and schedule "
-                f"{schedule.name!r} runs no backward of it (without_backward={schedule.without_backward}): expected "
-                f"torch.no_grad() around it in the model, or a schedule with its backwards"
-            )
-    wired = schedule.with_edges(stage_edges(inference.stages, specs))
-    check(wired)
-    wiring = StageWiring(inference.stages, specs, Needs(wired).wires, alike=alike)
-    return Mode(inference=inference, wiring=wiring, schedule=wired)
 
 
 def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
@@ -145,14 +104,14 @@ class Ranks:
         stages: by local rank and number; in one process each replica of a stage is one of its own.
     """
 
-    def __init__(self, run: Run, parts: CutModel, links: RankLinks, update: Update, *, is_sliced: bool) -> None:
+    def __init__(self, run: Run, parts: CutModel, links: RankLinks, update: Update) -> None:
         self._run = run
         self.parts = parts
         self.links = links
         self.update = update
-        loss_fn, last = run.settings.loss_fn, run.layout.schedule.num_stages - 1
+        loss_fn, schedule = run.settings.loss_fn, run.layout.schedule
         self._sliced_loss: SlicedLoss | None = None
-        if loss_fn is not None and is_sliced and last in run.local_stages:
+        if loss_fn is not None and schedule.num_slices > 1 and schedule.num_stages - 1 in run.local_stages:
             self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True))
         self.stages = self._make_stages()
 
@@ -192,20 +151,11 @@ class Ranks:
         mode: Mode,
         updates: Mapping[int, RankUpdate],
     ) -> Engine:
-        settings, ranks = self._run.settings, []
+        ranks = []
         for rank, transport in self.links.transports.items():
-            worker = kind(
-                rank,
-                stages=self.stages[rank],
-                modules=mode.inference.stages,
-                wiring=mode.wiring,
-                schedule=mode.schedule,
-                seeder=self._run.seeder,
-                updates=updates[rank],
-                device=settings.device,
-            )
+            worker = kind(self._run, rank, mode, stages=self.stages[rank], updates=updates[rank])
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.links.recorders[rank]))
-        return Engine(ranks, timeout=settings.timeout, lost_member=self._run.collectives.lost_member)
+        return Engine(self._run, ranks)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
         sliced = self._sliced_loss if mode.schedule.num_slices > 1 and has_loss else None

@@ -24,7 +24,7 @@ import torch
 
 from ...comm import TensorSpec
 from ...partition.graph.forms import Tensors
-from ...partition.graph.units import MODEL_INPUT, StageModule
+from ...partition.graph.units import MODEL_INPUT
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
 from ...schedules.ir import MOVE_OPS
 from ...schedules.messages import STAGE_KINDS
@@ -32,13 +32,13 @@ from ...schedules.moves import find_moves
 from ...schedules.needs import Wire
 from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch, BatchPart
+from ..context import Run
 from ..parallel.tensor_group import settled
 from ..stages.moving import Host
 from ..stages.presence import Gradients, pack, unpack
-from ..stages.randomness import Seeder
 from ..stages.slices import KeptSlices
 from ..stages.stage import Stage
-from ..stages.wiring import StageWiring
+from ..stages.wiring import Mode
 from ..update.interface import RankUpdate
 
 
@@ -64,7 +64,8 @@ class _Ports:
     input_gradients: tuple[tuple[Wire, tuple[tuple[int, int], ...]], ...]
 
 
-def _ports(s: int, module: StageModule, wiring: StageWiring) -> _Ports:
+def _ports(s: int, wiring: Mode) -> _Ports:
+    module = wiring.inference.stages[s]
     acts = [wire for wire in wiring.wires if wire.kind is MessageKind.ACT]
     grads = [wire for wire in wiring.wires if wire.kind is MessageKind.GRAD]
     takes = tuple(wire for wire in acts if s in wire.consumers)
@@ -97,32 +98,22 @@ _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
 class Worker(ABC):
-    """One rank of the pipeline: its stages by number, its tensors, the modules of all stages in this worker's mode."""
+    """One rank of the pipeline: its stages by number, and its tensors, in one mode."""
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        stages: Mapping[int, Stage],
-        modules: Sequence[StageModule],
-        wiring: StageWiring,
-        schedule: Schedule,
-        seeder: Seeder,
-        updates: RankUpdate,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, run: Run, rank: int, mode: Mode, *, stages: Mapping[int, Stage], updates: RankUpdate) -> None:
+        schedule = mode.schedule
         self.rank = rank
         self.outputs: dict[int, Tensors] = {}  # of an evaluated batch, by microbatch
         self._stages = stages
-        self._wiring = wiring
+        self._mode = mode
         self._updates = updates
-        self._device = device
-        self._seeder = seeder
+        self._device = run.settings.device
+        self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
         self._slices = KeptSlices(schedule.num_slices) if schedule.num_slices > 1 else None
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
-        self._ports = {s: _ports(s, modules[s], wiring) for s in stages}
+        self._ports = {s: _ports(s, mode) for s in stages}
         self._inbox: dict[Message, Gradients] = {}
         self._outbox: dict[Message, Gradients] = {}
         self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
@@ -132,7 +123,7 @@ class Worker(ABC):
         self._trains = schedule.trains
         self._split = schedule.split_stages
         self._moves = find_moves(schedule)
-        self._host = Host(device) if self._moves else None
+        self._host = Host(self._device) if self._moves else None
         self.moved_bytes: dict[int, int] = {}  # by stage, the most that a microbatch's activations had when they left
 
     def begin(self, program: RankProgram) -> None:
@@ -161,7 +152,7 @@ class Worker(ABC):
             number, k = divmod(message.index, self._batch_indices)
             batch = self._updates.batches[number]
             inferred = batch.parts[k].inferred
-            return self._wiring.message_specs(message, inferred.specs, inferred.certain)
+            return self._mode.message_specs(message, inferred)
         return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
@@ -327,7 +318,7 @@ class TrainingWorker(Worker):
             if len(wire.consumers) == 1:
                 self._emit(message, [by_input[i] for _, i in places])
                 continue
-            total = self._sums.setdefault(message, _Sum([None] * len(self._wiring.slots[wire])))
+            total = self._sums.setdefault(message, _Sum([None] * len(self._mode.slots[wire])))
             for position, i in places:
                 total.gradients[position] = _added(total.gradients[position], by_input[i])
             total.parts += 1

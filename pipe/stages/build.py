@@ -58,14 +58,13 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
     Raises ValueError for a model that cannot be recorded or cut into so many stages, for wrong split points,
     for a plan for another model, and for modules to be computed again that no stage runs.
     """
-    layout, settings, root = run.layout, run.settings, run.root
-    loss_fn, model_loss = settings.loss_fn, settings.model_loss
+    layout, settings, root, loss_fn = run.layout, run.settings, run.root, run.settings.loss_fn
     infer = partial(InferredStages, root=root, seeder=run.seeder, device=settings.device, loss_fn=loss_fn)
     with untouched(loss_fn, device=settings.device):  # it may know lists that forwards fill
         cut = _cut(run, example, agree)
         recomputed = RecomputedModules(layout.recompute, root)
         with recomputed.checked():
-            loss_slot = None if model_loss is None else model_loss.find_slot
+            loss_slot = None if settings.model_loss is None else settings.model_loss.find_slot
             train = infer(cut, Signature.of(example), training=True, loss_slot=loss_slot)
         recomputed.refuse_parted(train.stages, cut.together)
 

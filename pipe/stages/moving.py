@@ -80,12 +80,8 @@ class Activations:
         self._outputs = tuple(outputs)
 
     @property
-    def sizes(self) -> list[int]:
-        return [each.nbytes() for each in self._storages]
-
-    @property
     def num_bytes(self) -> int:
-        return sum(self.sizes)
+        return sum(each.nbytes() for each in self._storages)
 
     def leave(self) -> list[torch.Tensor]:
         """Go; returns the bytes of each storage, which nobody here holds any longer.

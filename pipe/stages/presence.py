@@ -21,6 +21,8 @@ from ...partition.graph.units import ValueRef
 
 Gradients = Sequence[torch.Tensor | None]  # None: there is none
 
+OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
+
 # Autograd functions that hand every gradient on; others may return None for an input.
 _FAITHFUL = ("torch.distributed.", "stagewright.")
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -185,9 +184,8 @@ class _Straight:
         return function(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    number: int
+class _Slot(int):
+    """The number of a tensor, in its place."""
 
 
 class KeptInputs:
@@ -204,7 +202,7 @@ class KeptInputs:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with others in their places; the module may change what they are in."""
-        args, kwargs = mapped(self._given, lambda place: tensors[place.number], kind=_Slot)
+        args, kwargs = mapped(self._given, lambda place: tensors[place], kind=_Slot)
         return args, kwargs
 
     def copies(self, changed: Collection[int]) -> list[torch.Tensor]:

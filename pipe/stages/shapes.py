@@ -28,11 +28,9 @@ from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import Places, untouched
 from .autocast import Autocast
-from .presence import StageRun, certain_gradients, float16_gradients
+from .presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
 from .randomness import Seeder
-from .wiring import OutputSpecs
 
-LossSlot = Callable[[Form], int | None]
 _MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
 
 
@@ -125,7 +123,7 @@ class InferredStages:
         seeder: Seeder,
         device: torch.device,
         training: bool,
-        loss_slot: LossSlot | None = None,
+        loss_slot: Callable[[Form], int | None] | None = None,
         loss_fn: object = None,
     ) -> None:
         self._root = root
@@ -251,7 +249,7 @@ class InferredStages:
             made = {(id(held), key) for held, key in kept.new_tensors()}
             left += [(held, key) for held, key in cut.left if (id(held), key) not in made]
         output_form = cut.form_of_output(stages[-1])
-        loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form)
+        loss_slot = None if self._loss_slot is None else self._loss_slot(output_form)
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         places = [float16_gradients(run.outputs, names) for run in runs]
         return Inferred(

@@ -63,15 +63,6 @@ class _Live:
     moving: Activations | None
 
 
-@dataclass(frozen=True, slots=True)
-class _OwedWeights:
-    """Remains of a microbatch between I and W."""
-
-    version: int
-    group: int
-    weights: WeightGradients
-
-
 class Stage:
     """Runs one stage of the model on its rank.
 
@@ -102,7 +93,7 @@ class Stage:
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
-        self._owed: dict[int, _OwedWeights] = {}
+        self._owed: dict[int, tuple[int, int, WeightGradients]] = {}  # between I and W: version, group
         self._split = SplitBackward()
         self._looked_at_halves = False
         self._described = f"stage {index} ({name})"
@@ -219,7 +210,7 @@ class Stage:
         live = self._live.pop(key)
         aside = WeightGradients() if is_half else None
         if aside is not None:
-            self._owed[key] = _OwedWeights(live.version, group, aside)
+            self._owed[key] = live.version, group, aside
         if any(wanted) and all(gradient is None for gradient in gradients):
             return [None] * len(live.leaves)
         if self._weights is not None:
@@ -247,14 +238,14 @@ class Stage:
 
     def weight_grad(self, key: int) -> None:
         """The gradients that a `backward` with `is_half` put aside add up where those of others do."""
-        owed = self._owed.pop(key)
+        version, group, weights = self._owed.pop(key)
         if self._weights is not None:
-            self._weights.begin_backward(owed.version, owed.group)
+            self._weights.begin_backward(version, group)
         try:
-            owed.weights.add()
+            weights.add()
         finally:
             if self._weights is not None:
-                self._weights.end_backward(owed.version, owed.group)
+                self._weights.end_backward(version, group)
 
     def _refuse_new_gradients(self, outputs: Tensors, wanted: Sequence[bool]) -> None:
         slot = next((i for i, o in enumerate(outputs) if o.requires_grad and not wanted[i]), None)

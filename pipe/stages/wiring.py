@@ -1,19 +1,19 @@
-"""The edges of the stage graph, and what travels over its wires: which outputs of a stage go to which others."""
+"""The stages in one mode: the edges of their graph, and what travels over its wires."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import copy
+from collections.abc import Sequence
 
 from ...comm import TensorSpec
 from ...partition.graph.units import MODEL_INPUT, StageModule
-from ...schedules import Edge, Message, MessageKind
-from ...schedules.needs import Wire
-from .presence import flag_spec
+from ...schedules import Edge, Message, MessageKind, Schedule, check
+from ...schedules.needs import Needs, Wire
+from .presence import OutputSpecs, flag_spec
+from .shapes import Inferred, InferredStages, Signature
 
-OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
 
-
-def stage_edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...]:
+def _edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...]:
     """The stage graph for the schedule: a gradient comes back where any of the tensors wants one."""
     grad: dict[tuple[int, int], bool] = {}
     for dst, module in enumerate(stages):
@@ -24,40 +24,53 @@ def stage_edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge
     return tuple(Edge(*edge, grad[edge]) for edge in sorted(grad))
 
 
-def same_outputs(before: OutputSpecs | None, own: OutputSpecs) -> frozenset[tuple[int, int]]:
-    """(stage, slot) of outputs that are as large as before the model was divided: all members hold them alike."""
-    return frozenset(
-        (stage, slot)
-        for stage, specs in enumerate(zip(own, before, strict=True) if before is not None else ())
-        for slot, (one, other) in enumerate(zip(*specs, strict=False))
-        if one.shape == other.shape
-    )
+class Mode:
+    """The pipeline in one mode, training or evaluation (forwards alone), and the tensors of each wire in it.
 
-
-class StageWiring:
-    """The tensors of each wire of a schedule with these stages' edges.
+    Arguments:
+        undivided: outputs before a tensor group divided the model: what is as large now, all members hold alike.
 
     Attributes:
+        schedule: with the model's own stage graph.
         slots: by wire, the outputs of its producer that any of its consumers takes, ascending; of gradients, those for
             which one may come back.
         wants_grad: [S] by input.
+
+    Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """
 
     def __init__(
         self,
-        stages: Sequence[StageModule],
-        specs: OutputSpecs,
-        wires: Iterable[Wire],
+        schedule: Schedule,
+        inference: InferredStages,
+        microbatch: Signature,
         *,
-        alike: Collection[tuple[int, int]] = (),
+        undivided: OutputSpecs | None = None,
     ) -> None:
-        self._alike = frozenset(alike)
-        self.wires = tuple(wires)
+        specs, stages = inference.outputs(microbatch), inference.stages
+        for stage in schedule.without_backward:
+            slot = next((slot for slot, spec in enumerate(specs[stage]) if spec.requires_grad), None)
+            if slot is not None:
+                raise ValueError(
+                    f"output {slot} of stage {stage} ({stages[stage].name}) wants a gradient, and schedule "
+                    f"{schedule.name!r} runs no backward of it (without_backward={schedule.without_backward}): "
+                    f"expected torch.no_grad() around it in the model, or a schedule with its backwards"
+                )
+        self.inference = inference
+        self.schedule = schedule.with_edges(_edges(stages, specs))
+        check(self.schedule)
+        self.wires = tuple(Needs(self.schedule).wires)
         self.wants_grad = [
             tuple(r.producer != MODEL_INPUT and specs[r.producer][r.slot].requires_grad for r in module.inputs)
             for module in stages
         ]
         self.slots: dict[Wire, tuple[int, ...]] = {}
+        self._alike = {
+            (stage, slot)
+            for stage, both in enumerate(zip(specs, undivided, strict=True) if undivided is not None else ())
+            for slot, (one, other) in enumerate(zip(*both, strict=False))
+            if one.shape == other.shape
+        }
         self._layouts: dict[int, tuple[OutputSpecs, dict[tuple[MessageKind, int, int], list[TensorSpec]]]] = {}
         self._wire_of = {(wire.kind, wire.src, wire.dst): wire for wire in self.wires}
         self._inputs: dict[Wire, list[list[tuple[int, int]]]] = {}  # by slot: (consumer, input)
@@ -71,15 +84,20 @@ class StageWiring:
             self.slots[wire] = tuple(sorted(takers))
             self._inputs[wire] = [takers[slot] for slot in self.slots[wire]]
 
+    def forwards(self, num_microbatches: int) -> Mode:
+        """The same for forwards alone, of so many microbatches."""
+        found = copy.copy(self)
+        found.schedule = self.schedule.forward_only(num_microbatches=num_microbatches)
+        return found
+
     def inputs(self, wire: Wire, stage: int) -> tuple[tuple[int, int], ...]:
         """(position among the tensors of a wire, input) of those that a consumer takes, or gives a gradient of."""
         takers = self._inputs[wire]
         return tuple((position, i) for position, each in enumerate(takers) for own, i in each if own == stage)
 
-    def message_specs(
-        self, message: Message, specs: OutputSpecs, certain: Sequence[Sequence[bool]]
-    ) -> list[TensorSpec]:
+    def message_specs(self, message: Message, inferred: Inferred) -> list[TensorSpec]:
         """Layouts of the tensors of an activation or gradient message, remembered by the specs of its microbatch."""
+        specs, certain = inferred.specs, inferred.certain
         known = self._layouts.get(id(specs))
         if known is None or known[0] is not specs:
             known = self._layouts[id(specs)] = (specs, {})
