@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..schedules.timing.clocks import ClockReading, Ping, offset_at, read_clock
+from ..schedules.traces.clocks import ClockReading, Ping, offset_at, read_clock
 from .collectives import Collectives
 from .process_group import break_group
 

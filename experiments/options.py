@@ -18,8 +18,8 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from ..schedules import Schedule
-from ..schedules.own import find_own, is_own, sizes_of
-from ..schedules.user_code import check_call, load
+from ..schedules.custom.own import find_own, is_own, sizes_of
+from ..schedules.custom.user_code import check_call, load
 
 AUTO = "auto"
 T = TypeVar("T")

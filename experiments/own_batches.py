@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples, seed_generators
-from ..schedules.user_code import UserCodeError, call, load
+from ..schedules.custom.user_code import UserCodeError, call, load
 from .options import OwnOptions
 from .own_task import DEFAULT_BATCH, Batch
 

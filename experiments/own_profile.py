@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..partition import Profile
-from ..pipe.parallel.cutting import profile_cut
-from ..pipe.runtime_seconds import clipping, measure_runtime_seconds
+from ..pipe.auto.runtime_seconds import clipping, measure_runtime_seconds
+from ..pipe.shards.cutting import profile_cut
 from ..schedules.wording import count
 from . import own_task as own
 from .options import OwnOptions

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
-from ..partition.graph.batch_dims import TARGET
+from ..partition.model.batch_dims import TARGET
 from ..pipe.batch.loader import seed_generators
-from ..schedules.user_code import call, load, takes
+from ..schedules.custom.user_code import call, load, takes
 from .options import OwnOptions
 
 DEFAULT_BATCH = 16

@@ -3,14 +3,14 @@
 read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the tracer and the profiler need torch.
 """
 
+from .analytic.pipedream import read_pipedream_profile
 from .cluster import Cluster, DeviceKind, Level
 from .memory import MemoryUse
-from .partitioner import partition
-from .pipedream import read_pipedream_profile
-from .planner import ProfileSource, plan
 from .plans.plan import Plan
 from .plans.record import PlanStage, RunnerUp
 from .profile import Node, Profile
+from .search import ProfileSource, plan
+from .search.partitioner import partition
 
 __all__ = [
     "Cluster",

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from ..schedules.alive import activation_counts, activations
-from ..schedules.builders.warmup import Turns
+from ..schedules.families.registry import family
+from ..schedules.families.warmup import Turns
 from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
+from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
-from ..schedules.registry import family
+from ..schedules.rules.versions import derive_versions
 from ..schedules.timing.memory import StageBytes
-from ..schedules.versions import derive_versions
 from .stage_cost import StageSums
 from .strict import check_figures
 from .topology import Floats, Indices, TransferTime

@@ -5,9 +5,9 @@ from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
-from .measure.steps import StepRecord
 from .module import PipelineModule
-from .stages.slices import first_position
+from .stage.slices import first_position
+from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback
 from .verify import Verification, VerificationError
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..comm import HostClocks, machine
-from ..partition.graph.forms import Arguments
-from ..partition.graph.recorded.words import modules
+from ..partition.model.forms import Arguments
+from ..partition.model.recorded.words import modules
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule, Timeline
 from ..schedules.messages import Sharing
@@ -18,23 +18,23 @@ from ..schedules.timing.records import RankRecord, as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.given import Given
 from .batch.sequence import Slice
+from .batch.slicing import check_stages
 from .checkpoint.state import State
 from .context import Run
-from .evaluation import Evaluation, warn_of_two_axes
-from .measure.measurement import Measurement
-from .parallel.member_shards import divide_over_group, refuse_divided
-from .parallel.tensor_option import read_tensor_parallel
+from .guards.presence import OutputSpecs
 from .run.engine import Engine
+from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
+from .run.training import Training
 from .run.worker import TrainingWorker
-from .slicing import check_stages
-from .stages.build import CutModel, cut_model
-from .stages.ownership import Ownership
-from .stages.presence import OutputSpecs
-from .stages.shapes import Signature
-from .stages.unchanged import Unchanged
-from .stages.wiring import Mode
-from .training import Training
+from .shards.member_shards import divide_over_group, refuse_divided
+from .shards.tensor_option import read_tensor_parallel
+from .stage.build import CutModel, cut_model
+from .stage.ownership import Ownership
+from .stage.shapes import Signature
+from .stage.unchanged import Unchanged
+from .stage.wiring import Mode
+from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
 from .update.parts import UpdateParts

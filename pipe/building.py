@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm import Guard, World
-from ..partition.graph.forms import Arguments
+from ..partition.model.forms import Arguments
 from .batch.given import Given, check_batch
+from .batch.slicing import check_slicing
 from .build import Pipeline, build
 from .context import Layout, Run
 from .options import AUTO, LayoutOptions, Options
 from .run.engine import check_runnable
-from .slicing import check_slicing
 
 if TYPE_CHECKING:
-    from .auto import AutoLayout
+    from .auto.layout import AutoLayout
 
 _ALONE = threading.RLock()  # recording a model, and random numbers, change what all threads see
 
@@ -54,7 +54,7 @@ class Building:
             self._assemble(layout, example)
 
     def _plan_first(self, options: LayoutOptions) -> None:
-        from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
+        from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
         self._options.settings.refuse_flush(AUTO)
         assert self._options.model is not None

@@ -18,15 +18,15 @@ from torch import nn
 from ..comm import Collectives, Guard, Mesh, MeshPlace, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
+from ..schedules.custom.own import find_own, sizes_of
 from ..schedules.kinds import one_of, option
-from ..schedules.own import find_own, sizes_of
 from ..schedules.transform import replicate
+from .auto.replan import Replan
+from .guards.randomness import Seeder
 from .options import AUTO, LayoutOptions, PlanLike, Settings
-from .parallel.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_over
-from .parallel.tensor_option import NO_TENSOR_AXIS, TensorAxis
-from .replan import Replan
-from .stages.randomness import Seeder
-from .stages.recompute import Recompute, read_recompute
+from .shards.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_over
+from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
+from .stage.recompute import Recompute, read_recompute
 
 DEFAULT_SCHEDULE = "1f1b"
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}

@@ -17,9 +17,9 @@ from .building import Building
 from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
-from .measure.tracer import TraceEvery, Tracer, check_every
 from .options import Settings
 from .run.memory import ActionMemory, stage_bytes, watch
+from .trace.tracer import TraceEvery, Tracer, check_every
 
 
 class RunFigures:

@@ -22,11 +22,11 @@ from .batch.results import EvalResult, StepResult
 from .building import Building
 from .context import choose_layout
 from .figures import RunFigures
-from .measure.steps import StepRecord
 from .options import PlanLike, ScheduleLike, read_options, refuse_float16_autocast
-from .parallel.tensor_option import TensorParallelLike
-from .stages.recompute import RecomputeLike
-from .training import Training
+from .run.training import Training
+from .shards.tensor_option import TensorParallelLike
+from .stage.recompute import RecomputeLike
+from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback
 from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification

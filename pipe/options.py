@@ -15,19 +15,19 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..partition.graph.batch_dims import check_batch_dims, parameter_names
-from ..partition.graph.model_loss import MODEL
+from ..partition.model.batch_dims import check_batch_dims, parameter_names
+from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
+from ..schedules.custom.own import OwnLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
-from ..schedules.own import OwnLike
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
-from .measure.steps import StepRecord
-from .parallel.tensor_option import NO_TENSOR_AXIS, TensorAxis
-from .stages.compiled import read_compile
-from .stages.recompute import RecomputeLike
+from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
+from .stage.compiled import read_compile
+from .stage.recompute import RecomputeLike
+from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback, read_delay_correction
 from .update.loss_scale import read_grad_scaler
 from .update.optimizers import SchedulerFactory

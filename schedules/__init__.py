@@ -9,33 +9,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .check import Report, check, check_lowered
-from .families import Family
+from .explain.critical_path import CriticalPath, PathKind, PathStep, critical_path
+from .explain.difference import Change, Departure, Difference, compare
+from .explain.prediction import PredictionCheck, check_prediction
+from .explain.stragglers import Straggler, find_stragglers
+from .families.recognise import Family
+from .families.registry import FAMILIES, build, canonical_name, family
 from .ir import Action, Collective, Edge, Op, Schedule, ScheduleError
 from .lowering.lower import lower
 from .messages import Message, MessageKind
 from .program import Lowered
-from .registry import FAMILIES, build, canonical_name, family
 from .slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
-from .timing.critical_path import CriticalPath, PathKind, PathStep, critical_path
-from .timing.difference import Change, Departure, Difference, compare
 from .timing.links import LinkLevel, Links, Sum, Way
 from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
-from .timing.prediction import PredictionCheck, check_prediction
 from .timing.sampling import StepSamples, simulate_spread
 from .timing.simulate import ideal_makespan, simulate
 from .timing.spread import Spread, estimate_spread
-from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 from .transform import flushed, with_offload
 
 if TYPE_CHECKING:
-    from .synthesis.joint import JointSynthesis, Layer, synthesize_jointly
-    from .synthesis.portfolio import Synthesis
-    from .synthesis.problem import MemoryLimitError
-    from .synthesis.synthesize import synthesize
+    from .search.joint import JointSynthesis, Layer, synthesize_jointly
+    from .search.portfolio import Synthesis
+    from .search.problem import MemoryLimitError
+    from .search.synthesize import synthesize
 
 # Loaded when asked for: a command that only draws a schedule starts without the search.
 _OF_THE_SEARCH = {
@@ -116,5 +116,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_SEARCH:
-        return getattr(import_module(f".synthesis.{_OF_THE_SEARCH[name]}", __name__), name)
+        return getattr(import_module(f".search.{_OF_THE_SEARCH[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

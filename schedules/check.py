@@ -6,15 +6,15 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from .alive import peak_activations
 from .collectives import find_cycle, latest_positions, ready_positions
+from .dependencies import Needs
 from .ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
+from .liveness import peak_activations
 from .messages import STAGE_KINDS, Message, Transfer
 from .moves import find_moves
-from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
 from .progress import where_sends_wait
-from .versions import check_rule, check_updates, derive_versions
+from .rules.versions import check_rule, check_updates, derive_versions
 
 _MOST_SHOWN = 8
 

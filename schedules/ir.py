@@ -27,8 +27,8 @@ from .actions import (
     Op,
     Relation,
 )
+from .rules.weight_rules import RULES, WeightRule
 from .shown import Displayable
-from .weight_rules import RULES, WeightRule
 from .wording import count
 
 __all__ = [

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from .dependencies import Needs
 from .ir import Action, Collective, Op, Schedule, ScheduleError
 from .messages import STAGE_KINDS, Message, Transfer
-from .needs import Needs
 
 
 class GroupStep(NamedTuple):

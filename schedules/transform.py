@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from .kinds import at_least, option
+from .rules.weight_rules import RULES
 from .timing.costs import Costs
 from .timing.links import Links
 from .timing.simulate import simulate
-from .weight_rules import RULES
 
 
 def flushed(schedule: Schedule) -> Schedule:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.changed import changed_files, concerns
+from support.changed import ROOT, changed_files, concerns
 from support.pool import Pool
 
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     changed = changed_files()
     for item in items:
         paths = [path for mark in item.iter_markers("concerns") for path in mark.args]
+        if gone := [path for path in paths if not (ROOT / path).exists()]:
+            raise pytest.UsageError(f"{item.nodeid} concerns {gone[0]}, which is not there: expected where it is now")
         if paths and not concerns([*paths, item.location[0]], changed):
             item.add_marker(pytest.mark.nightly)
 

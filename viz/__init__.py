@@ -3,9 +3,9 @@
 from .exhibit import Exhibit, MeasuredStep
 from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
+from .foreign.pipeline import exhibit_of_traces
 from .perfetto import read_perfetto, write_perfetto
 from .sheet import FigureStyle
-from .traces.pipeline import exhibit_of_traces
 
 __all__ = [
     "Exhibit",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..schedules import Action, CriticalPath, Op, Timeline
-from ..schedules.versions import derive_versions
+from ..schedules.rules.versions import derive_versions
 from .idle import IdleFill, draw_idle
 from .palette import ink
 from .rows import ActionBox, bars_of, boxes_of

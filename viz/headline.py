@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..schedules import Op
-from ..schedules.registry import closed_form_seconds
+from ..schedules.families.registry import closed_form_seconds
 from ..schedules.timing.bounds import least_seconds
 from ..schedules.timing.measured_inputs import median_costs
 from ..schedules.timing.sampling import SHARE

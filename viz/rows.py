@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..schedules import Action, Collective, Message, MessageKind, Op, RankTrace, Timeline
-from ..schedules.needs import Delivery, Needs
+from ..schedules.dependencies import Delivery, Needs
 from .palette import COLLECTIVE_HUES, MESSAGE_HUES, OTHER_HUE, RGB, box_colour
 
 

@@ -14,7 +14,7 @@ from ...partition import Plan
 from ...partition.plans.simulated import SimulatedPlan, simulated
 from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
 from ...schedules.timing.sampling import StepSamples
-from ...schedules.timing.trace_reader import find_traces, newest_cut_since, processes_by_host
+from ...schedules.traces.trace_reader import find_traces, newest_cut_since, processes_by_host
 from ...schedules.wording import count
 from ...viz import Exhibit
 from ..options import read_file

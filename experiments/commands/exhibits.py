@@ -23,12 +23,12 @@ from typing import Any
 from ...partition import Plan
 from ...partition.plans.shown import exhibit_of_plan
 from ...schedules import FAMILIES, Schedule, Timeline, simulate
-from ...schedules.own import FORMS
-from ...schedules.registry import family
-from ...schedules.timing.trace_reader import find_traces, is_trace_file
+from ...schedules.custom.own import FORMS
+from ...schedules.families.registry import family
+from ...schedules.traces.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
+from ...viz.foreign.events import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
-from ...viz.traces.events import is_trace, rank_in, read_text
 from ..options import read_file
 from ..training.run_folder import RUNS, find_run
 from ..training.traces import hosts_of_runs, read_run

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Literal
 
 from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
-from ...partition.formulas import Transformer, TransformerSource
-from ...partition.formulas.device_model import PRESETS, DeviceModel
-from ...partition.planner import CHUNK_SIZES, SCHEDULES, difference
+from ...partition.analytic import Transformer, TransformerSource
+from ...partition.analytic.device_model import PRESETS, DeviceModel
 from ...partition.plans.record import Searched
 from ...partition.plans.reorder import reorder
+from ...partition.search import CHUNK_SIZES, SCHEDULES, difference
 from ...schedules.wording import duration, size
 from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
@@ -328,7 +328,7 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
 
 def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
     """The user's model, measured here in microbatches and over tensor ranks of the sizes to choose from."""
-    from ...pipe.auto import PROFILE_SECONDS, sizes_to_profile
+    from ...pipe.auto.layout import PROFILE_SECONDS, sizes_to_profile
     from ..own_profile import profile_own
 
     sizes = options.microbatches or sizes_to_profile(options.batch, cluster.num_devices)

@@ -18,9 +18,9 @@ import tyro
 
 from ...partition import Plan
 from ...schedules import Change
+from ...schedules.explain.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.costs import by_stage
 from ...schedules.timing.inputs import Cause
-from ...schedules.timing.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size
 from ...viz import write_figure

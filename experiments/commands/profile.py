@@ -161,8 +161,8 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
-    from ...pipe.parallel.cutting import profile_cut
-    from ...pipe.runtime_seconds import clipping, measure_runtime_seconds
+    from ...pipe.auto.runtime_seconds import clipping, measure_runtime_seconds
+    from ...pipe.shards.cutting import profile_cut
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig
     from ..training.recipe import make_optimizer
@@ -337,7 +337,7 @@ def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
 
 
 def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profile], options: ProfileOptions) -> None:
-    from ...pipe.auto import cluster_of
+    from ...pipe.auto.layout import cluster_of
 
     cluster = cluster_of(measured, memory_bytes=memory)
     if profiles:

@@ -47,7 +47,7 @@ def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tu
     """
     from ...comm import Collectives, MeshPlace
     from ...comm.links import measure_links
-    from ...pipe.auto import least_memory
+    from ...pipe.auto.layout import least_memory
 
     found: T | None = None
     wrong = ""
@@ -77,7 +77,7 @@ def profile_at_once(measure: Callable[[], Profile], device: str, timeout: float)
     Raises ValueError, on all of them, for ranks on several hosts.
     """
     from ...comm import Collectives, MeshPlace
-    from ...pipe.auto import median_profile
+    from ...pipe.auto.layout import median_profile
 
     with _world(device, timeout) as (world, on):
         together = Collectives(MeshPlace.line(world), device=on, timeout=timeout)

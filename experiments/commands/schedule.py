@@ -22,7 +22,7 @@ from .simulate import SimulationSummary, summarise, table
 from .synthesis import AUTO, SynthesisOptions, synthesis_data, synthesis_table
 
 if TYPE_CHECKING:
-    from ...schedules.synthesis.portfolio import Synthesis
+    from ...schedules.search.portfolio import Synthesis
 
 
 @plain_help

@@ -21,7 +21,7 @@ from ...schedules import (
     simulate,
     simulate_spread,
 )
-from ...schedules.timing.run_file import NAME, RunFile
+from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.wording import count
 from ..options import plain_help, read
 from .schedule_options import NAME_HELP, LimitedOptions

@@ -14,8 +14,8 @@ from ..progress import Progress
 from .schedule_options import LimitedOptions, one_or_several
 
 if TYPE_CHECKING:
-    from ...schedules.synthesis.incumbent import Progress as SearchProgress
-    from ...schedules.synthesis.portfolio import Synthesis, Tried
+    from ...schedules.search.incumbent import Progress as SearchProgress
+    from ...schedules.search.portfolio import Synthesis, Tried
 
 AUTO = "auto"
 _ROWS = 12  # of the table of gap against time
@@ -63,7 +63,7 @@ class SynthesisOptions(LimitedOptions):
 
         It tells of itself on standard error: the answer stands alone on standard output.
         """
-        from ...schedules.synthesis.synthesize import synthesize
+        from ...schedules.search.synthesize import synthesize
 
         surplus = [
             f"--{each.removeprefix('num_').replace('_', '-')}" for each in self.given() if each != "memory_limit"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schedules.user_code import load
+from ...schedules.custom.user_code import load
 from ...schedules.wording import count
 from ...viz.palette import SERIES_HUES
 from ..training.run_folder import write_whole

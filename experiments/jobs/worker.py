@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ...partition.strict import parse_object, read_text
-from ...schedules.user_code import check_call, load
+from ...schedules.custom.user_code import check_call, load
 from ..launcher import report_to_launcher
 from .case import Case
 from .figure import Figure

@@ -7,7 +7,7 @@ takes a V-th of it. So all schedules of equal P and M have the same ideal, and w
 from __future__ import annotations
 
 from ...schedules import Costs, Schedule, build
-from ...schedules.registry import family
+from ...schedules.families.registry import family
 from ..jobs.case import Case
 
 FORWARD, BACKWARD = 0.020, 0.040  # [s] a rank and microbatch; of the split backward, I and W are half each

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schedules import Timeline, simulate
-from ...schedules.timing.clocks import clock_note
-from ...schedules.timing.run_file import NAME, RunFile
-from ...schedules.timing.trace_reader import find_traces, read_traces, starts_of
+from ...schedules.traces.clocks import clock_note
+from ...schedules.traces.run_file import NAME, RunFile
+from ...schedules.traces.trace_reader import find_traces, read_traces, starts_of
 from ...viz.exhibit import Exhibit, MeasuredStep
 
 

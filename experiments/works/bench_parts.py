@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ...partition.graph.split_backward import SplitBackward, WeightGradients
+from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...pipe import PipelineModule
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated

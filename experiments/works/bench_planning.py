@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pipedream_profile
-from ...partition.formulas import Transformer, TransformerSource
-from ...partition.formulas.device_model import DeviceModel
+from ...partition.analytic import Transformer, TransformerSource
+from ...partition.analytic.device_model import DeviceModel
 from ...partition.plans.as_text import describe
 from ...schedules import Costs, build, check, simulate
 from ..host import peak_resident_bytes

@@ -36,7 +36,7 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
 
     Collective over the processes; the same plan on each.
     """
-    from ...pipe.auto import plan_here  # the profiler and the planner, which other jobs need not load
+    from ...pipe.auto.layout import plan_here  # the profiler and the planner, which other jobs need not load
 
     plan, _ = plan_here(
         problem.make_model(),

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from ...schedules import simulate
-from ...schedules.families import EqualStages
-from ...schedules.registry import family
+from ...schedules.families.recognise import EqualStages
+from ...schedules.families.registry import family
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from ..measure.equal_stages import BACKWARD, FORWARD, costs_of, schedule_of

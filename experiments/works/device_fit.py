@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...partition.formulas.device_model import CONSTANTS, DeviceModel
+from ...partition.analytic.device_model import CONSTANTS, DeviceModel
 from ...partition.strict import fail, number
 from .training_files import MeasuredSum
 from .trainings import MeasuredTraining, estimated
@@ -60,7 +60,7 @@ def fit_device(
     Arguments:
         measured: of each run [s].
         predict: what a device model says of the same runs [s]; called some ten times a constant.
-        constants: which to fit, of `CONSTANTS` of `partition/formulas/device_model.py`; the others keep their value.
+        constants: which to fit, of `CONSTANTS` of `partition/analytic/device_model.py`; the others keep their value.
         noise: by how much equal runs differ, as a part (such as 0.04). With it, a run that is off by much more
             hardly counts (Cauchy's loss), and a constant that few runs show stays near this device's value; fewer
             runs than constants will do, then. None: neither.

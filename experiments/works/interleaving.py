@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from ...partition.formulas.device_model import DeviceModel
+from ...partition.analytic.device_model import DeviceModel
 from ...schedules import simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated

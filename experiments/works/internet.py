@@ -18,14 +18,14 @@ from functools import cache
 from itertools import combinations, pairwise, permutations
 from math import acos, cos, inf, lcm, radians, sin
 
+from ...partition.analytic.device_model import DeviceModel
+from ...partition.analytic.layers import TransformerSource
+from ...partition.analytic.transformer import Transformer
 from ...partition.cluster import Cluster, DeviceKind, Level
-from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.layers import TransformerSource
-from ...partition.formulas.transformer import Transformer
-from ...partition.planner.plan import plan
 from ...partition.plans.plan import Plan
 from ...partition.plans.to_schedule import schedule_of
 from ...partition.profile import Profile
+from ...partition.search.plan import plan
 from ...schedules import Costs, Links, Op, Schedule, Sum, Way, simulate
 from ...schedules.transform import defer_updates
 from ..jobs.case import Case

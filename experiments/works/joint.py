@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from statistics import median, quantiles
 
-from ...schedules.synthesis.joint import Layer, synthesize_jointly
+from ...schedules.search.joint import Layer, synthesize_jointly
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 

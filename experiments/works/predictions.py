@@ -46,7 +46,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
     `replicas`: "any", or how many data replicas the planner may choose.
     """
-    from ...pipe.auto import plan_here
+    from ...pipe.auto.layout import plan_here
     from ...pipe.options import TRIALS
     from ..measure.sides import TIMEOUT
     from ..training.options import TrainOptions
@@ -83,7 +83,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     """Layers that sleep for unequal times, three a rank."""
     from ...pipe import PipelineModule
-    from ...pipe.auto import plan_here
+    from ...pipe.auto.layout import plan_here
     from ...pipe.options import TRIALS
     from ..measure.models import sleeping_layers
     from ..measure.sides import TIMEOUT

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ...partition.formulas.device_model import DeviceModel
+from ...partition.analytic.device_model import DeviceModel
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from .device_fit import fit_measured

@@ -21,14 +21,14 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from statistics import median, quantiles
 
-from ...schedules.registry import build
-from ...schedules.synthesis.batches import BatchOrders, by_size, relabelled
-from ...schedules.synthesis.bounds import least_seconds
-from ...schedules.synthesis.evaluate import OrderEvaluator, Orders
-from ...schedules.synthesis.problem import Problem
-from ...schedules.synthesis.request import Request
-from ...schedules.synthesis.search import named_orders
-from ...schedules.synthesis.synthesize import synthesize
+from ...schedules.families.registry import build
+from ...schedules.search.batches import BatchOrders, by_size, relabelled
+from ...schedules.search.bounds import least_seconds
+from ...schedules.search.evaluate import OrderEvaluator, Orders
+from ...schedules.search.problem import Problem
+from ...schedules.search.request import Request
+from ...schedules.search.search import named_orders
+from ...schedules.search.synthesize import synthesize
 from ...schedules.timing.costs import Costs
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How

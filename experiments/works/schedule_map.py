@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schedules import FAMILIES, Costs, Schedule, simulate
-from ...schedules.families import Family
-from ...schedules.synthesis.synthesize import synthesize
+from ...schedules.families.recognise import Family
+from ...schedules.search.synthesize import synthesize
 from ...viz.palette import SERIES_HUES
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How

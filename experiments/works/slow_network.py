@@ -102,7 +102,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
     from ...comm import join_world
     from ...comm.links import measure_links
-    from ...pipe.auto import cluster_of
+    from ...pipe.auto.layout import cluster_of
     from ..measure.timing import timed
     from .links import BANDWIDTH, LATENCY
 

@@ -31,7 +31,7 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
     from ...comm import Collectives, MeshPlace, join_world
     from ...comm.links import measure_links
     from ...partition.topology import Topology
-    from ...pipe.auto import cluster_of
+    from ...pipe.auto.layout import cluster_of
 
     device = torch.device("cpu")
     world = join_world(device=device, timeout=_TIMEOUT)

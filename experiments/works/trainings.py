@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from ...partition import Cluster
-from ...partition.formulas import DeviceModel, Transformer
-from ...partition.formulas.layers import LayerFormulas
+from ...partition.analytic import DeviceModel, Transformer
+from ...partition.analytic.layers import LayerFormulas
 from ...partition.strict import count, fail, number
 from ...schedules import Costs, Op, Schedule, build, simulate
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from ...partition import Cluster, Plan, plan
-from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.layers import TransformerSource
-from ...partition.formulas.transformer import Transformer
+from ...partition.analytic.device_model import DeviceModel
+from ...partition.analytic.layers import TransformerSource
+from ...partition.analytic.transformer import Transformer
 from ...schedules import simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated

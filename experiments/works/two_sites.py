@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from ...partition.strict import fail
 from ...schedules import Costs, Links, Op, Schedule, Timeline, Way, build, simulate
-from ...schedules.builders.warmup import pair_up, plain_warmup
-from ...schedules.registry import family
+from ...schedules.families.registry import family
+from ...schedules.families.warmup import pair_up, plain_warmup
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from operator import add
 from statistics import fmean
 
+from ...schedules.families.registry import family
 from ...schedules.ir import Op
-from ...schedules.registry import family
 from ...schedules.timing.costs import Costs, Row, by_stage
 from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes

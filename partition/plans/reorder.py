@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ...schedules.check import check
+from ...schedules.families.registry import canonical_name, family
 from ...schedules.ir import Op, Schedule
-from ...schedules.registry import canonical_name, family
-from ...schedules.synthesis.synthesize import synthesize
+from ...schedules.search.synthesize import synthesize
 from ...schedules.timing.costs import Costs, by_stage, columns
 from ...schedules.wording import duration
 from ..profile import Profile

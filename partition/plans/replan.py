@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...schedules.alive import peak_held
-from ...schedules.synthesis.batches import BatchOrders, FoundOrder
-from ...schedules.synthesis.request import Request
+from ...schedules.liveness import peak_held
+from ...schedules.search.batches import BatchOrders, FoundOrder
+from ...schedules.search.request import Request
 from ...schedules.timing.costs import Costs
 from .record import PlanRecord, PlanStage
 from .sizes import Profiles, Size, ascending, stage_laws

@@ -16,12 +16,12 @@ from operator import add
 from statistics import median, quantiles
 from typing import NamedTuple, TypeVar
 
+from ...schedules.explain.prediction import PredictionCheck, check_prediction
 from ...schedules.ir import COMPUTE_OPS, Op, Schedule
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.inputs import calibrate
 from ...schedules.timing.links import Links
 from ...schedules.timing.measured_inputs import measured_inputs
-from ...schedules.timing.prediction import PredictionCheck, check_prediction
 from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSamples, simulate_spread
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread

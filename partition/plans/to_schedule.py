@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schedules.check import check
+from ...schedules.families.registry import build, canonical_name, family
 from ...schedules.ir import Action, Schedule, ScheduleError
-from ...schedules.registry import build, canonical_name, family
 from ...schedules.transform import on_ranks, replicate
 from .record import PlanRecord, PlanStage
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ...schedules.messages import ALONE_BYTES
-from ..graph.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
-from ..graph.chain import is_sequential
-from ..graph.forms import Arguments, Tensors, copied, counted_changes
-from ..graph.model_loss import MODEL, mean_of_model
-from ..graph.model_units import model_units
-from ..graph.source_line import first_line, users_line
-from ..graph.units import MODEL_INPUT, Agree
+from ..model.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
+from ..model.chain import is_sequential
+from ..model.forms import Arguments, Tensors, copied, counted_changes
+from ..model.model_loss import MODEL, mean_of_model
+from ..model.model_units import model_units
+from ..model.source_line import first_line, users_line
+from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
 from .clock import Clock, Estimate, clock_for, typical
 from .memory import bytes_of, peaks

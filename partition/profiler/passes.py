@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.fingerprint import tensor_form
-from ..graph.first_run import first_run, fresh_leaves, take
-from ..graph.forms import Arguments, Form, Tensors
-from ..graph.source_line import first_line, users_line
-from ..graph.split_backward import SplitBackward, WeightGradients
-from ..graph.units import ModelUnits, StageModule, Unit
-from ..graph.untouched import untouched
+from ..model.fingerprint import tensor_form
+from ..model.first_run import first_run, fresh_leaves, take
+from ..model.forms import Arguments, Form, Tensors
+from ..model.source_line import first_line, users_line
+from ..model.split_backward import SplitBackward, WeightGradients
+from ..model.units import ModelUnits, StageModule, Unit
+from ..model.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 
 from ...comm import Collectives, Guard
-from ...partition.graph.recorded.words import digest
-from ...partition.graph.units import Step, Steps
+from ...partition.model.recorded.words import digest
+from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
-from ..stages.shapes import Signature
+from ..stage.shapes import Signature
 from .batches import Batch
 from .checksum import Identity
 

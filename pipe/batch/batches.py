@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Collectives
-from ...partition.graph.forms import Tensors
-from ..stages.autocast import Autocast
-from ..stages.shapes import Inferred, Signature
-from ..stages.slices import TokenSpan
-from ..stages.stage import LossValue
+from ...partition.model.forms import Tensors
+from ..stage.autocast import Autocast
+from ..stage.shapes import Inferred, Signature
+from ..stage.slices import TokenSpan
+from ..stage.stage import LossValue
 from .checksum import Identity
 
 

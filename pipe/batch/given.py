@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ...partition.graph.batch_dims import TARGET, BatchDims, parameter_names, with_dims
-from ...partition.graph.chain import is_sequential
-from ...partition.graph.forms import Arguments, Form, copied, cut_tensor
+from ...partition.model.batch_dims import TARGET, BatchDims, parameter_names, with_dims
+from ...partition.model.chain import is_sequential
+from ...partition.model.forms import Arguments, Form, copied, cut_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from ...schedules.kinds import at_least, one_of, option
-from ..stages.randomness import mix
+from ..guards.randomness import mix
 
 Remainder = Literal["drop", "carry"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...partition.graph.batch_dims import parameter_names
-from ...partition.graph.forms import Arguments, Form
-from ...partition.graph.model_loss import mean_of_model, own_loss
-from ..stages.stage import LossValue
+from ...partition.model.batch_dims import parameter_names
+from ...partition.model.forms import Arguments, Form
+from ...partition.model.model_loss import mean_of_model, own_loss
+from ..stage.stage import LossValue
 from .given import signature_of
 
 IGNORED = -100  # a label that cross entropy leaves out

@@ -6,13 +6,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from ...partition.graph.forms import Arguments
-from ...partition.graph.units import MODEL_INPUT
+from ...partition.model.forms import Arguments
+from ...partition.model.units import MODEL_INPUT
 from ...schedules import Schedule
 from ..context import Run
-from ..stages.autocast import Autocast
-from ..stages.shapes import Inferred, InferredStages, Signature
-from ..stages.slices import TokenSpan
+from ..stage.autocast import Autocast
+from ..stage.shapes import Inferred, InferredStages, Signature
+from ..stage.slices import TokenSpan
 from .batches import Batch, BatchPart, weigh
 from .checksum import Identity, checksum, is_shape_alone
 from .given import Given, check_batch, check_like_example

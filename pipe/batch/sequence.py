@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ...partition.graph.batch_dims import TARGET, BatchDims, keys_of
-from ...partition.graph.forms import Arguments
-from ..stages.slices import TokenSpan
+from ...partition.model.batch_dims import TARGET, BatchDims, keys_of
+from ...partition.model.forms import Arguments
+from ..stage.slices import TokenSpan
 from .given import Given, key_of
 
 

@@ -18,7 +18,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 
 from ...comm.store_exchange import Alone
-from ..parallel.shard import Shard
+from ..shards.shard import Shard
 from .files import OwnCheckpoints, flushed
 from .manifest import model_key
 from .persist import persist

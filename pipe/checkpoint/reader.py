@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..parallel.shard import Shard, TensorBox
+from ..shards.shard import Shard, TensorBox
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, TensorPiece, TensorRecord
 from .tensor_file import MappedFile, header_hash

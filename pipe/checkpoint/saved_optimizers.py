@@ -16,8 +16,8 @@ from urllib.parse import unquote
 
 import torch
 
-from ..parallel.shard import Shard
-from ..stages.ownership import Ownership
+from ..shards.shard import Shard
+from ..stage.ownership import Ownership
 from ..update.delay_correction import LAST_UPDATE
 from ..update.optimizers import StageOptimizers
 from ..update.options import options_of_group, shown

@@ -23,8 +23,8 @@ import torch
 
 from ...schedules import Schedule
 from ..context import Run
-from ..parallel.shard import Shard, TensorBox
-from ..stages.ownership import Ownership
+from ..shards.shard import Shard, TensorBox
+from ..stage.ownership import Ownership
 from ..update.interface import Update
 from ..update.optimizers import StageOptimizers
 from ..update.options import options_of_group

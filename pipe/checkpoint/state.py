@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from ..context import Run
-from ..parallel.shard import Shard
-from ..stages.ownership import Ownership
-from ..stages.weights import WeightVersions
-from ..training import Training
+from ..run.training import Training
+from ..shards.shard import Shard
+from ..stage.ownership import Ownership
+from ..stage.weights import WeightVersions
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import Processes, SaveResult, persist

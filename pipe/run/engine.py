@@ -20,7 +20,7 @@ from ...schedules import Action, Collective, Message, Schedule, ScheduleError, c
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram, Work
 from ..context import Run
-from ..measure.recorder import RankRecorder
+from ..trace.recorder import RankRecorder
 from .worker import Worker
 
 

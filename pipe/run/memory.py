@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ...partition.graph.forms import Tensors
+from ...partition.model.forms import Tensors
 from ...partition.profiler.memory import LiveBytes, bytes_of
 from ...schedules import Action, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS

@@ -18,21 +18,21 @@ from ...comm import (
 )
 from ...comm.links import ping_pong, waking_seconds
 from ...comm.process_group import Link
-from ...partition.graph.forms import Arguments, Tensors
+from ...partition.model.forms import Arguments, Tensors
 from ...partition.profiler.clock import clock_for
 from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
+from ..batch.slicing import SlicedLoss
 from ..context import Run
-from ..measure.recorder import RankRecorder
-from ..slicing import SlicedLoss
-from ..stages.build import CutModel
-from ..stages.compiled import Compiled, refuse_backward
-from ..stages.loss import LeftBehind, UntrainedLeaves, untrained
-from ..stages.reruns import Reruns
-from ..stages.stage import LossOf, LossValue, Stage
-from ..stages.wiring import Mode
+from ..stage.build import CutModel
+from ..stage.compiled import Compiled, refuse_backward
+from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
+from ..stage.reruns import Reruns
+from ..stage.stage import LossOf, LossValue, Stage
+from ..stage.wiring import Mode
+from ..trace.recorder import RankRecorder
 from ..update.interface import RankUpdate, Update
 from .engine import Engine, LocalRank
 from .worker import EvaluationWorker, TrainingWorker

@@ -23,22 +23,22 @@ from typing import cast
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.forms import Tensors
-from ...partition.graph.units import MODEL_INPUT
+from ...partition.model.forms import Tensors
+from ...partition.model.units import MODEL_INPUT
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
+from ...schedules.dependencies import Wire
 from ...schedules.ir import MOVE_OPS
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.moves import find_moves
-from ...schedules.needs import Wire
 from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch, BatchPart
 from ..context import Run
-from ..parallel.tensor_group import settled
-from ..stages.moving import Host
-from ..stages.presence import Gradients, pack, unpack
-from ..stages.slices import KeptSlices
-from ..stages.stage import Stage
-from ..stages.wiring import Mode
+from ..guards.presence import Gradients, pack, unpack
+from ..shards.tensor_group import settled
+from ..stage.moving import Host
+from ..stage.slices import KeptSlices
+from ..stage.stage import Stage
+from ..stage.wiring import Mode
 from ..update.interface import RankUpdate
 
 

@@ -23,7 +23,7 @@ from ...schedules.timing.records import RankRecord, assemble_timeline
 from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.results import Known
 from ..context import Run
-from ..stages.ownership import Ownership
+from ..stage.ownership import Ownership
 from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
 from .interface import Programs, Update
 from .loss_scale import LossScale, unscale

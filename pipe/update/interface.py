@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.forms import Tensors
+from ...partition.model.forms import Tensors
 from ...schedules import Collective, Message, Schedule, Timeline
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
@@ -40,8 +40,8 @@ from ..batch.batches import (
 )
 from ..batch.checksum import UNKNOWN, Identity
 from ..batch.results import Known
-from ..stages.stage import LossValue
-from ..stages.weights import WeightVersions
+from ..stage.stage import LossValue
+from ..stage.weights import WeightVersions
 from .loss_scale import LossScale
 from .optimizers import StageOptimizers, warn_of_unheld
 from .shards import Shards

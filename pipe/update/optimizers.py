@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
-from ..parallel.shard import Shard
-from ..parallel.split import ShardedParameter
-from ..stages.weights import WeightVersions
+from ..shards.shard import Shard
+from ..shards.split import ShardedParameter
+from ..stage.weights import WeightVersions
 from .delay_correction import Feedback
 from .options import BatchOptions, option_number, shown
 

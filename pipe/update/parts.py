@@ -10,11 +10,11 @@ from torch import nn
 
 from ...schedules import Schedule
 from ..context import Run
-from ..measure.recorder import RankRecorder
-from ..parallel.split import ParameterSplit, ShardedParameter, split_parameters
-from ..stages.build import CutModel
-from ..stages.ownership import BETWEEN_BATCHES, Ownership
-from ..stages.weights import WeightVersions
+from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
+from ..stage.build import CutModel
+from ..stage.ownership import BETWEEN_BATCHES, Ownership
+from ..stage.weights import WeightVersions
+from ..trace.recorder import RankRecorder
 from .delay_correction import Feedback
 from .optimizers import StageOptimizers
 from .shards import Shards

@@ -22,9 +22,9 @@ import torch
 from ...comm import Collectives
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op
-from ..measure.recorder import RankRecorder
-from ..parallel.split import ShardedParameter
-from ..stages.ownership import Ownership
+from ..shards.split import ShardedParameter
+from ..stage.ownership import Ownership
+from ..trace.recorder import RankRecorder
 from .gradients import buckets_of, flatten, unflatten
 
 Wait = Callable[[], None]

@@ -20,7 +20,7 @@ from ...comm import Collectives
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..batch.batches import Batch
-from ..parallel.split import ShardedParameter
+from ..shards.split import ShardedParameter
 from .gradients import FlatGradients, flatten, scale_gradients, unflatten
 from .interface import RankUpdate
 from .loss_scale import LossScale

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...partition.graph.forms import copied
+from ...partition.model.forms import copied
 from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.results import Known, Together
-from ..parallel.sharding import Sharding
+from ..shards.sharding import Sharding
 from .flush import FlushPrograms, FlushUpdate
 from .gradients import clip_factor, norm_of, norm_part, scale_gradients
 from .interface import Programs, TakeBack

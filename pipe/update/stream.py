@@ -22,9 +22,9 @@ from ...schedules.transform import defer_updates
 from ..batch.batches import Batch
 from ..batch.results import Known
 from ..context import Run
-from ..parallel.sharding import Sharding
-from ..stages.ownership import Ownership
-from ..stages.weights import WeightVersions
+from ..shards.sharding import Sharding
+from ..stage.ownership import Ownership
+from ..stage.weights import WeightVersions
 from .gradients import refuse_sparse_modules
 from .interface import Programs, Update
 from .parts import UpdateParts

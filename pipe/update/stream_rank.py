@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.forms import Tensors
+from ...partition.model.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...partition.graph.forms import Arguments, Form, Tensors
-from ...partition.graph.units import Entering
-from ...partition.graph.untouched import untouched
-from ..stages.autocast import Autocast
-from ..stages.loss import with_loss
-from ..stages.randomness import Seeder
-from ..stages.stage import LossValue
+from ...partition.model.forms import Arguments, Form, Tensors
+from ...partition.model.units import Entering
+from ...partition.model.untouched import untouched
+from ..guards.randomness import Seeder
+from ..stage.autocast import Autocast
+from ..stage.loss import with_loss
+from ..stage.stage import LossValue
 from .compare import Outcome, graph_of, tolerance_of
 
 _WORDS = 624  # of the state of Python's generator; behind them the place of the next one

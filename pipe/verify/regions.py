@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
-from ..nested import mapped
-from ..parallel.attention import Experts, Heads
-from ..parallel.shard import Shard
-from ..parallel.styles import Local, Row
-from ..parallel.styles import Sequence as Positions
-from ..parallel.tensor_option import describe
-from ..stages.calls import Calls
+from ..shards.attention import Experts, Heads
+from ..shards.shard import Shard
+from ..shards.styles import Local, Row
+from ..shards.styles import Sequence as Positions
+from ..shards.tensor_option import describe
+from ..stage.calls import Calls
+from ..stage.nested import mapped
 from .compare import differs, graph_of, size, tolerance_of
 
 

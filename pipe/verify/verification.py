@@ -17,15 +17,15 @@ from functools import partial
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from ...partition.graph.forms import Tensors
-from ...partition.graph.untouched import untouched
+from ...partition.model.forms import Tensors
+from ...partition.model.untouched import untouched
 from ...schedules import Schedule
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
 from ..checkpoint.state import State
-from ..evaluation import Evaluation
-from ..stages.build import CutModel
+from ..run.evaluation import Evaluation
+from ..stage.build import CutModel
 from ..update.gradients import clip_factor
 from .compare import Outcome, first_difference
 from .plain import Microbatch, PlainModule, Watch

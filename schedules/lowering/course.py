@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..check import check, check_lowered
+from ..dependencies import Needs
 from ..ir import Action, Op, Schedule, ScheduleError
 from ..messages import Message, Sharing, Transfer
-from ..needs import Needs
 from ..program import Lowered, RankProgram, Step, Work, check_calls, indices_a_batch, parts_of
 from ..progress import post_in_time
+from ..rules.versions import derive_versions
 from ..transform import flushed
-from ..versions import derive_versions
 from .lower import lower
 
 

@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..collectives import place_collectives
+from ..dependencies import Needs
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
-from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..progress import post_in_time
-from ..versions import Versions, derive_versions
+from ..rules.versions import Versions, derive_versions
 
 
 def lower(

@@ -9,9 +9,9 @@ The gap before an optimizer step is drain while another rank still computes, upd
 
 from __future__ import annotations
 
+from ..dependencies import Needs
 from ..ir import Action, Op
 from ..messages import Message
-from ..needs import Needs
 from .timeline import Idle, RankTrace, Timeline
 
 

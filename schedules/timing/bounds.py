@@ -9,9 +9,9 @@ from dataclasses import replace
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
+from ..dependencies import Needs, Wire
 from ..ir import Op, Schedule
 from ..messages import MessageKind
-from ..needs import Needs, Wire
 from .costs import Costs, CostTable
 from .links import Links, wire_bytes
 from .simulate import ideal_makespan

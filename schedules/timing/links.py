@@ -16,9 +16,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from ..dependencies import Wire
 from ..ir import Schedule
 from ..messages import MessageKind
-from ..needs import Wire
 
 
 def _check(**numbers: float) -> None:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from ..dependencies import Needs
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
-from ..needs import Needs
 from ..program import run_as_one
 from .attribution import find_gaps
 from .costs import COST_OF_OP, Costs

@@ -20,11 +20,11 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ..alive import message_changes
+from ..dependencies import Needs
 from ..ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op
+from ..liveness import message_changes
 from ..lowering.lower import lower
 from ..messages import STAGE_KINDS, Message
-from ..needs import Needs
 from ..program import RankProgram
 from .timeline import Span, Timeline
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ..dependencies import Needs
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.course import Course
 from ..messages import STAGE_KINDS, Message
-from ..needs import Needs
 from ..program import indices_a_batch
 from .timeline import RankTrace, Span, Timeline, What
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from ..alive import peak_activations
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
+from ..liveness import peak_activations
 from ..messages import Message, MessageKind
+from ..rules.versions import derive_versions
 from ..shown import Displayable
-from ..versions import derive_versions
 
 _JSON_VERSION = 1
 

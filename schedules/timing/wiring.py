@@ -16,9 +16,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..collectives import place_collectives
+from ..dependencies import Needs, Wire
 from ..ir import BACKWARD_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
-from ..needs import Needs, Wire
-from ..versions import derive_versions
+from ..rules.versions import derive_versions
 from .costs import CostTable
 from .links import Links, Sum, Way, wire_bytes
 

@@ -352,7 +352,7 @@ def test_the_planning_commands_start_fast(words: str) -> None:
         "import sys; from stagewright.experiments.cli import main\n"
         f"main([*{words.split()}, '--ranks', '4', '--microbatches', '8'])\n"
         "outside = {name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'stagewright'}\n"
-        "families = [name for name in sys.modules if name.startswith('stagewright.schedules.builders.')]\n"
+        "families = [name for name in sys.modules if name.startswith('stagewright.schedules.families.')]\n"
         "print(len(sys.modules) - len(families), *sorted(outside), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=True)

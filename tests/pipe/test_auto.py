@@ -234,8 +234,8 @@ def _on_two_hosts() -> tuple[str, dict[str, Tensor]]:
 
     with (
         mock.patch("socket.gethostname", return_value="ab"[rank]),
-        mock.patch("stagewright.pipe.auto.profile_model", profiled),
-        mock.patch("stagewright.pipe.auto.measure_runtime_seconds", return_value=(0.0, 0.0)),
+        mock.patch("stagewright.pipe.auto.layout.profile_model", profiled),
+        mock.patch("stagewright.pipe.auto.layout.measure_runtime_seconds", return_value=(0.0, 0.0)),
     ):
         plan = _restricted()
     pipe = PipelineModule(

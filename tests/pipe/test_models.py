@@ -64,7 +64,7 @@ def plain(case: Case) -> tuple[nn.Module, float]:
     return model, total
 
 
-@pytest.mark.concerns("partition/graph", "pipe/stages", "pipe/parallel", "pipe/batch")
+@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     """A batch with padding, whose microbatches have other numbers of labels: the mean over all labels."""
@@ -93,7 +93,7 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, state
 
 
-@pytest.mark.concerns("partition/graph", "pipe/stages", "pipe/parallel", "pipe/batch")
+@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
@@ -117,7 +117,7 @@ def by_microbatch(model: nn.Module, batch: Batch) -> float:
     return total
 
 
-@pytest.mark.concerns("partition/graph", "pipe/stages", "pipe/parallel", "pipe/batch")
+@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize(("name", "ranks"), one_in(2, TORCHVISION.keys(), (2, 3)))
 def test_images(name: str, ranks: int) -> None:
     case = TORCHVISION[name]
@@ -138,7 +138,7 @@ def train_on_images(name: str) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.concerns("partition/graph", "pipe/stages", "pipe/parallel", "pipe/batch")
+@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name == "unet" else nightly(name) for name in TORCHVISION])
 def test_images_over_processes(gloo: Pool, name: str) -> None:

@@ -142,7 +142,7 @@ def test_updates_ahead_of_the_norm_are_taken_back_as_ever() -> None:
 
 
 def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> None:
-    with measured(), mock.patch("stagewright.pipe.auto._memory_bytes", return_value=80e3):
+    with measured(), mock.patch("stagewright.pipe.auto.layout._memory_bytes", return_value=80e3):
         pipe = make()
         pipe.train_step(microbatches=BATCHES[0])
         long = make_batch(0, (3, 9, 4, 40))

@@ -15,7 +15,7 @@ SIZES = {"num_ranks": 3, "num_microbatches": 4}
 
 MINE = '''
 from stagewright.schedules import Schedule, build
-from stagewright.schedules.constraints import B, Constraints, F, in_flight, in_order
+from stagewright.schedules.custom import B, Constraints, F, in_flight, in_order
 
 table = Schedule.from_csv("0F0,,,0B0\\n,1F0,1B0,\\n")
 

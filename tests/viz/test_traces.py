@@ -353,7 +353,7 @@ def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> N
 def test_a_file_that_unpacks_to_far_more_than_a_trace_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagewright.viz.traces.events._UNPACKED", 1000)
+    monkeypatch.setattr("stagewright.viz.foreign.events._UNPACKED", 1000)
     bomb = tmp_path / "bomb.json.gz"
     bomb.write_bytes(gzip.compress(b" " * 10_000_000))
     with pytest.raises(ValueError, match=r"bomb\.json\.gz: unpacks to more than \d+ bytes"):

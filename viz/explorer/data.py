@@ -22,12 +22,12 @@ from ...schedules import (
     compare,
     find_stragglers,
 )
+from ...schedules.dependencies import Needs
+from ...schedules.explain.critical_path import PathKind, critical_path
 from ...schedules.messages import STAGE_KINDS, Message
-from ...schedules.needs import Needs
-from ...schedules.timing.clocks import clock_note
-from ...schedules.timing.critical_path import PathKind, critical_path
+from ...schedules.rules.versions import derive_versions
 from ...schedules.timing.links import wire_bytes
-from ...schedules.versions import derive_versions
+from ...schedules.traces.clocks import clock_note
 from ..exhibit import Exhibit
 from ..headline import headline
 from ..idle import IdleStretch, idle_shares, idle_stretches, is_window

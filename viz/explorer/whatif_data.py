@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from ...schedules import FAMILIES, Costs, Family, Links, Op, Schedule, build
 from ...schedules.ir import MOVE_OPS
+from ...schedules.rules.versions import derive_versions
 from ...schedules.timing.costs import CostTable
 from ...schedules.timing.wiring import OPS, Meeting, Output, ScheduleWiring
 from ...schedules.transform import defer_updates, replicate
-from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
 
 _QUARTERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the number of microbatches: other numbers

@@ -1,0 +1,233 @@
+"""Cuts worth a simulation: of one configuration (evenest ones, those made by hand), and with replicas of any number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...schedules.families.registry import family
+from ..cluster import Cluster
+from ..memory import Moments, certain, stage_parts
+from ..solve.chunks import all_stages, equal_stages, even_stages
+from ..solve.dynamic import grain_of, solve, stage_ranks
+from ..solve.orders import node_orders
+from ..solve.ranges import RangeCosts
+from ..stage_cost import Placement, pace
+from ..topology import Floats
+from .evaluate import Ends, PlanEvaluator
+from .model import Model
+from .space import Configuration
+
+_REACH = 3  # times the mean of cuts a stage
+_MARGIN = 1e-9
+ALL_CUTS = 64  # ways to cut up to which each is looked at
+
+
+def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
+    """The likely best ones first; none where the graph has no chain of so many stages.
+
+    Every way where these are at most ALL_CUTS; else the least slowest stage within the memory, the least slowest stage
+    whatever it holds (where the first finds none), and equal numbers of nodes.
+    """
+    model = evaluator.model(c)
+    found: list[Ends] = []
+    if few_ways(model, c.num_stages):
+        every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
+        if every is not None:
+            return every
+    place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
+    ends = even_ends(model, place, flights, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
+    if ends is not None:
+        found.append(ends)
+    by_hand = equal_stages(model.cuts, c.num_stages)
+    if by_hand is not None:
+        found.append(by_hand)
+    return list(dict.fromkeys(found))
+
+
+def even_ends(
+    model: Model, place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
+) -> Ends | None:
+    """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds.
+
+    The same whatever the reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
+    too.
+    """
+    num_cuts = len(model.coarse)
+    for fits in (True, False):
+        while True:
+            costs = _EvenCosts(model, place, flights, c, reach=min(reach, num_cuts - 1))
+            found = even_stages(costs.within if fits else costs.whatever, c.num_stages, num_cuts)
+            if reach >= num_cuts - 1 or (found is not None and found[1] * (1 + _MARGIN) < costs.least_beyond):
+                break
+            reach *= 4
+        if found is not None:
+            return tuple(model.coarse[at] for at in found[0])
+    return None
+
+
+def few_ways(model: Model, num_stages: int) -> bool:
+    """True where each way to cut so many stages is looked at (or quickly found to be one of too many)."""
+    nodes = len(model.cuts) - 1
+    return nodes <= 24 and math.comb(max(nodes - 1, 0), num_stages - 1) <= 50 * ALL_CUTS
+
+
+class _EvenCosts:
+    """[n, reach] pace of stage s from a coarse cut to those 1, 2, .. behind it [s].
+
+    Sums of gradients apart: they are alike for all cuts.
+
+    Each of a rank's V stages is given a V-th of its memory, with what it holds at the rank's peak.
+    """
+
+    def __init__(
+        self, model: Model, place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
+    ) -> None:
+        self.place, self.flights, self.rules, self.c = place, flights, model.rules, c
+        self.positions, self.counts = c.positions, c.counts
+        at, rows = np.asarray(model.coarse), np.arange(len(model.coarse))[:, None]
+        last = rows + np.arange(1, reach + 1)
+        first, ends = at[rows], at[np.minimum(last, len(at) - 1)]
+        self.inside = model.cuts.inside[first, ends] & (last < len(at))
+        self.sums = model.cuts.stages(first, ends)
+        self._fullest: dict[int, list[float]] = {}
+        self.least_beyond = model.least_work_beyond(reach) / max(place.speeds)
+        self.action_seconds = model.profile.action_seconds
+        self.beside = certain(model.profile.device)
+        self._plain: dict[object, Floats] = {}
+        self._made: dict[object, Floats] = {}
+        self._parts: dict[object, tuple[Floats, Floats, Floats]] = {}
+
+    def whatever(self, stage: int) -> Floats:
+        """Paces without a memory limit, nothing recomputed."""
+        speed = self.place.speeds[self.positions[stage]]
+        inward, outward = self.place.inward[stage], self.place.outward[stage]
+        key = (inward, outward, speed)
+        if key not in self._plain:
+            sums = self.sums
+            sent = sums.before * inward.seconds_a_byte + sums.behind * outward.seconds_a_byte
+            slower = pace(work=sums.work / speed + self._around(stage), links=sent / self.c.tensor)
+            self._plain[key] = np.where(self.inside, slower, np.inf)
+        return self._plain[key]
+
+    def _around(self, stage: int) -> float:
+        """Seconds a microbatch that the runtime takes beside F and B."""
+        return 2 * (self.action_seconds + self.place.inward[stage].busy + self.place.outward[stage].busy)
+
+    def within(self, stage: int) -> Floats:
+        """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
+        p, chunk = self.positions[stage], stage // self.c.pipeline
+        flight, speed = self.flights[p], self.place.speeds[p]
+        limit = (self.place.limits[p] - self.beside) / self.c.num_chunks
+        plain = self.whatever(stage)
+        if not math.isfinite(limit) and "none" in self.rules.recompute:
+            return plain
+        held = self._held(p)[chunk]
+        key = (id(plain), held, flight.versions, limit, speed)  # `plain` is one for each pair of links
+        if key in self._made:
+            return self._made[key]
+        made = np.full_like(plain, np.inf)
+        for recompute in self.rules.recompute:
+            work = (self.sums.work + self.sums.under(recompute).seconds) / speed
+            seconds = np.maximum(plain, work + self._around(stage))
+            made = np.where(self._bytes(p, held, recompute) <= limit, np.minimum(made, seconds), made)
+        self._made[key] = made
+        return made
+
+    def _held(self, p: int) -> list[float]:
+        """[V] microbatches that a rank holds where most are there."""
+        if p not in self._fullest:
+            held = self.flights[p].held
+            self._fullest[p] = held[int(held.sum(axis=1).argmax())].tolist()
+        return self._fullest[p]
+
+    def _bytes(self, p: int, held: float, recompute: str) -> Floats:
+        counts, versions = self.counts[p], self.flights[p].versions
+        key = (counts, versions, recompute)
+        if key not in self._parts:
+            streams = family(self.c.schedule).rule.is_asynchronous
+            divides = "full" in self.rules.sharding
+            self._parts[key] = stage_parts(
+                self.sums,
+                copies=versions + 1 + self.rules.optimizer_ratio / (counts if divides else 1),
+                replicas=counts,
+                divides=divides,
+                recompute=recompute,
+                tensor=self.c.tensor,
+                num_chunks=self.c.num_chunks,
+                streams=streams,
+            )
+        fixed, each, behind = self._parts[key]
+        return np.maximum(fixed + held * each, behind)
+
+
+class TooLargeError(ValueError):
+    """Too many cuts and devices for the dynamic program."""
+
+
+def candidates(
+    model: Model,
+    cluster: Cluster,
+    *,
+    schedule: str,
+    microbatch_size: int,
+    num_microbatches: int | None,
+    memory_limit: float | None,
+    straight: bool = False,
+    wanted: int,
+) -> tuple[list[tuple[Configuration, Ends]], float, list[str]]:
+    """Configurations with their cuts, those with the least bottleneck first, for each order of unequal nodes; a bound
+    of the bottleneck of any plan [s a microbatch]; and notes.
+
+    `wanted` at most come each way: for M microbatches, and without M, so that replicas have equal shares.
+
+    Raises TooLargeError where unequal devices are too many; of too many equal ones some are looked at (`grain_of`).
+    """
+    found: dict[tuple[Configuration, Ends], None] = {}
+    bounds, notes, every = [], [], (len(model.cuts), 1)
+    orders, note = node_orders(cluster)
+    for order in orders:
+        costs = RangeCosts(
+            model.cuts,
+            cluster.reordered(order),
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            memory_limit=memory_limit,
+            beside=certain(model.profile.device),
+            optimizer_ratio=model.rules.optimizer_ratio,
+            action_seconds=model.profile.action_seconds,
+        )
+        grain = grain_of(costs, straight=straight)
+        if grain != every and not costs.is_uniform:
+            raise TooLargeError(
+                f"{len(costs.cuts)} cuts on {costs.num_devices} devices of several kinds: too large for unequal "
+                f"devices; expected one kind, fewer devices, or a smaller max_cuts"
+            )
+        solutions = solve(costs, straight=straight, num_candidates=wanted)
+        if num_microbatches is not None:
+            solutions += solve(costs.per_replica(), straight=straight, num_candidates=wanted)
+        bounds += [solution.bound for solution in solutions[:1]]
+        for solution in solutions:
+            if num_microbatches is not None and max(solution.replicas) > num_microbatches:
+                continue  # a replica without work
+            configuration = Configuration(
+                pipeline=len(solution.stages),
+                data=solution.replicas[0],
+                tensor=1,
+                schedule=schedule,
+                num_chunks=1,
+                microbatch_size=microbatch_size,
+                num_microbatches=num_microbatches,
+                ranks=stage_ranks(costs, solution, order, cluster),
+            )
+            found[configuration, (0, *(stage.last for stage in solution.stages))] = None
+    if grain != every:
+        bounds = [float(costs.work[-1]) / costs.num_devices]
+        notes.append(
+            f"too large for the exact dynamic program: {grain[0]} of {every[0]} cuts were looked at, and replicas "
+            f"in multiples of {grain[1]}"
+        )
+    if note is not None:
+        notes.append(note)
+    return list(found), min(bounds, default=0.0), notes

@@ -1,0 +1,278 @@
+"""One configuration with its cuts: what each stage costs, what each rank holds, and the least seconds of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from ...schedules.families.registry import family
+from ...schedules.timing.costs import Costs, Ties
+from ...schedules.timing.links import Links
+from ...schedules.timing.timeline import Timeline
+from ..memory import Moments, RankMemory, RankPlace, certain
+from ..stage_cost import Placement, StageSeconds, StageSums, round_seconds, stage_seconds
+from ..topology import NO_TRANSFER, Topology, TransferTime
+from .model import Model
+from .paces import least_step, rank_paces
+from .simulated import BuiltSchedules, long_batch, microbatches_of, num_weight_grads, simulated_batch
+from .space import Configuration
+
+Ends = tuple[int, ...]
+Figure = TypeVar("Figure")
+
+
+class MisfitError(Exception):
+    """No treatment makes it fit: on `stage_group` it takes `too_many` bytes more than there are."""
+
+    def __init__(self, *, stage_group: int, too_many: float, limit: float) -> None:
+        super().__init__(f"{too_many:,.0f} bytes too many")
+        self.stage_group, self.too_many, self.limit = stage_group, too_many, limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluated:
+    """A configuration with cuts that fits.
+
+    Arguments:
+        tied: (stages, seconds) of sums of gradients of weights that stages on different ranks share.
+        norm: of the global norm, for which all ranks wait [s]; None: there is none.
+        bottleneck: pace of the slowest rank [s a microbatch].
+        bound: no order of this work is faster [s]; 0 where the number of microbatches is open.
+        simulated_seconds: from batch to batch [s]; infinite where it was not simulated: nobody knows its batch, or the
+            schedule does not take it.
+        bubble: of that simulation.
+    """
+
+    configuration: Configuration
+    ends: Ends
+    model: Model
+    placement: Placement
+    sums: StageSums
+    seconds: StageSeconds
+    tied: Ties
+    norm: float | None
+    memories: tuple[RankMemory, ...]
+    bottleneck: float
+    bound: float
+    simulated_seconds: float = math.inf
+    bubble: float = 0.0
+
+    @property
+    def memory_bytes(self) -> float:
+        return max(memory.total for memory in self.memories)
+
+    @property
+    def costs(self) -> Costs:
+        return self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
+
+    @property
+    def links(self) -> Links:
+        c = self.configuration
+        return self.seconds.links(self.sums.behind, self.placement.outward, tensor=c.tensor, positions=c.positions)
+
+
+class PlanEvaluator:
+    """Costs, memory and simulation of configurations.
+
+    Arguments:
+        model_of: of a microbatch and a tensor size.
+        norm: of the global norm under a flush, see `Costs` [s]; None: there is none.
+    """
+
+    def __init__(self, topology: Topology, model_of: Callable[[int, int], Model], *, norm: float | None = None) -> None:
+        self.topology, self.model_of, self.norm = topology, model_of, norm
+        self.schedules = BuiltSchedules()
+        self._placements: dict[object, Placement] = {}
+        self._sums: dict[object, TransferTime] = {}
+        # Of the configuration at hand: cuts move, and most ranks keep theirs.
+        self._memories_of: tuple[Configuration, Sequence[Moments]] | None = None
+        self._memories: dict[object, RankMemory] = {}
+        self._again: dict[object, float] = {}  # seconds that run again, at least
+
+    def model(self, c: Configuration) -> Model:
+        return self.model_of(c.microbatch_size, c.tensor)
+
+    def _norm_seconds(self, schedule: str) -> float | None:
+        """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
+        return None if family(schedule).rule.is_asynchronous else self.norm
+
+    def _beside(self, c: Configuration, model: Model) -> float:
+        """Seconds of a step that no schedule hides [s]."""
+        return model.profile.around_seconds + (self._norm_seconds(c.schedule) or 0.0)
+
+    def evaluate(
+        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[Moments] | None = None
+    ) -> Evaluated:
+        """Costs and memory; MisfitError where it does not fit, for the rank that has most too much, and SizesError.
+
+        Arguments:
+            exact: count what is in flight in the whole schedule, or one that holds exactly as much.
+            flights: by stage of the first chunk, in place of what the schedule says.
+        """
+        model, place, positions = self.model(c), self.placement(c), c.positions
+        sums = model.stages(ends, positions)
+        if flights is None:
+            flights = self.schedules.in_flight(c, exact=exact)
+        memories = self._by_rank(
+            c, ends, flights, self._memories, lambda p, rank: model.rules.fit(sums, flights[p], rank)
+        )
+        worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
+        if memories[worst].too_many:
+            raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
+        treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
+        seconds = stage_seconds(
+            sums,
+            place,
+            positions,
+            tensor=c.tensor,
+            recompute=[each.recompute[v] for each, v in treatments],
+            shards=[each.shards[v] for each, v in treatments],
+            action=model.profile.action_seconds,
+        )
+        tied = self._ties(c, ends)
+        return Evaluated(
+            configuration=c,
+            ends=ends,
+            model=model,
+            placement=place,
+            sums=sums,
+            seconds=seconds,
+            tied=tied,
+            norm=self._norm_seconds(c.schedule),
+            memories=tuple(memories),
+            bottleneck=float(rank_paces(c, seconds).max()),
+            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
+        )
+
+    def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
+        """No order of this work is faster, whatever is done about memory [s]; 0 where M is open.
+
+        Arguments:
+            flights: where given, what each rank must run again for its memory counts, too (and for much more time).
+        """
+        if c.num_microbatches is None:
+            return 0.0
+        model, counts, place, positions = self.model(c), c.counts, self.placement(c), c.positions
+        sums, may_shard = model.stages(ends, positions), "full" in model.rules.sharding
+        seconds = stage_seconds(
+            sums,
+            place,
+            positions,
+            tensor=c.tensor,
+            recompute=["none"] * c.num_stages,
+            shards=[counts[p] if may_shard else 1 for p in positions],
+            action=model.profile.action_seconds,
+        )
+        if may_shard:  # or not divided, where that is faster
+            whole = round_seconds(sums, [place.rings[p] for p in positions])
+            seconds = replace(seconds, ring=np.minimum(seconds.around, whole), gather=np.zeros_like(whole))
+        again = np.zeros(c.pipeline)
+        if flights is not None:
+            least = self._by_rank(
+                c, ends, flights, self._again, lambda p, rank: model.rules.least_seconds_again(sums, flights[p], rank)
+            )
+            again = np.array(least) / np.array(place.speeds)
+        return least_step(c, seconds, self._ties(c, ends), again) + self._beside(c, model)
+
+    def _by_rank(
+        self,
+        c: Configuration,
+        ends: Ends,
+        flights: Sequence[Moments],
+        known: dict[object, Figure],
+        find: Callable[[int, RankPlace], Figure],
+    ) -> list[Figure]:
+        """[P] what is found of each rank with its stages; for the configuration at hand it is kept in `known`."""
+        if self._memories_of != (c, flights):
+            self._memories_of = c, flights
+            self._memories.clear()
+            self._again.clear()
+        place, counts, positions, found = self.placement(c), c.counts, c.positions, []
+        for p in range(c.pipeline):
+            stages = tuple(stage for stage, at in enumerate(positions) if at == p)
+            own = (p, *((ends[s], ends[s + 1]) for s in stages))
+            if own not in known:
+                rank = RankPlace(
+                    stages=stages,
+                    replicas=counts[p],
+                    tensor=c.tensor,
+                    limit=place.limits[p],
+                    exchange=place.exchanges[p],
+                    streams=family(c.schedule).rule.is_asynchronous,
+                    beside=certain(self.model(c).profile.device),
+                )
+                known[own] = find(p, rank)
+            found.append(known[own])
+        return found
+
+    def simulate(self, evaluated: Evaluated) -> Evaluated:
+        """The same with seconds and bubble of its step; SizesError where the schedule does not take its sizes.
+
+        One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all. A long
+        batch is simulated by a short one, where that tells the same (`long_batch`).
+        """
+        c, m = evaluated.configuration, microbatches_of(evaluated.configuration)
+
+        def batch(num_microbatches: int) -> Timeline:
+            return simulated_batch(c, evaluated.costs, evaluated.links, self.schedules, num_microbatches)
+
+        long = long_batch(batch, c, m) if c.is_equal else None
+        if long is None:
+            whole = batch(m)
+            bubble = max(0.0, whole.bubble)  # rounding may take it below
+            return replace(evaluated, simulated_seconds=whole.batch_seconds, bubble=bubble)
+        long_seconds, short = long
+        s = evaluated.seconds
+        each = float((s.work + num_weight_grads(short.schedule) * s.overhead).sum())
+        busy = m / c.pipeline * each
+        if s.held.any():  # actions beside sums are longer, in its drain alone
+            worked = sum(trace.busy for trace in short.ranks)
+            busy += (worked - short.schedule.num_microbatches * each) / c.pipeline
+        return replace(
+            evaluated,
+            simulated_seconds=long_seconds + evaluated.model.profile.around_seconds,
+            bubble=max(0.0, 1 - busy / long_seconds) if long_seconds > 0 else 0.0,
+        )
+
+    def placement(self, c: Configuration) -> Placement:
+        """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
+        key, positions = (c.pipeline, c.data, c.tensor, c.positions, c.ranks), c.positions
+        if key not in self._placements:
+            topology, ranks = self.topology, c.stage_ranks
+            ways = dict.fromkeys(pairwise(positions), NO_TRANSFER)  # a rank sends itself nothing
+            for a, b in ways:
+                if a != b:
+                    ways[a, b] = topology.between(ranks[a], ranks[b], tensor=c.tensor)
+            between = [ways[pair] for pair in pairwise(positions)]
+            self._placements[key] = Placement(
+                inward=(NO_TRANSFER, *between),
+                outward=(*between, NO_TRANSFER),
+                rings=tuple(topology.ring(each[:: c.tensor]) for each in ranks),
+                exchanges=tuple(topology.exchange(each[:: c.tensor]) for each in ranks),
+                speeds=tuple(map(topology.speed, ranks)),
+                limits=tuple(map(topology.memory, ranks)),
+            )
+        return self._placements[key]
+
+    def _ties(self, c: Configuration, ends: Ends) -> Ties:
+        """(stages, seconds) of sums over all ranks of stages on several places that hold the same weights."""
+        together: dict[tuple[int, ...], float] = {}
+        for stages, shared in self.model(c).tied_stages(ends):
+            together[stages] = together.get(stages, 0.0) + shared
+        seconds = {stages: self._sum(c, stages).seconds(shared) for stages, shared in together.items() if shared > 0}
+        return tuple(each for each in seconds.items() if each[1] > 0)
+
+    def _sum(self, c: Configuration, stages: Iterable[int]) -> TransferTime:
+        places = tuple(sorted({c.positions[stage] for stage in stages}))
+        if len(places) == 1:
+            return NO_TRANSFER
+        key = (c.pipeline, c.data, c.tensor, places, c.ranks)
+        if key not in self._sums:
+            ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensor]]
+            self._sums[key] = self.topology.ring(ranks)
+        return self._sums[key]

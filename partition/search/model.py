@@ -1,0 +1,103 @@
+"""A profile as sums over its cuts: what any stage of it computes, holds and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from ..profile import Profile
+from ..recompute import MemoryRules
+from ..solve.antichains import MAX_CUTS, all_cuts
+from ..solve.cut_sums import Cuts, node_names, thinned
+from ..stage_cost import StageSums
+
+MAX_COARSE = 256  # cuts that the dynamic program looks at
+_SCALED = 0.005  # of the profile's seconds: less is not worth a word
+
+
+class Model:
+    """One profile for the planner, with the seconds that a run will see (`Profile.typical`).
+
+    Arguments:
+        rules: what may be done about its memory.
+        compression: of activations, divides what crosses a cut.
+    """
+
+    def __init__(
+        self, profile: Profile, rules: MemoryRules, *, max_cuts: int = MAX_CUTS, compression: float = 1.0
+    ) -> None:
+        self.profile, self.rules = profile.typical(), rules
+        times = self.profile.parts_seconds / (profile.parts_seconds or 1.0)
+        scaled = f"all parts of the profile count {times:.3g} times, since the whole takes as much longer"
+        cuts = all_cuts(self.profile, limit=max_cuts)
+        self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
+        self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes
+        self.seconds = float(self.cuts.seconds[-1])
+        self._beyond: dict[int, float] = {}
+        self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
+
+    @cached_property
+    def coarse(self) -> list[int]:
+        """Cuts for the dynamic program over stages with one place each."""
+        return thinned(self.cuts, MAX_COARSE)
+
+    def least_work_beyond(self, reach: int) -> float:
+        """F + B of any stage that spans more of the coarse cuts, at least [s]; infinite where there is none."""
+        if reach not in self._beyond:
+            at = np.asarray(self.coarse)
+            longer = self.cuts.inside[np.ix_(at, at)] & np.tri(len(at), k=-reach - 1, dtype=bool).T
+            work = self.cuts.seconds[at] - self.cuts.seconds[at][:, None]
+            self._beyond[reach] = float(work[longer].min(initial=np.inf))
+        return self._beyond[reach]
+
+    def stages(self, ends: Sequence[int], positions: Sequence[int] | None = None) -> StageSums:
+        """[S] between neighbours among these cuts, S + 1 of them from 0 to the last.
+
+        Arguments:
+            positions: [S] place of each stage, alike for those on the same ranks: the first of these has the weights
+                that they share, the others have none. None: all places differ.
+        """
+        at = np.asarray(ends)
+        sums = self.cuts.stages(at[:-1], at[1:])
+        if positions is None or not self.cuts.tied or len(set(positions)) == len(positions):
+            return sums
+        weights, update, small = sums.weights.copy(), sums.update.copy(), sums.small.copy()
+        apart, small_apart = sums.apart.copy(), sums.small_apart.copy()
+        parts = zip(self._holders(ends), self.cuts.shared_update, self.cuts.shared_small, strict=True)
+        for (stages, shared), updates, smalls in parts:
+            firsts = {positions[s]: s for s in sorted(stages, reverse=True)}
+            for s in set(stages) - set(firsts.values()):
+                weights[s] -= shared
+                update[s] -= updates[stages.index(s)]
+                small[s] -= smalls[stages.index(s)]
+            is_apart = len(set(stages)) > 1
+            for s in set(stages) if is_apart else ():
+                if len(firsts) == 1 or s not in firsts.values():  # nothing of it leaves the stage for another rank's
+                    apart[s] -= shared
+                    small_apart[s] -= max(smalls)
+        weights, update, small, apart, small_apart = (
+            np.maximum(each, 0.0) for each in (weights, update, small, apart, small_apart)
+        )
+        return replace(sums, weights=weights, update=update, small=small, apart=apart, small_apart=small_apart)
+
+    def tied_stages(self, ends: Sequence[int]) -> list[tuple[tuple[int, ...], float]]:
+        """Stages between these cuts that share weights, ascending, and bytes of these: `Profile.tied`."""
+        return [(tuple(sorted(set(stages))), shared) for stages, shared in self._holders(ends)]
+
+    def _holders(self, ends: Sequence[int]) -> list[tuple[list[int], float]]:
+        """By group of `Profile.tied`, the stage of each node, and bytes."""
+        inside = self.cuts.members[list(ends[1:])]
+        return [([int(np.argmax(inside[:, at])) for at in nodes], shared) for nodes, shared in self.cuts.tied]
+
+    def names(self, first: int, last: int) -> tuple[str, ...]:
+        """Names of the nodes between two cuts, each behind what it needs."""
+        return node_names(self.profile, self.cuts, first, last)
+
+    def parameter_bytes(self, first: int, last: int) -> float:
+        """Bytes of parameters between two cuts, as the profile adds them up."""
+        own = self.cuts.members[last] & ~self.cuts.members[first]
+        nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
+        return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])

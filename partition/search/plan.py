@@ -1,0 +1,375 @@
+"""`plan`: what may be chosen, checked and handed to the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+
+import numpy as np
+
+from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ..cluster import Cluster
+from ..memory import certain
+from ..plans.as_text import CHOSEN
+from ..plans.plan import Plan
+from ..profile import Profile
+from ..recompute import MemoryRules
+from ..solve.antichains import MAX_CUTS
+from ..solve.orders import canonical_order, node_orders, own_ranks
+from ..solve.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
+from ..stage_cost import RECOMPUTE
+from ..strict import count, number
+from ..topology import Topology
+from .cuts import TooLargeError, candidates
+from .evaluate import Ends, Evaluated, PlanEvaluator
+from .model import Model
+from .result import as_plan, distinct, label
+from .search import Brought, PlanSearch, Progress
+from .simulated import MAX_ACTIONS
+from .source import ProfileSource, as_source
+from .source import microbatch_sizes as sizes_to_try
+from .space import Configuration, Runs, SearchSpace
+
+SCHEDULES = ("1f1b", "interleaved")
+CHUNK_SIZES = tuple(range(2, 9))
+CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
+MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
+SHARDING = ("none", "full")
+ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
+
+
+def plan(
+    source: Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    memory_limit: float | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    microbatch_sizes: Sequence[int] | None = None,
+    pipeline_sizes: Sequence[int] | None = None,
+    data_sizes: Sequence[int] | None = None,
+    tensor_sizes: Sequence[int] | None = None,
+    chunk_sizes: Sequence[int] = CHUNK_SIZES,
+    recompute: Sequence[str] | None = None,
+    optimizer_sharding: Sequence[str] = SHARDING,
+    optimizer_bytes: float | None = None,
+    max_grad_norm: float | None = None,
+    runnable: bool = False,
+    num_runners_up: int = 8,
+    max_simulated: int = 64,
+    seconds: float | None = None,
+    max_cuts: int = MAX_CUTS,
+    progress: Progress | None = None,
+    on_runners_up: Callable[[Sequence[Plan]], object] | None = None,
+) -> Plan:
+    """The plan with the least simulated seconds a batch, with the runners-up and what each loses.
+
+    Arguments:
+        source: a profile; profiles by microbatch size; profiles of several sizes and of models cut over several ranks,
+            as they come; or what makes them for any size (`ProfileSource`). A profile that does not say its
+            microbatch size counts as of one sample.
+        global_batch: samples of a batch.
+        memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
+        schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "paci", "pipedream")
+            change the training. Stages may stand on the ranks in turn, or back and forth as under "zb-v", not on two
+            ranks each ("chimera"). Those that split the backward are simulated with halves of the profile's, so they
+            are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
+        microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
+        chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
+        recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
+            `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
+        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, it is
+            divided where the step becomes shorter by more than gathering the updated weights takes, or where memory is
+            short.
+        optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
+        max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm in front of the updates
+            of a batch that is flushed, for as long as a sum over them all takes. 0: they do not; None: as the profile
+            says, or not.
+        runnable: only what the runtime executes: numbers of tensor ranks that divide the devices, and no idle devices
+            without a flush. Otherwise plans may need some of the devices alone.
+        num_runners_up: to name in the plan.
+        max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
+        seconds: to search for, or a little longer, until something is found; likewise. None: until nothing left can
+            win. With it the same input may give another plan.
+        max_cuts: beyond which a graph is simplified, see `all_cuts`.
+        progress: called with a `Searched` and the best seconds so far.
+        on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
+
+    The best configuration is searched best first by lower bounds; see `search` for what that proves. What
+    `partition()` finds is among the candidates, so no plan is worse. Ties (to nine digits): fewest devices, then the
+    least tensor, pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest
+    cuts. Same input, same plan.
+
+    Raises ValueError for options that do not fit, and where nothing fits the memory: what came nearest, how many bytes
+    are too many, and what would make it fit.
+
+    >>> from stagewright.partition import Cluster, Node, Profile
+    >>> nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, parameter_bytes=1) for n in "abcd"]
+    >>> found = plan(Profile(nodes=nodes), Cluster.from_levels([(4, 1e9)]), global_batch=8)
+    >>> found.replicas, round(found.simulated_step_time, 6)
+    ((4,), 24.0)
+    """
+    count("global_batch", global_batch)
+    source = as_source(source, cluster)
+    sizes = sizes_to_try(source, global_batch, microbatch_sizes)
+    _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
+    allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
+    sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
+    ways = _tensor_sizes(source, cluster, tensor_sizes)
+    order = canonical_order(cluster)
+    topology = Topology(cluster.reordered(order), memory_limit=_figure("memory_limit", memory_limit))
+    model_of = _models(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
+    space = SearchSpace(
+        num_devices=cluster.num_devices,
+        global_batch=global_batch,
+        schedules=_with_chunks(_schedules(schedules), chunk_sizes),
+        microbatch_sizes=sizes,
+        tensor_sizes=ways,
+        pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
+        data_sizes=_counts("data_sizes", data_sizes),
+        max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
+    )
+    if recompute is not None and "selective" in allowed:
+        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
+    one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
+    clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
+    search = PlanSearch(
+        PlanEvaluator(topology, model_of, norm=_norm_seconds(clips_to, topology)),
+        wanted=num_runners_up + 1,
+        max_simulated=count("max_simulated", max_simulated),
+        seconds=_figure("seconds", seconds),
+        progress=progress,
+    )
+    found = distinct(_found(search, space, order, runnable=runnable))
+    ranked = partial(_ranked, search, found, order=order, one=one, num_runners_up=num_runners_up)
+    if on_runners_up is not None:
+        on_runners_up([ranked(at) for at in range(1, min(len(found), num_runners_up + 1))])
+    return ranked(0)
+
+
+def _models(
+    source: ProfileSource,
+    ratio: float | None,
+    recompute: tuple[str, ...],
+    sharding: tuple[str, ...],
+    max_cuts: int,
+) -> Callable[[int, int], Model]:
+    @cache
+    def model_of(microbatch_size: int, tensor: int) -> Model:
+        profile = source.profile(microbatch_size=microbatch_size, tensor=tensor)
+        known = ADAM_BYTES if profile.optimizer_ratio is None else profile.optimizer_ratio
+        rules = MemoryRules(
+            optimizer_ratio=known if ratio is None else ratio,
+            recompute=tuple(each for each in recompute if each != "selective" or profile.knows_selective),
+            sharding=sharding,
+        )
+        return Model(profile, rules, max_cuts=max_cuts)
+
+    return model_of
+
+
+def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
+    """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
+    evaluator, brought = search.evaluator, []
+    cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
+    runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
+    if space.data_sizes is None and space.pipeline_sizes is None and 1 in space.tensor_sizes:
+        for size, name in product(space.microbatch_sizes, filter(SCHEDULES_WITH_REPLICAS.__contains__, names)):
+            model, num_microbatches = evaluator.model_of(size, 1), space.global_batch // size
+            sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
+            find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
+            brought.append(Brought(search.least.of_any(name, model, num_microbatches), find))
+    every = replace(space, all_layouts=True)
+    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
+        filter(runs, _in_all_orders(every, cluster)), []
+    )
+    if not found:
+        raise ValueError(_why_nothing(search, space, runnable=runnable))
+    return found
+
+
+def _ranked(
+    search: PlanSearch, found: Sequence[Evaluated], at: int, *, order: Sequence[int], one: Profile, num_runners_up: int
+) -> Plan:
+    """One of those that were found as a plan, the others as its runners-up. One profile says the size of its
+    microbatch."""
+    best, topology, says_size = found[at], search.evaluator.topology, one.microbatch_size is not None
+    notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
+    if not says_size:
+        notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
+    if search.refused:
+        notes.append(f"{len(search.refused)} left out, whose schedule does not run, such as {search.refused[0]}")
+    return as_plan(
+        [best, *found[:at], *found[at + 1 :]],
+        topology,
+        order=order,
+        bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
+        says_size=says_size,
+        num_runners_up=num_runners_up,
+        notes=notes,
+        searched=search.searched,
+    )
+
+
+def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
+    """Seconds of a small sum over all devices, where gradients are clipped [s]."""
+    if max_grad_norm is None or number("max_grad_norm", max_grad_norm) == 0:
+        return None
+    return topology.small_sum(range(topology.num_devices))
+
+
+def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
+    most = MAX_ACTIONS // 2 * num_devices * largest
+    if global_batch > most:
+        raise ValueError(
+            f"global_batch={global_batch}: expected at most {most:,} on {num_devices} devices in microbatches of up to "
+            f"{largest}; a batch of more than {MAX_ACTIONS:,} actions is too long to simulate"
+        )
+
+
+def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
+    """Every configuration, and the same along other orders of unequal nodes; of many orders the slow ones last."""
+    size = cluster.levels[0].size
+    given = tuple(range(len(cluster.nodes or ())))
+    orders = node_orders(cluster)[0]
+    if len(orders) > MAX_ORDERS:
+        orders = [given, given[::-1]]
+    for configuration in space.configurations():
+        yield configuration
+        for order in orders:
+            if order != given:
+                ranks = tuple(own_ranks(order, size, each) for each in configuration.stage_ranks)
+                yield replace(configuration, ranks=ranks)
+
+
+def _unequal(
+    model: Model, topology: Topology, *, schedule: str, microbatch_size: int, num_microbatches: int, runs: Runs
+) -> Iterator[tuple[Configuration, Ends]]:
+    """The dynamic program's candidates with the memory limit, and without it where recomputation or shards make room.
+
+    One with equal replicas is that of the enumeration, with other cuts.
+    """
+    has_limit = bool(np.isfinite(topology.memory_bytes).any())
+    makes_room = {*model.rules.recompute, *model.rules.sharding} != {"none"}
+    for memory_limit in (topology.memory_limit, math.inf) if has_limit and makes_room else (topology.memory_limit,):
+        try:
+            every, _, _ = candidates(
+                model,
+                topology.cluster,
+                schedule=schedule,
+                microbatch_size=microbatch_size,
+                num_microbatches=num_microbatches,
+                memory_limit=memory_limit,
+                wanted=CANDIDATES,
+            )
+        except TooLargeError:
+            return
+        for configuration, ends in every:
+            has_work = max(configuration.counts) <= configuration.batch
+            is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
+            if has_work and is_short and runs(configuration):
+                plain = replace(configuration, ranks=None)
+                same = configuration.is_equal and tuple(map(tuple, plain.stage_ranks)) == configuration.ranks
+                yield plain if same else configuration, ends
+
+
+def _listed(values: Sequence[int] | None) -> str:
+    return "None" if values is None else ", ".join(map(str, values))
+
+
+def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
+    if not values:
+        raise ValueError(f"{what}=(): expected at least one name")
+    return tuple(dict.fromkeys(values))
+
+
+def _schedules(wanted: str | Sequence[str]) -> tuple[str, ...]:
+    names = _names("schedules", [canonical_name(each) for each in ([wanted] if isinstance(wanted, str) else wanted)])
+    for name in names:
+        if not family(name).is_planned:
+            known = ", ".join(each.name for each in FAMILIES.values() if each.is_planned)
+            raise ValueError(
+                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences: "
+                f"expected some of {known}"
+            )
+    return names
+
+
+def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    values = (values,) if isinstance(values, str) else tuple(values)
+    for value in values:
+        if value not in known:
+            raise ValueError(f"{what}: {value!r}: expected some of {', '.join(known)}")
+    return tuple(each for each in known if each in _names(what, values))
+
+
+def _refuse_unknown(profiles: Sequence[Profile]) -> None:
+    for profile in profiles:
+        missing = [node.name for node in profile.nodes if node.runs_again and node.selective_bytes is None]
+        if missing:
+            raise ValueError(
+                f"recompute: 'selective' with a profile whose node {missing[0]!r} has no selective_bytes and "
+                f"selective_seconds: expected a profile with both, or some of none, full, layer"
+            )
+
+
+def _figure(what: str, value: float | None) -> float | None:
+    return None if value is None else number(what, value)
+
+
+def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if not values:
+        raise ValueError(f"{what}=(): expected at least one size, or None for all")
+    return tuple(dict.fromkeys(count(what, value) for value in values))
+
+
+def _with_chunks(names: Sequence[str], chunk_sizes: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    sizes = _counts("chunk_sizes", chunk_sizes) or ()
+    if 1 in sizes:
+        raise ValueError("chunk_sizes: 1: expected at least 2 (a schedule with one stage a rank is 1f1b)")
+    return [(name, sizes if (own := family(name)).takes_chunks else (own.num_chunks,)) for name in names]
+
+
+def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    known = tuple(source.tensor_sizes(cluster.num_devices))
+    sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
+    if not sizes:
+        raise ValueError(
+            f"tensor_sizes={_listed(wanted)}: expected some of {_listed(known) or 'the sizes of other profiles'}: what "
+            f"profiles and cluster allow, whose innermost links join {cluster.levels[0].size} devices"
+        )
+    return sizes
+
+
+def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> str:
+    if search.miss is None:
+        sizes = {"pipeline_sizes": space.pipeline_sizes, "data_sizes": space.data_sizes}
+        given = [f"{name}={_listed(values)}" for name, values in sizes.items() if values is not None]
+        asked = f" with {' and '.join(given)}" if given else ""
+        refused = f" ({search.refusal})" if search.refusal is not None else ""
+        runs = "; or runnable=False, where tensor groups and streams may leave devices over" if runnable else ""
+        return (
+            f"no configuration of a batch of {space.global_batch} on {space.num_devices} devices{asked}{refused}: "
+            f"expected sizes whose product is at most {space.num_devices}, with replicas that divide the microbatches, "
+            f"at most {space.max_stages} stages, and enough microbatches for the schedule{runs}"
+        )
+    c, miss = search.miss
+    ranks = c.stage_ranks[miss.stage_group]
+    needed, too_many = math.ceil(miss.limit + miss.too_many), math.ceil(miss.too_many)
+    beside = certain(search.evaluator.model(c).profile.device)
+    kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
+    rules = search.evaluator.model(c).rules
+    allowed = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
+    tried = [what for what, names in allowed if set(names) != {"none"}]
+    done = f" (allowed: {', '.join(tried)})" if tried else ", with nothing recomputed and no optimizer sharded"
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    return (
+        f"nothing fits the memory: nearest is {c.label}, which on {where} needs {needed:,} "
+        f"bytes{kept} of {miss.limit:,.0f}, {too_many:,} too many{done}: expected devices with "
+        f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
+    )

@@ -1,0 +1,134 @@
+"""A Plan of what was found."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+
+from ...schedules.families.registry import family
+from ..memory import stage_bytes
+from ..plans.plan import Plan
+from ..plans.record import PlanStage, RunnerUp, Searched
+from ..profile import Node
+from ..solve.orders import own_ranks
+from ..stage_cost import RECOMPUTE
+from ..topology import Topology
+from .evaluate import Evaluated
+from .paces import stage_paces
+
+
+def distinct(found: Iterable[Evaluated]) -> list[Evaluated]:
+    """Each of them once: of those that differ in nothing but which of the devices their stages stand on, the first."""
+    seen: dict[object, Evaluated] = {}
+    for e in found:
+        figures = (e.bottleneck, e.simulated_seconds, e.memory_bytes)
+        seen.setdefault((label(e), e.configuration.counts, e.ends, *(f"{figure:.9g}" for figure in figures)), e)
+    return list(seen.values())
+
+
+def as_plan(
+    found: Sequence[Evaluated],
+    topology: Topology,
+    *,
+    order: Sequence[int],
+    bound: float,
+    says_size: bool,
+    num_runners_up: int,
+    notes: Sequence[str],
+    searched: Searched | None = None,
+) -> Plan:
+    """The first of `found` as a plan, the next ones as its runners-up.
+
+    Arguments:
+        order: of the cluster's nodes in `topology`.
+        bound: of the bottleneck of any plan [s a microbatch].
+        says_size: whether the profile says how many samples a microbatch has.
+    """
+    e, c = found[0], found[0].configuration
+    is_simulated = math.isfinite(e.simulated_seconds)
+    if idle := (of := topology.num_devices) - c.num_devices:
+        notes = [*notes, f"{idle} of {of} devices stay idle: nothing that was looked at is faster with them"]
+    if 8 * idle > 7 * of:
+        warnings.warn(f"{notes[-1]}: expected a larger batch, more nodes, or fewer devices", stacklevel=3)
+    return Plan(
+        stages=plan_stages(e, order, topology.level_sizes[0]),
+        num_devices=topology.num_devices,
+        num_chunks=c.num_chunks,
+        costs=e.costs,
+        links=e.links,
+        cost_model="default",
+        schedule=c.schedule,
+        num_microbatches=c.num_microbatches,
+        microbatch_size=c.microbatch_size if says_size else None,
+        predicted_step_time=e.bottleneck,
+        bound=min(e.bottleneck, bound),
+        simulated_step_time=e.simulated_seconds if is_simulated else None,
+        simulated_bubble=e.bubble if is_simulated else None,
+        runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
+        notes=tuple(notes),
+        searched=searched,
+    )
+
+
+def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[PlanStage, ...]:
+    """The stages in order, each on all its ranks of the cluster as its user lists it."""
+    c, ranks = e.configuration, e.configuration.stage_ranks
+    paces = stage_paces(c, e.seconds)
+    streams = family(c.schedule).rule.is_asynchronous
+    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor, streams=streams)
+    nodes = {node.name: node for node in e.model.profile.nodes}
+    stages = []
+    for s in range(c.num_stages):
+        p, v = c.positions[s], s // c.pipeline
+        memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
+        stages.append(
+            PlanStage(
+                nodes=e.model.names(first, last),
+                ranks=own_ranks(order, node_size, ranks[p]),
+                tensor=c.tensor,
+                step_seconds=float(paces[s]),
+                spread=_spread([nodes[name] for name in e.model.names(first, last)]),
+                parameter_bytes=e.model.parameter_bytes(first, last),
+                memory=memory.uses[v],
+                memory_limit=memory.limit if math.isfinite(memory.limit) else None,
+                held=held[s],
+                in_flight=max(1, memory.in_flight[v]),
+                recompute=memory.recompute[v],
+                optimizer_shards=memory.shards[v],
+            )
+        )
+    return tuple(stages)
+
+
+def _spread(nodes: Sequence[Node]) -> float:
+    """Spread of an action of these nodes: what slows one of them slows those around it, too."""
+    seconds = sum(node.forward_seconds + node.backward_seconds for node in nodes)
+    varied = sum((node.forward_seconds + node.backward_seconds) * node.spread for node in nodes)
+    return varied / seconds if seconds > 0 else 0.0
+
+
+def label(e: Evaluated) -> str:
+    """The configuration and what was done about its memory."""
+    c = e.configuration
+    parts = [c.label]
+    chosen = [name for memory in e.memories for name in memory.recompute]
+    for name in (each for each in RECOMPUTE[1:] if each in chosen):
+        times = chosen.count(name)
+        parts.append(f"recompute {name}" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))
+    shards = sum(each > 1 for memory in e.memories for each in memory.shards)
+    if shards:
+        parts.append("optimizer sharded" + ("" if shards == c.num_stages else f" in {shards} of {c.num_stages} stages"))
+    return ", ".join(parts)
+
+
+def _runner_up(e: Evaluated) -> RunnerUp:
+    sizes = e.model.cuts.members.sum(axis=1)
+    return RunnerUp(
+        label=label(e),
+        replicas=tuple(e.configuration.counts[p] for p in e.configuration.positions),
+        num_nodes=tuple(int(sizes[b] - sizes[a]) for a, b in zip(e.ends[:-1], e.ends[1:], strict=True)),
+        predicted_step_time=e.bottleneck,
+        simulated_step_time=e.simulated_seconds if math.isfinite(e.simulated_seconds) else None,
+        memory_bytes=e.memory_bytes,
+    )

@@ -1,0 +1,329 @@
+"""Best first: the configuration that may still be fastest is looked at next, until none left can beat the best.
+
+    work alone  ->  cuts, nothing run again  ->  the least that must  ->  memory, what is recomputed  ->  simulated
+    (every one)                 (while they may win: bound below the best simulated step)
+
+Each step makes the bound of a configuration larger or leaves it; the next one to look at is the one with the least.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from ...schedules.families.registry import family
+from ...schedules.ir import ScheduleError
+from ..plans.record import Searched
+from ..solve.chunks import level_ranks, neighbours
+from .bounds import LeastSeconds
+from .cuts import candidate_ends
+from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
+from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
+from .space import Configuration
+
+_REFINED_ACTIONS = 300_000  # of all simulations that move cuts
+_REFINED = 3  # configurations whose cuts are moved
+_STREAM_BATCHES = 8  # about as many as the program of a stream spans
+_MISSES = 400  # configurations that are looked at for the nearest miss alone
+_STEPS = 12  # of best first to one of farthest first, where seconds are counted
+_TIE = 1e-9  # relative: nearer than this, the simpler one wins
+
+
+_Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key, number, what is looked at
+Progress = Callable[[Searched, float | None], None]
+
+
+class _WithCuts(NamedTuple):
+    """A configuration with its cuts to look at, the one with the least bound first."""
+
+    configuration: Configuration
+    every: list[Ends]
+    is_weighed: bool = False  # the bound knows what must run again
+
+
+class Brought(NamedTuple):
+    """Configurations that bring their own cuts (unequal replicas), found when they may win; none takes less than
+    `least` [s]."""
+
+    least: float
+    find: Callable[[], Iterable[tuple[Configuration, Ends]]]
+
+
+class PlanSearch:
+    """One search.
+
+    Arguments:
+        wanted: how many simulated configurations to return, at least, where there are as many.
+        max_simulated: to stop at.
+        seconds: to stop after, once something is simulated; None: never. Then every few steps whatever has come
+            farthest goes on, so that something is simulated early.
+    """
+
+    def __init__(
+        self,
+        evaluator: PlanEvaluator,
+        *,
+        wanted: int,
+        max_simulated: int,
+        seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.evaluator = evaluator
+        self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
+        self._counts = Counter[str]()
+        self.least = LeastSeconds(evaluator.topology, norm=evaluator.norm)
+        self.miss: tuple[Configuration, MisfitError] | None = None  # what came nearest to fitting
+        self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
+        self.refused: list[str] = []  # configurations whose schedule can't run
+        self.refusal: str | None = None  # of sizes that a schedule does not take, the first
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self._least_seconds = math.inf  # of any configuration, whatever its cuts
+        self._least_left = math.inf  # of those that were not simulated
+        self._numbers, self._brought_numbers = count(), count(-1, -1)
+
+    def run(self, configurations: Iterable[Configuration], brought: Sequence[Brought]) -> list[Evaluated]:
+        """Simulated configurations, the best first; empty where nothing fits."""
+        queue: list[_Entry] = []
+        for c in configurations:
+            queue.append((self.least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
+        self._counts["considered"] += len(queue)
+        self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
+        queue += [(each.least, 0, (), next(self._brought_numbers), each) for each in brought]
+        self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
+        heapify(queue)
+        found: list[Evaluated] = []
+        for step in count():
+            if not queue or self._is_done(queue[0][0], found):
+                break
+            self._look(self._next(queue, step), queue, found)
+            if self.progress is not None:
+                self.progress(self.searched, _least_seconds(found) if found else None)
+        # Stopped or not, nothing that was brought along and may still win is left out.
+        own = [entry for entry in queue if entry[3] < 0]
+        queue = [entry for entry in queue if entry[3] >= 0]
+        self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
+        heapify(own)
+        while own and own[0][0] < _least_seconds(found):
+            self._look(heappop(own), own, found)
+        self._least_left = min([self._least_left, *(entry[0] for entry in own)])
+        if not found:
+            self._find_miss()
+        found.sort(key=_rank)
+        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
+        for each in found:
+            best.setdefault(each.configuration, each)
+        return self._refined(list(best.values()))
+
+    def _look(self, entry: _Entry, queue: list[_Entry], found: list[Evaluated]) -> None:
+        """Take one step with what is looked at: it joins `found`, or the queue again, or is out."""
+        bound, _, key, number, item = entry
+        if isinstance(item, list):
+            self._run(item, found)
+            return
+        if isinstance(item, Brought):
+            for c, ends in item.find():
+                least = max(bound, self.evaluator.least_seconds(c, ends))
+                heappush(queue, (least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
+                self._counts["considered"] += 1
+            return
+        further, least = self._further(item)
+        if further is not None:
+            level = 1 + further.is_weighed if isinstance(further, _WithCuts) else 3
+            heappush(queue, (max(bound, least), level, key, next(self._numbers) if level == 1 else number, further))
+
+    @property
+    def searched(self) -> Searched:
+        return Searched(
+            **{name: self._counts[name] for name in ("considered", "cut", "simulated", "unfit", "too_long")},
+            least_left=self._least_left if math.isfinite(self._least_left) else None,
+            least=self._least_seconds,
+        )
+
+    def _next(self, queue: list[_Entry], step: int) -> _Entry:
+        """Entry with the least bound; where seconds are counted, now and then the farthest of all."""
+        if self.deadline is None or step % _STEPS:
+            return heappop(queue)
+        farthest = min(queue, key=lambda entry: (-entry[1], entry[0], *entry[2:4]))
+        queue.remove(farthest)
+        heapify(queue)
+        return farthest
+
+    def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
+        """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
+        if found and self.deadline is not None and time.monotonic() > self.deadline:
+            return True
+        done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
+        return done or len(found) >= self.max_simulated
+
+    def _further(self, item: object) -> tuple[_WithCuts | list[Evaluated] | None, float]:
+        """A configuration as its cuts, cuts as those that fit, with the least seconds; None where nothing is left."""
+        if isinstance(item, Configuration):
+            return self._cut(item)
+        assert isinstance(item, _WithCuts)
+        if not item.is_weighed:
+            return self._weighed(item)
+        fitting = self._fitting(item.configuration, item.every)
+        self._counts["unfit"] += not fitting
+        return fitting or None, fitting[0].bound if fitting else math.inf
+
+    def _cut(self, c: Configuration) -> tuple[_WithCuts | None, float]:
+        """A configuration's cuts, and the least seconds of any of them; None where it can't be cut so that it fits."""
+        self._counts["cut"] += 1
+        every = [] if self._is_hopeless(c) else self._ends(c)
+        if not every:
+            self._counts["unfit"] += 1
+            return None, math.inf
+        least = {ends: self.evaluator.least_seconds(c, ends) for ends in every}
+        every.sort(key=lambda ends: (least[ends], ends))
+        if c.num_chunks > 1:
+            cuts = self.evaluator.model(c).cuts
+            for ends in [level_ranks(cuts, ends, c.positions) for ends in every[:2]]:
+                if ends not in least:
+                    least[ends] = self.evaluator.least_seconds(c, ends)
+        return _WithCuts(c, sorted(least, key=lambda ends: (least[ends], ends))), min(least.values())
+
+    def _weighed(self, cut: _WithCuts) -> tuple[_WithCuts, float]:
+        """The same, with the least seconds of any of them now that their memory is known."""
+        c, find = cut.configuration, self.evaluator.least_seconds
+        try:
+            flights = self.evaluator.schedules.in_flight(c, exact=False)
+        except SizesError:  # `_fitting` says so
+            return cut._replace(is_weighed=True), 0.0
+        least = {ends: find(c, ends, flights=flights) for ends in cut.every}
+        every = sorted(cut.every, key=lambda ends: (least[ends], ends))
+        return _WithCuts(c, every, is_weighed=True), least[every[0]]
+
+    def _run(self, item: list[Evaluated], found: list[Evaluated]) -> None:
+        """Simulate the candidates of one configuration; the best of them joins `found`."""
+        if num_actions(item[0].configuration) > MAX_ACTIONS:
+            self._counts["too_long"] += 1
+            self._least_left = min(self._least_left, item[0].bound)
+            return
+        ran = self._simulated(item)
+        found += ran
+        self._counts["simulated"] += bool(ran)
+        self._counts["unfit"] += not ran
+
+    def _ends(self, c: Configuration) -> list[Ends]:
+        """Cuts to look at; none where the schedule does not take its sizes."""
+        try:
+            return candidate_ends(self.evaluator, c)
+        except SizesError as error:
+            self._note_refusal(error, self.least.of(c, self.evaluator.model(c)))
+            return []
+
+    def _find_miss(self) -> None:
+        """Look at the hopeless ones for what they lack in truth, in order of what they lack on average."""
+        for tried, (excess, c) in enumerate(sorted(self._hopeless, key=lambda each: (each[0], each[1].key))):
+            if self.miss is not None and (excess >= self.miss[1].too_many or tried >= _MISSES):
+                break
+            self._fitting(c, self._ends(c))
+
+    def _is_hopeless(self, c: Configuration) -> bool:
+        """True where the fullest rank is too small for its weights alone, without a look at the cuts.
+
+        Where the optimizer is divided, a rank has the parts of others for a moment, of gradients and of weights.
+        """
+        model = self.evaluator.model(c)
+        rules = model.rules
+        ways = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
+        optimizer = min(ways[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
+        excess = self.least.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
+        if excess <= 0:
+            return False
+        self._hopeless.append((excess, c))
+        return True
+
+    def _fitting(self, c: Configuration, every: Sequence[Ends]) -> list[Evaluated]:
+        fitting = []
+        for ends in every:
+            try:
+                fitting.append(self.evaluator.evaluate(c, ends))
+            except MisfitError as error:
+                self._note_miss(c, error)
+            except SizesError as error:
+                self._note_refusal(error, self.evaluator.least_seconds(c, ends))
+                break
+        return sorted(fitting, key=lambda each: (each.bound, each.ends))
+
+    def _note_miss(self, c: Configuration, error: MisfitError) -> None:
+        if self.miss is None or error.too_many < self.miss[1].too_many:
+            self.miss = c, error.with_traceback(None)
+
+    def _note_refusal(self, error: SizesError, least: float) -> None:
+        """A schedule that does not take its sizes; or one too long to look at, which would take `least` or more [s]."""
+        if isinstance(error, TooLongError):
+            self._least_left = min(self._least_left, least)
+        self.refusal = str(error) if self.refusal is None else self.refusal
+
+    def _simulated(self, candidates: list[Evaluated]) -> list[Evaluated]:
+        """The best of its candidates, those that can't win left out; none where all turn out not to run."""
+        found: list[Evaluated] = []
+        for evaluated in candidates:
+            if evaluated.bound >= _least_seconds(found) * (1 - _TIE):
+                continue
+            try:
+                exact = self.evaluator.evaluate(evaluated.configuration, evaluated.ends, exact=True)
+            except MisfitError as error:
+                self._note_miss(evaluated.configuration, error)
+                continue
+            except SizesError as error:
+                self._note_refusal(error, evaluated.bound)
+                break
+            try:
+                found.append(self.evaluator.simulate(exact))
+            except SizesError as error:  # no short batch stands for it, and all of it is too long
+                self._note_refusal(error, exact.bound)
+                break
+            except ScheduleError as error:  # such as an order that deadlocks with these replicas
+                self.refused.append(f"{exact.configuration.label}: {error}")
+                break
+        return [min(found, key=_rank)] if found else []
+
+    def _refined(self, found: list[Evaluated]) -> list[Evaluated]:
+        """The best few with their cuts moved for as long as that helps."""
+        left = float(_REFINED_ACTIONS)
+        better = []
+        for each in found[:_REFINED]:
+            refined, left = self._move_cuts(each, left)
+            better.append(refined)
+        return sorted(better + found[_REFINED:], key=_rank)
+
+    def _move_cuts(self, start: Evaluated, budget: float) -> tuple[Evaluated, float]:
+        best, c = start, start.configuration
+        cost = num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
+        moved = True
+        while moved:
+            moved = False
+            for ends in neighbours(self.evaluator.model(c).cuts, best.ends):
+                try:
+                    evaluated = self.evaluator.evaluate(c, ends, exact=True)
+                except MisfitError:
+                    continue
+                if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
+                    continue
+                if budget < cost:
+                    return best, budget
+                budget -= cost
+                try:
+                    simulated = self.evaluator.simulate(evaluated)
+                except SizesError:  # too long, as no short batch stands for these cuts
+                    continue
+                if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
+                    best, moved = simulated, True
+                    break
+        return best, budget
+
+
+def _least_seconds(found: Sequence[Evaluated]) -> float:
+    return min((each.simulated_seconds for each in found), default=math.inf)
+
+
+def _rank(e: Evaluated) -> tuple[object, ...]:
+    """Least simulated seconds (to nine digits), then the simplest configuration, the least memory, the first cuts."""
+    return (float(f"{e.simulated_seconds:.8e}"), e.configuration.key, e.memory_bytes, e.ends)

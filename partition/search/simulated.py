@@ -1,0 +1,196 @@
+"""Schedules of configurations, built once each: what is in flight in them, and their simulated batches.
+
+Every rank has one network card, on which its messages and its sums of gradients queue; all messages between two stages
+take the slowest way between ranks of theirs that share a microbatch.
+
+Long batches are simulated by a short one: where each round takes as long as the one before, more rounds add as much.
+
+    rank 0 | F0 F1 F2 B0 | F3 B1 | F4 B2 | F5 B3 | ... | B. B. B.        one round of 1F1B: a forward and a backward
+             warm-up       steady rounds                 drain
+
+A batch of M + q microbatches has the same programs with q more in the steady part. What happens there is a function of
+what is still under way, and moves along with it: an action starts when its rank is free and its input is there,
+whenever that is. So once all starts of a stretch that holds all that is under way are those of q microbatches before
+and the same seconds later, on all ranks, the rest of the batch goes on like that, and the drain is only later. With
+latencies q may be any number up to P: as many microbatches as go around between two ranks.
+
+Of messages that meet at one link at the same moment rounding says which goes first, here as in the whole batch: both
+may be some hundredths of a percent from what they would be without rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ...schedules.families.registry import build, family
+from ...schedules.ir import Action, Op, Schedule
+from ...schedules.program import run_as_one
+from ...schedules.timing.costs import Costs
+from ...schedules.timing.links import Links
+from ...schedules.timing.simulate import simulate
+from ...schedules.timing.timeline import RankTrace, Timeline
+from ...schedules.transform import with_late_updates
+from ..memory import Moments, count_in_flight, in_flight_of_turns, merged, steady_in_flight
+from ..topology import Floats
+from .space import Configuration
+
+MAX_ACTIONS = 1_000_000  # of one simulation
+_KEPT_SCHEDULES = 8
+_ROUNDS = (6, 12, 24, 48, 96)  # of P microbatches, in the short batches that are tried
+_EQUAL = 1e-12  # relative: rounding
+
+
+class SizesError(ValueError):
+    """The schedule does not take these sizes."""
+
+
+class TooLongError(SizesError):
+    """More actions than are simulated or counted."""
+
+
+class BuiltSchedules:
+    """The last few schedules, and all counts of what is in flight."""
+
+    def __init__(self) -> None:
+        self._flights: dict[object, tuple[Moments, ...]] = {}
+        self._schedules: dict[object, Schedule] = {}
+
+    def in_flight(self, c: Configuration, *, exact: bool) -> tuple[Moments, ...]:
+        """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
+        less.
+
+        SizesError where the schedule does not take these sizes.
+        """
+        if not (exact or c.is_equal):
+            return steady_in_flight(c.schedule, c.counts, c.num_microbatches)
+        m = microbatches_of(c)
+        known, rest = family(c.schedule), m % c.pipeline
+        full, is_alike = known.full_after, not (known.takes_chunks and rest)  # a shorter batch holds exactly as much
+        if c.is_equal and full is not None and (is_alike or not exact) and m > (full + 2) * c.pipeline:
+            m = (full + 1) * c.pipeline + rest
+        _check_length(c, m)
+        key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m)
+        if key not in self._flights:
+            if c.is_equal and known.turns is not None:
+                ranks = in_flight_of_turns(known.turns(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
+            else:
+                ranks = count_in_flight(self.schedule(c, m))
+            if not c.is_equal:
+                starts = np.cumsum([0, *c.counts])
+                ranks = tuple(merged(ranks[a:b]) for a, b in pairwise(starts))
+            self._flights[key] = ranks
+        return self._flights[key]
+
+    def schedule(self, c: Configuration, num_microbatches: int) -> Schedule:
+        """Schedule of one replica, where all are equal; else of all. SizesError where it does not take these sizes."""
+        _check_length(c, num_microbatches)
+        chunks = c.num_chunks if c.num_chunks > 1 else None
+        counts = None if c.is_equal else c.counts
+        key = (c.schedule, c.pipeline, chunks, counts, num_microbatches)
+        if key not in self._schedules:
+            if len(self._schedules) >= _KEPT_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            options: dict[str, object] = {} if counts is None else {"replicas": counts}
+            try:
+                self._schedules[key] = build(
+                    c.schedule,
+                    num_ranks=c.pipeline if counts is None else sum(counts),
+                    num_microbatches=num_microbatches,
+                    num_chunks=chunks,
+                    **options,
+                )
+            except ValueError as error:
+                raise SizesError(str(error)) from None
+        return self._schedules[key]
+
+
+def _check_length(c: Configuration, num_microbatches: int) -> None:
+    if 2 * c.num_stages * num_microbatches > MAX_ACTIONS:
+        raise TooLongError(
+            f"{num_microbatches:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions"
+        )
+
+
+def microbatches_of(c: Configuration) -> int:
+    """Microbatches of the schedule that is built: of one replica where all are equal, else of all."""
+    return c.batch // c.counts[0] if c.is_equal else c.batch
+
+
+def num_actions(c: Configuration) -> int:
+    """Actions in the simulation of a batch, or of the shortest that may stand for it."""
+    m = microbatches_of(c)
+    return 2 * c.num_stages * min(short_batches(c, m) if c.is_equal else (), default=m)
+
+
+def simulated_batch(
+    c: Configuration, costs: Costs, links: Links, schedules: BuiltSchedules, num_microbatches: int
+) -> Timeline:
+    """Every action of a batch of so many microbatches; SizesError where its schedule can't be built."""
+    if not c.is_equal:
+        starts = (0, *accumulate(c.counts))
+        links = links.on([range(a, b) for a, b in pairwise(starts)])
+    return simulate(with_late_updates(schedules.schedule(c, num_microbatches), links), costs, links)
+
+
+def num_weight_grads(schedule: Schedule) -> Floats:
+    """[S] part of the microbatches whose W stands by itself."""
+    if not schedule.split_stages:
+        return np.zeros(schedule.num_stages)
+    joined, m = run_as_one(schedule), schedule.num_microbatches
+    return np.array([(s in schedule.split_stages) - len(joined.get(s, ())) / m for s in range(schedule.num_stages)])
+
+
+def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes of batches of one pipeline that may stand for a batch of so many microbatches, ascending.
+
+    None where the schedule's rounds are not all alike, and none of more than half its size.
+    """
+    known = family(c.schedule)
+    rest = num_microbatches % c.pipeline
+    if known.full_after is None or known.rule.is_asynchronous or (known.takes_chunks and rest):
+        return ()
+    sizes = (rounds * c.pipeline + rest for rounds in _ROUNDS)
+    return tuple(size for size in sizes if 2 * size <= num_microbatches)
+
+
+def long_batch(
+    simulated: Callable[[int], Timeline], c: Configuration, num_microbatches: int
+) -> tuple[float, Timeline] | None:
+    """Seconds of a batch of so many microbatches [s], and the short one that has its warm-up and its drain, or None."""
+    for size in short_batches(c, num_microbatches):
+        short = simulated(size)
+        for round_size in range(1, c.pipeline + 1) if c.num_chunks == 1 else (c.pipeline, 2 * c.pipeline):
+            seconds = _round_seconds(short.ranks, size=round_size, num_ranks=c.pipeline, num_chunks=c.num_chunks)
+            if seconds is not None:
+                rounds, rest = divmod(num_microbatches - size, round_size)
+                short = simulated(size + rest) if rest else short
+                return short.makespan + rounds * seconds, short
+    return None
+
+
+def _round_seconds(ranks: Sequence[RankTrace], *, size: int, num_ranks: int, num_chunks: int) -> float | None:
+    """Seconds of the last steady round, of `size` microbatches, if all under way is that much behind the round before.
+
+    What is under way came within the last P microbatches. What a longer batch does differently begins with the first
+    drain of any rank.
+    """
+    drain = min([span for span in rank.compute if span.what.op is Op.F][-1].end for rank in ranks)
+    back, stretch = 2 * num_chunks * size, 2 * num_chunks * (num_ranks + size)
+    least, most = float("inf"), 0.0
+    for rank in ranks:
+        common = sum(span.start < drain for span in rank.compute)
+        if common < back + stretch:
+            return None
+        for at in range(common - stretch, common):
+            now, before = rank.compute[at], rank.compute[at - back]
+            if not _is_next(before.what, now.what, size):
+                return None
+            least, most = min(least, now.start - before.start), max(most, now.start - before.start)
+    return (least + most) / 2 if most - least <= _EQUAL * drain else None
+
+
+def _is_next(before: Action, now: Action, size: int) -> bool:
+    return (before.stage, before.op, before.index + size) == (now.stage, now.op, now.index)

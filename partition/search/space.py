@@ -1,0 +1,179 @@
+"""Configurations that a planner may choose from: sizes of the three parallelisms, microbatches, schedules, chunks.
+
+rank = (p D + d) T + t        tensor ranks t < T are neighbours, then data replicas d < D, then pipeline p < P
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...schedules.families.registry import family
+from ..solve.orders import own_ranks
+
+ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are always looked at, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """All that is decided before the cuts.
+
+    Arguments:
+        pipeline, data, tensor: P, D, T.
+        schedule: canonical name.
+        num_chunks: V.
+        microbatch_size: samples in one; 1 where a profile does not say what it ran.
+        num_microbatches: of a batch over all replicas, M; None: open, each replica updates with each microbatch.
+        ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    schedule: str
+    num_chunks: int
+    microbatch_size: int
+    num_microbatches: int | None
+    ranks: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.num_chunks
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """[S] which of the P places each stage has; stage s is chunk s // P there."""
+        return family(self.schedule).rank_of_stages(num_ranks=self.pipeline, num_chunks=self.num_chunks)
+
+    @property
+    def num_devices(self) -> int:
+        if self.ranks is not None:
+            return sum(map(len, self.ranks))
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        if self.ranks is None:
+            return (self.data,) * self.pipeline
+        return tuple(len(ranks) // self.tensor for ranks in self.ranks)
+
+    @property
+    def is_equal(self) -> bool:
+        """True where all stages have D replicas, each with as many microbatches: then one replica stands for all."""
+        return len(set(self.counts)) == 1 and self.batch % self.counts[0] == 0
+
+    @property
+    def batch(self) -> int:
+        assert self.num_microbatches is not None
+        return self.num_microbatches
+
+    @property
+    def stage_ranks(self) -> tuple[Sequence[int], ...]:
+        """[P] ranks of each stage of the first chunk: ranges where nothing else was said."""
+        if self.ranks is not None:
+            return self.ranks
+        width = self.data * self.tensor
+        return tuple(range(p * width, (p + 1) * width) for p in range(self.pipeline))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The order of configurations that are otherwise equal: the simplest first."""
+        counts = () if self.ranks is None else self.counts
+        sizes = (self.tensor, self.pipeline, self.num_chunks, -self.microbatch_size)
+        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or ())
+
+    @property
+    def label(self) -> str:
+        """For people.
+
+        >>> Configuration(pipeline=4, data=2, tensor=1, schedule="interleaved", num_chunks=2, microbatch_size=2,
+        ...               num_microbatches=16).label
+        'pipe 4 x data 2, interleaved V=2, microbatch 2'
+        """
+        counts = self.counts
+        parts = [f"pipe {self.pipeline}"]
+        if len(set(counts)) > 1:
+            parts = [f"stages on {'-'.join(map(str, counts))}"]
+        elif counts[0] > 1:
+            parts.append(f"data {counts[0]}")
+        if self.tensor > 1:
+            parts.append(f"tensor {self.tensor}")
+        schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
+        return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Whether a configuration can be carried out on these devices, as `plans.to_schedule` does, and, where it is to be
+    `runnable`, the runtime: there groups of T divide the devices, and streams leave none idle."""
+
+    num_devices: int
+    order: Sequence[int]
+    node_size: int
+    runnable: bool
+
+    def __call__(self, c: Configuration) -> bool:
+        idle = c.num_devices < self.num_devices and family(c.schedule).rule.is_asynchronous
+        if self.runnable and (idle or self.num_devices % c.tensor):
+            return False
+        if self.node_size % c.tensor == 0 or (c.ranks is None and list(self.order) == sorted(self.order)):
+            return True
+        ranks = [rank for own in c.stage_ranks for rank in own_ranks(self.order, self.node_size, own)]
+        rows = (ranks[begin : begin + c.tensor] for begin in range(0, len(ranks), c.tensor))
+        return all(row[0] % c.tensor == 0 and row == list(range(row[0], row[0] + c.tensor)) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """The axes: `configurations` is their product, less what does not fit together; sizes of None are all that fit.
+
+    With `all_layouts` those as well that leave more than an eighth of more than ALL_SIZES devices idle.
+    """
+
+    num_devices: int
+    global_batch: int
+    schedules: Sequence[tuple[str, Sequence[int]]]
+    microbatch_sizes: Sequence[int]
+    tensor_sizes: Sequence[int]
+    pipeline_sizes: Sequence[int] | None = None
+    data_sizes: Sequence[int] | None = None
+    max_stages: int
+    all_layouts: bool = False
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Configurations with equal replicas: D T P devices, each replica with the same number of microbatches."""
+        for tensor in self.tensor_sizes:
+            for size in self.microbatch_sizes:
+                if self.global_batch % size:
+                    continue
+                for data, pipeline in self._layouts(self.global_batch // size, tensor):
+                    yield from self._of_layout(pipeline, data, tensor, size)
+
+    def _layouts(self, num_microbatches: int, tensor: int) -> Iterator[tuple[int, int]]:
+        """(D, P) with D a divisor of M."""
+        room = self.num_devices // tensor
+        for data in range(1, min(num_microbatches, room) + 1) if self.data_sizes is None else self.data_sizes:
+            if num_microbatches % data or data > room:
+                continue
+            longest = min(room // data, self.max_stages)
+            for pipeline in range(1, longest + 1) if self.pipeline_sizes is None else self.pipeline_sizes:
+                few = 8 * data * pipeline < 7 * room and self.num_devices > ALL_SIZES and self.pipeline_sizes is None
+                if pipeline <= longest and (self.all_layouts or not few):
+                    yield data, pipeline
+
+    def _of_layout(self, pipeline: int, data: int, tensor: int, size: int) -> Iterator[Configuration]:
+        for schedule, chunk_sizes in self.schedules:
+            for num_chunks in chunk_sizes:
+                if num_chunks > 1 and pipeline == 1 and (data == 1 or not family(schedule).takes_chunks):
+                    continue  # chunks of one rank follow each other; with replicas sums go on beside the next one's
+                if num_chunks * pipeline > self.max_stages:
+                    continue
+                yield Configuration(
+                    pipeline=pipeline,
+                    data=data,
+                    tensor=tensor,
+                    schedule=schedule,
+                    num_chunks=num_chunks,
+                    microbatch_size=size,
+                    num_microbatches=self.global_batch // size,
+                )

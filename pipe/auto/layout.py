@@ -1,0 +1,324 @@
+"""schedule="auto": the first batch is profiled where it will run, the links are measured, and the planner decides.
+
+every rank   profiles microbatches of a few sizes, all ranks at once, as they will compute
+together     latency and bandwidth of the links, and how fast hosts are
+rank 0       the median profile of all ranks -> plan -> a better order, if there is one -> the same plan on every rank
+together     a trial: the best plan, and others that come near it, carried out for a few real steps; the best measured
+             wins, and what was measured stands in the plan (`trial`)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...comm import Collectives, Guard, MeshPlace, World, join_world, make_guard, read_mesh
+from ...comm.links import MeasuredLevel, MeasuredLinks, measure_links
+from ...partition.cluster import Cluster, DeviceKind, Level
+from ...partition.host_speeds import host_speeds, with_host_speeds
+from ...partition.model.forms import Arguments
+from ...partition.model.untouched import untouched
+from ...partition.plans.plan import Plan
+from ...partition.plans.reorder import reorder
+from ...partition.plans.replan import Replanner
+from ...partition.plans.sizes import Size, planned_for, sizes_to_measure
+from ...partition.profile import Node, Profile
+from ...partition.profiler import profile_model
+from ...partition.search import plan
+from ..batch.agreement import SamePrograms, agreed, check_agreement
+from ..batch.given import Given, check_batch
+from ..context import Layout, layout_of_plan
+from ..options import LayoutOptions, Settings
+from ..stage.shapes import Signature
+from .replan import Replan, Sizer
+from .runtime_seconds import clipping, measure_runtime_seconds
+from .trial import Trials, to_try
+
+PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
+SEARCH_SECONDS = 3.0  # for a better order of the plan's work
+MAX_SIZES = 4
+_FREE = 1e15  # [bytes/s] between ranks in one process
+_log = logging.getLogger("stagewright")
+
+
+class AutoLayout:
+    """Decides on a layout by measuring.
+
+    Attributes:
+        predicted: the plan that was taken, as the profile alone has it; None before there is one.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, options: LayoutOptions, settings: Settings, *, guard: Guard
+    ) -> None:
+        self.predicted: Plan | None = None
+        self._model = model
+        self._world = world
+        self._settings = settings
+        self._guard = guard
+        self._num_ranks = read_mesh(options.mesh_sizes, world, wanted=None).num_processes
+        self._num_microbatches = options.num_microbatches
+        self._replans = options.replan is not None
+        self._trials = options.trials
+        self._sizer = Sizer(model)
+        self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
+        self._runtime: tuple[float, float] | None = None
+        self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
+        self._collectives = Collectives(
+            MeshPlace.line(world),
+            device=settings.device,
+            timeout=settings.timeout,
+            others_failed=guard.others_failed,
+        )
+        guard.on_failure(self._collectives.abort)
+
+    def decide(self, given: Given) -> Layout:
+        found = self.plan(given)
+        layout = layout_of_plan(found, self._world, num_microbatches=None)
+        if not self._replans:
+            return layout
+        replanner = Replanner(found, self._measured) if self._world.rank == 0 else None
+        return replace(layout, replan=Replan(sizer=self._sizer, replanner=replanner))
+
+    def plan(self, given: Given, **restrictions: Any) -> Plan:
+        """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
+
+        `restrictions` are of the planner's search. Raises ValueError, on every rank alike, for a batch without a
+        target, where nothing fits, and for what a profile raised on one of them.
+        """
+        wanted = self._num_microbatches
+        if wanted is None and given.microbatches:
+            wanted = len(given.microbatches)
+        num_samples = check_batch(given, wanted or 1)
+        if self._settings.loss_fn is not None and self._settings.model_loss is None and given.target is None:
+            raise ValueError(
+                'schedule="auto" with a first batch without a target: its loss is profiled, too. Expected a '
+                "train_step, or build(inputs, target), in front of the first predict"
+            )
+        if self._replans and wanted is None:
+            raise ValueError(
+                'replan="batch" with a first batch that is not cut: expected train_step(microbatches=[...]), or '
+                "num_microbatches= beside it"
+            )
+        with self._guard.together():
+            return self._measured_plan(given, num_samples, wanted, restrictions)
+
+    def _measured_plan(self, given: Given, num_samples: int, wanted: int | None, restrictions: dict[str, Any]) -> Plan:
+        self._agree(given, wanted)
+        if wanted is not None and (given.microbatches or self._replans):
+            profiles = self._by_size(given.on(self._settings.device).cut(wanted))
+        else:
+            profiles = self._by_samples(given, num_samples)
+        cluster = self._cluster()
+        batch = num_samples if wanted is None else max(profiles) * wanted
+        if self._replans:  # replicas would share out microbatches before anybody knows how long they are
+            restrictions = {"data_sizes": (1,), **restrictions}
+        # Whether the user's optimizer may be divided is known only once it is made.
+        settings = {
+            "runnable": True,
+            "optimizer_sharding": ("none",),
+            "max_grad_norm": 0.0 if self._settings.post_validation else self._settings.max_grad_norm or 0.0,
+            **restrictions,
+        }
+
+        def search() -> list[str]:
+            others: list[Plan] = []
+            best = plan(profiles, cluster, global_batch=batch, on_runners_up=others.extend, **settings)
+            if self._replans:  # each batch has its own
+                return [best.to_json()]
+            ordered = [
+                reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS)
+                for each in to_try(best, others, trials=self._trials)
+            ]
+            return [each.to_json() for each in sorted(ordered, key=lambda each: each.simulated_step_time or 0.0)]
+
+        texts = agreed(search if self._world.rank == 0 else lambda: [], self._collectives, self._guard, what="planning")
+        texts = self._collectives.gather(texts, what="planning")[0]
+        found = self._tried([Plan.from_json(text) for text in texts], given)
+        self._collectives.gather(None, what="planning")
+        self._collectives.close()
+        if self._world.rank == 0:
+            _log.info("%s", found.explain())
+        return found
+
+    def _agree(self, given: Given, wanted: int | None) -> None:
+        """ValueError, on every rank alike, unless all pass such a batch and ask for the same. Collective."""
+        batch = "; ".join(dict.fromkeys(str(Signature.of(part.arguments)) for part in given.parts))
+        mine = (
+            f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
+            f"a batch of {batch}, trials={self._trials}, max_grad_norm={self._settings.max_grad_norm}"
+        )
+        check_agreement(mine, self._collectives, self._guard)
+
+    def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
+        self.predicted = plans[0]
+        if not self._trials:
+            return plans[0]
+        if self._replans:
+            note = "not tried: each batch has an order of its own"
+            return replace(plans[0], notes=(*plans[0].notes, note))
+        found, self.predicted = Trials(self._model, self._world, self._settings, self._collectives).best(plans, given)
+        return found
+
+    def _by_samples(self, given: Given, num_samples: int) -> dict[int, Profile]:
+        sizes = sizes_to_profile(num_samples, self._num_ranks)
+        if self._num_microbatches is not None:
+            sizes = (-(-num_samples // self._num_microbatches),)
+        whole = given.on(self._settings.device)
+        parts = {size: whole.cut(-(-num_samples // size))[0] for size in sizes}  # the first is the largest
+        return {size: self._profile(part, PROFILE_SECONDS / len(sizes)) for size, part in parts.items()}
+
+    def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
+        """The one profile to plan with for microbatches that differ: see `planned_for`."""
+        all_sizes = [self._sizer.of(Signature.of(part.arguments)) for part in parts]
+        of_size, sizes = dict(zip(all_sizes, parts, strict=True)), sizes_to_measure(all_sizes)
+        seconds = PROFILE_SECONDS / len(sizes)
+        self._measured = {size: self._profile(of_size[size], seconds) for size in sizes}
+        profile = planned_for(self._measured)
+        assert profile.microbatch_size is not None
+        return {profile.microbatch_size: profile}
+
+    def _profile(self, first: Given, seconds: float) -> Profile:
+        """Profile of a microbatch: the median of all ranks, which measure at once; see `_typical`."""
+        settings = self._settings
+        loss, target = settings.loss_fn, first.target
+        if settings.model_loss is not None:
+            target = settings.model_loss.weigh([first.arguments])[0]
+        if self._world.rank == 0:
+            _log.info("profiling a microbatch of %d samples", first.arguments.num_samples)
+
+        kind = settings.device.type
+        same = SamePrograms(self._collectives, self._guard, Signature.of(first.arguments))
+
+        def measure() -> tuple[str, str]:
+            with untouched(*settings.user_code, device=settings.device):
+                found = profile_model(
+                    self._model.to(settings.device),
+                    first.arguments,
+                    target=target,
+                    loss_fn=loss,
+                    optimizer=None
+                    if settings.optimizer is None
+                    else clipping(settings.optimizer, settings.max_grad_norm),
+                    autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+                    seconds=seconds,
+                    agree=None if self._collectives.alone else same,
+                )
+            if self._runtime is None:
+                with torch.autocast(kind, enabled=False):  # its layers have no loss scale, which float16 asks for
+                    self._runtime = measure_runtime_seconds(settings.device)
+            action, around = self._runtime
+            return socket.gethostname(), replace(found, action_seconds=action, around_seconds=around).to_json()
+
+        self._collectives.gather(None, what="profiling together")  # all begin at once
+        mine = agreed(measure, self._collectives, self._guard, what="profiling the model")
+        found = self._collectives.gather(mine, what="profiling the model")
+        profile = self._typical([(host, Profile.from_json(text)) for host, text in found])
+        if profile.optimizer_ratio is not None and settings.delay_correction is not None:
+            profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
+        return replace(profile, microbatch_size=first.arguments.num_samples)
+
+    def _typical(self, found: Sequence[tuple[str, Profile]]) -> Profile:
+        """The median of the ranks on hosts as fast as the first one, of whose speeds a plan's devices are."""
+        by_host: dict[str, list[Profile]] = {}
+        for host, each in found:
+            by_host.setdefault(host, []).append(each)
+        if not self._hosts:
+            self._hosts = [median_profile(each).typical() for each in by_host.values()]
+        speeds = dict(zip(by_host, host_speeds(self._hosts), strict=True))
+        return median_profile([each for host, each in found if speeds[host] == 1.0]).typical()
+
+    def _cluster(self) -> Cluster:
+        device, world = self._settings.device, self._world
+        if not world.distributed:
+            level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
+            return Cluster(levels=(level,), kinds=(DeviceKind(memory_bytes=_memory_bytes(device, sharing=1)),))
+        memory = least_memory(device, self._collectives)
+        measured = measure_links(world, device=device, timeout=self._settings.timeout)
+        cluster = cluster_of(measured, memory_bytes=memory)
+        if len(set(host_speeds(self._hosts))) > 1:
+            cluster = with_host_speeds(cluster, measured.hosts, self._hosts)
+        return cluster
+
+
+def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:
+    """Microbatch sizes to measure for a batch: a few that divide it into enough microbatches, the largest first.
+
+    >>> sizes_to_profile(16, 2)
+    (8, 4, 2, 1)
+    """
+    counts = [m for m in range(1, num_samples + 1) if num_samples % m == 0]
+    enough = [m for m in counts if m >= num_ranks] or counts[-1:]
+    return tuple(num_samples // m for m in enough[:MAX_SIZES])
+
+
+def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:
+    figures = {each.name for each in fields(Level)} & {each.name for each in fields(MeasuredLevel)}
+    levels = tuple(Level(**{name: getattr(each, name) for name in figures}) for each in measured.levels)
+    return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),), rings=measured.rings)
+
+
+def median_profile(profiles: Sequence[Profile]) -> Profile:
+    """Each figure's median over profiles of the same model, measured on different ranks."""
+    first = profiles[0]
+    figures = [each.name for each in fields(Node) if isinstance(getattr(first.nodes[0], each.name), float)]
+    nodes = tuple(
+        replace(same[0], **{name: statistics.median(getattr(node, name) for node in same) for name in figures})
+        for same in zip(*(profile.nodes for profile in profiles), strict=True)
+    )
+    wholes = [profile.step_seconds for profile in profiles if profile.step_seconds is not None]
+    return replace(
+        first,
+        nodes=nodes,
+        step_seconds=statistics.median(wholes) if wholes else None,
+        slowdown=statistics.median(profile.slowdown for profile in profiles),
+        action_seconds=statistics.median(profile.action_seconds for profile in profiles),
+        around_seconds=statistics.median(profile.around_seconds for profile in profiles),
+    )
+
+
+def least_memory(device: torch.device, together: Collectives) -> float:
+    """Bytes that each rank has at least: of its device's memory, or of its host's its share. Collective."""
+    hosts = together.gather(socket.gethostname(), what="counting the ranks of each host")
+    memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
+    return min(together.gather(memory, what="comparing the memory of all ranks"))
+
+
+def _memory_bytes(device: torch.device, *, sharing: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)
+
+
+def plan_here(
+    model: nn.Module,
+    batch: tuple[tuple[Any, ...], Any],
+    *,
+    num_microbatches: int | None,
+    timeout: float,
+    trials: int = 0,
+    restrictions: Mapping[str, Any],
+    **settings: Any,
+) -> tuple[Plan, Plan]:
+    """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it, without a pipeline.
+
+    `batch` are inputs and target, `restrictions` of the planner's search, `settings` as PipelineModule takes them.
+    Collective over the processes; the same plans on each.
+    """
+    device = torch.device("cpu")
+    world = join_world(device=device, timeout=timeout)
+    options = LayoutOptions(num_microbatches=num_microbatches, trials=trials)
+    layout = AutoLayout(
+        model, world, options, Settings(device=device, timeout=timeout, **settings), guard=make_guard(world)
+    )
+    taken = layout.plan(Given(arguments=Arguments.of(batch[0]), target=batch[1]), **restrictions)
+    assert layout.predicted is not None
+    return taken, layout.predicted

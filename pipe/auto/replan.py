@@ -1,0 +1,126 @@
+"""replan="batch": the schedule of each batch, searched by one process and run by all.
+
+every process    sizes of the batch's microbatches ---------------+
+process 0        a search, from what did well on batches before --+-> compared, handed on -> one order everywhere
+
+One process searches: floating point need not agree to the last bit on different machines, and ranks with two orders
+would wait for each other for ever. Sizes that came before have their order already.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import nn
+
+from ...comm import Collectives, Guard
+from ...partition.model.batch_dims import parameter_names
+from ...partition.model.forms import Form, argument_name
+from ...partition.plans.replan import Replanner
+from ...partition.plans.sizes import Size
+from ...schedules import Action, Schedule
+from ..batch.batches import Batch
+from ..batch.given import signature_of
+from ..stage.shapes import Signature
+
+_KEPT = 256  # orders that are kept for sizes that come again
+_SHOWN = 6  # sizes in an error
+
+
+class Sizer:
+    """Tells the size of microbatches, by the model's first argument that has the batch in it."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._names = parameter_names(signature_of(model))
+        self._slots: dict[Form, int] = {}
+
+    def of(self, microbatch: Signature) -> Size:
+        """Samples, and elements of one of them in that argument."""
+        if microbatch.form not in self._slots:
+            names = [argument_name(path) for path in microbatch.form.paths]
+            slots = [slot for slot, dim in enumerate(microbatch.dims) if dim is not None]
+            self._slots[microbatch.form] = min(slots, key=lambda slot: (self._place(names[slot]), slot))
+        slot = self._slots[microbatch.form]
+        shape, dim = microbatch.tensors[slot][0], microbatch.dims[slot]
+        assert dim is not None
+        length = 1
+        for each in (*shape[:dim], *shape[dim + 1 :]):
+            length *= each
+        return Size(shape[dim], length)
+
+    def _place(self, name: str) -> int:
+        """Place of an argument in the model's signature."""
+        position = re.match(r"input (\d+)", name)
+        if position is not None:
+            return int(position[1])
+        first = re.split(r"[\[.]", name)[0]
+        return self._names.index(first) if first in self._names else len(self._names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """Choice of a schedule for each batch; process 0 alone has a replanner."""
+
+    sizer: Sizer
+    replanner: Replanner | None
+
+
+class _Told(NamedTuple):
+    """Word of one process about a batch: its sizes, and from process 0 the order, or why there is none."""
+
+    sizes: tuple[Size, ...]
+    order: tuple[str, ...] = ()
+    story: str = ""
+
+
+class BatchSchedules:
+    """The schedule of each batch, the same in every process: another order of the actions of the plan's."""
+
+    def __init__(self, schedule: Schedule, replan: Replan, *, collectives: Collectives, guard: Guard) -> None:
+        self._schedule = schedule
+        self._replan = replan
+        self._collectives = collectives
+        self._guard = guard
+        self._known: dict[tuple[Size, ...], Schedule] = {}
+
+    def of(self, batch: Batch) -> Schedule:
+        """The schedule of a batch. Collective over the processes.
+
+        Raises ValueError, on every rank alike, where ranks passed other sizes, and for a microbatch that no device has
+        room for.
+        """
+        sizes = tuple(map(self._replan.sizer.of, batch.signatures))
+        with self._guard.together():
+            told = self._collectives.gather(self._find(sizes), what="agreeing on the schedule of a batch")
+        for process, its in enumerate(told):
+            if its.sizes != told[0].sizes:
+                raise ValueError(
+                    f"{self._collectives.name_of(process)} passed microbatches of {_shown(its.sizes)} to step "
+                    f"{batch.step}, and {self._collectives.name_of(0)} {_shown(told[0].sizes)}: expected the same "
+                    f"batch on every rank; pipe.loader(dataset, batch_size=...) draws it"
+                )
+        if told[0].story:
+            raise ValueError(f"no schedule for the batch of step {batch.step}: {told[0].story}")
+        if sizes not in self._known:
+            programs = tuple(tuple(map(Action.parse, text.split())) for text in told[0].order)
+            if len(self._known) == _KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[sizes] = replace(self._schedule, name="auto", programs=programs)
+        return self._known[sizes]
+
+    def _find(self, sizes: tuple[Size, ...]) -> _Told:
+        if self._replan.replanner is None or sizes in self._known:
+            return _Told(sizes)
+        try:
+            programs = self._replan.replanner.find(sizes).schedule.programs
+        except ValueError as error:
+            return _Told(sizes, story=str(error))
+        return _Told(sizes, order=tuple(" ".join(map(str, program)) for program in programs))
+
+
+def _shown(sizes: Sequence[Size]) -> str:
+    some = ", ".join(f"{size.samples} x {size.length}" for size in sizes[:_SHOWN])
+    return f"{some}{', ...' if len(sizes) > _SHOWN else ''} elements"

@@ -1,0 +1,196 @@
+"""Seconds that the runtime takes of a rank around each action and around each step, whatever the stages compute.
+
+    per microbatch    two stages under the engine, in this process - the same modules in a plain loop
+    per action        a fourth of that: F and B of either stage
+    per step          one stage under the engine: what a step takes however many microbatches there are
+
+The modules push the core's caches out, as a stage's compute does: the runtime's code and data come from memory then.
+Two batches of different length tell what comes with each microbatch from what comes once a step. Seconds of this
+thread's processor, so that a busy host changes little. What a profile measures of an update has the clipping of
+gradients in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...comm import Guard, World
+from ...comm.links import CACHE_BYTES
+from ...partition.model.forms import Arguments
+from ...partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
+from ..batch.given import Given
+from ..build import Pipeline, build
+from ..context import Run, choose_layout
+from ..options import LayoutOptions, Settings
+from ..update.gradients import clip_gradients, norm_of, norm_part
+
+_SHORT, _LONG = 4, 16  # microbatches
+_SHORT_STEP, _LONG_STEP = 2, 8  # likewise, for what a step takes
+_ROUNDS = 15
+_ACTIONS = 4  # a microbatch
+_WIDTH = 8
+_TIMEOUT = 60.0
+
+
+class _Caches:
+    """Pushes a core's caches out, as a stage's compute does, and knows how long that took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._values = torch.zeros(CACHE_BYTES // 4)
+
+    def push(self) -> None:
+        begun = time.thread_time()
+        self._values.add_(1.0)
+        self.seconds += time.thread_time() - begun
+
+
+class _Pushing(torch.autograd.Function):
+    """The identity, behind which caches are cold in F and in B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
+        ctx.caches = caches
+        caches.push()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.caches.push()
+        return gradient, None
+
+
+class _Tiny(nn.Module):
+    """A layer that computes next to nothing."""
+
+    def __init__(self, caches: _Caches) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+        self._caches = caches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Pushing.apply(self.layer(x), self._caches)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Still(torch.optim.SGD):
+    """An optimizer whose steps take no time."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        ...
+
+
+def measure_runtime_seconds(device: torch.device) -> tuple[float, float]:
+    """Seconds of the runtime, messages through a network apart; measuring them takes about half a second.
+
+    Returns those around each F, B, I and W, and those of a step beside its actions and the optimizer's step [s]. 0
+    where stages run on another device than the host's processor: there the host works ahead of it.
+    """
+    if device.type != "cpu":
+        return 0.0, 0.0
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        caches = _Caches()
+        modules = [_Tiny(caches) for _ in range(2)]
+        short, long, plain, short_step, long_step = _medians(
+            [
+                _batch(_SHORT, caches),
+                _batch(_LONG, caches),
+                partial(_plain, modules, _LONG - _SHORT),
+                _step(_SHORT_STEP, caches),
+                _step(_LONG_STEP, caches),
+            ],
+            caches,
+        )
+    action = (long - short - plain) / (_LONG - _SHORT) / _ACTIONS
+    microbatch = (long_step - short_step) / (_LONG_STEP - _SHORT_STEP)
+    return max(0.0, action), max(0.0, short_step - _SHORT_STEP * microbatch)
+
+
+def _medians(runs: Sequence[Callable[[], object]], caches: _Caches) -> list[float]:
+    """Median seconds of the processor of each run, caches that were pushed apart [s]."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(_ROUNDS):
+        for run, seconds in zip(runs, times, strict=True):
+            begun, pushed = time.thread_time(), caches.seconds
+            run()
+            seconds.append(time.thread_time() - begun - (caches.seconds - pushed))
+    return list(map(statistics.median, times))
+
+
+def _batch(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
+    return partial(_pipeline(2, num_microbatches, caches).training.accumulate, _given(num_microbatches))
+
+
+def _step(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
+    pipeline = _pipeline(1, num_microbatches, caches, optimizer=lambda parameters: _Still(parameters, lr=1.0))
+    return partial(pipeline.training.step, _given(num_microbatches))
+
+
+def _given(num_microbatches: int) -> Given:
+    x = torch.ones(num_microbatches, _WIDTH)
+    return Given(arguments=Arguments.of((x,)), target=x)
+
+
+def _pipeline(
+    num_ranks: int, num_microbatches: int, caches: _Caches, optimizer: OptimizerFactory | None = None
+) -> Pipeline:
+    """Ranks of this process, whatever other processes there are."""
+    stages = [_Tiny(caches) for _ in range(num_ranks)]
+    options = LayoutOptions(mesh={"pipe": num_ranks}, num_microbatches=num_microbatches, stages=stages)
+    make_layout = choose_layout(options)
+    assert make_layout is not None
+    settings = Settings(loss_fn=F.mse_loss, optimizer=optimizer, device=torch.device("cpu"), timeout=_TIMEOUT)
+    run = Run(make_layout(World(rank=0, size=1)), settings, Guard(None), stages=stages)
+    return build(run, lambda: _given(1).arguments)
+
+
+def _plain(modules: Sequence[nn.Module], num_microbatches: int) -> None:
+    """F and B of each module as a profile times them, one microbatch after the other."""
+    x = torch.ones(1, _WIDTH)
+    for _ in range(num_microbatches):
+        inputs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        value = x
+        for module in modules:
+            inputs.append(value.detach().requires_grad_(bool(inputs)))
+            value = module(inputs[-1])
+            outputs.append(value)
+        torch.autograd.backward(F.mse_loss(outputs[-1], x))
+        for behind, output in zip(inputs[:0:-1], outputs[-2::-1], strict=True):
+            torch.autograd.backward(output, behind.grad)
+
+
+def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> OptimizerFactory:
+    """The same optimizers; a step of the first clips all gradients to this norm before, unless that is None or 0."""
+    if not max_grad_norm:
+        return factory
+    limit = max_grad_norm
+
+    def make(parameters: NamedParameters) -> list[torch.optim.Optimizer]:
+        optimizers = make_optimizers(factory, parameters, where="a unit")
+        if optimizers:
+            _clip_before(optimizers, limit)
+        return optimizers
+
+    return named(make)
+
+
+def _clip_before(optimizers: Sequence[torch.optim.Optimizer], limit: float) -> None:
+    step = optimizers[0].step
+
+    def clip_and_step(*arguments: Any, **options: Any) -> Any:
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+        norm = norm_of(norm_part(gradients, device=parameters[0].device))
+        clip_gradients(gradients, norm=norm, max_norm=limit)
+        return step(*arguments, **options)
+
+    optimizers[0].step = clip_and_step  # type: ignore[method-assign]

@@ -1,0 +1,331 @@
+"""Trials: the best plans carried out for a few steps before one of them is trained with.
+
+plans, the least predicted first
+  the first --copy of the model, real steps on the first batch--> its step, and the seconds of its parts
+  each of them in turn, those near the first one
+the best measured -> the plan, with what was measured in place of what was predicted
+
+A trial is a pipeline like any other, over a copy of the model and of the loss, with links, processes' groups and
+optimizers of its own; these get a learning rate of 0, so that each step computes the same and a rate that a schedule
+would have warmed up does no harm. Afterwards nothing of it is left: what user code reaches through the model, the loss
+and `optimizer=` (closures, lists, random generators) is put back, and gradients are as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...comm import Collectives, Guard, PipelineError, World, make_guard
+from ...partition.model.untouched import Kept
+from ...partition.plans.as_text import CHOSEN, describe
+from ...partition.plans.plan import Plan
+from ...partition.plans.simulated import with_measured
+from ...partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
+from ...schedules import Costs, Timeline
+from ...schedules.families.registry import family
+from ...schedules.wording import count, duration, size
+from ..batch.given import Given
+from ..build import Pipeline, build
+from ..context import Run, layout_of_plan
+from ..options import Settings
+
+TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
+WITHIN = 0.1  # of the best predicted step: others that may be tried
+_WARM_UP = 2  # steps that do not count; one where there is little time
+_MOST = 12  # steps that do, at least one
+_log = logging.getLogger("stagewright")
+
+
+def to_try(best: Plan, others: Sequence[Plan], *, trials: int) -> list[Plan]:
+    """The best plan, and others that are predicted to take up to 10% longer, of other layouts, at most `trials`.
+
+    Layouts differ in replicas, microbatches, or in whether ranks have several chunks.
+    """
+    found, layouts = [best], {_layout(best)}
+    least = best.simulated_step_time or 0.0
+    for plan in sorted(others, key=lambda plan: plan.simulated_step_time or 0.0):
+        is_near = (plan.simulated_step_time or 0.0) <= least * (1 + WITHIN)
+        if len(found) < trials and is_near and _layout(plan) not in layouts:
+            layouts.add(_layout(plan))
+            found.append(plan)
+    return found
+
+
+def _layout(plan: Plan) -> object:
+    width = len(plan.stages) // plan.num_chunks
+    return plan.replicas[:width], plan.microbatch_size, plan.num_chunks > 1
+
+
+_Ran = tuple[list[Timeline], Costs]  # steps of a trial, and costs
+
+
+class Trials:
+    """Tries plans on the ranks that will train; nothing of that is left in the model."""
+
+    def __init__(self, model: nn.Module, world: World, settings: Settings, collectives: Collectives) -> None:
+        self._model = model
+        self._world = world
+        self._settings = settings
+        self._collectives = collectives
+
+    def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
+        """The plan that took least, as it was measured and as it was predicted. Collective over the processes.
+
+        Where nothing can be tried, the first plan with a note of the reason, twice.
+
+        Arguments:
+            plans: the same on every rank, the least predicted step first.
+
+        Raises, on every rank, what the run itself would raise in these steps, apart from memory: a plan that takes more
+        than there is loses.
+        """
+        why = self._refusal(given)
+        notes: list[str] = []
+        tried: list[tuple[Plan, Plan]] = []  # as predicted and as measured
+        for number, plan in enumerate(plans if why is None else ()):
+            label = _label(plan)
+            seconds = TRIAL_SECONDS * (1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1))
+            found: _Ran | str | None = self._refusal_of(plan, seconds=seconds)
+            if found is None:
+                if self._world.rank == 0:
+                    step = duration(plan.simulated_step_time or 0.0)
+                    _log.info("trial %d of at most %d: %s, predicted %s a batch", number + 1, len(plans), label, step)
+                found = self._try(plan, given, seconds=seconds)
+            if isinstance(found, str):
+                notes.append(f"not tried: {label}: {found}")
+                continue
+            tried.append((plan, self._measured(plan, found)))
+            if self._world.rank == 0:
+                _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found[0]))
+        if not tried:
+            plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
+            return plan, plan
+        best = min(tried, key=_seconds)
+        others = [
+            f"tried, too: {_label(each[0])}: {duration(_seconds(each))} a batch" for each in tried if each is not best
+        ]
+        return _noted(best[1], *others, *notes), best[0]
+
+    # What cannot be tried
+
+    def _refusal(self, given: Given) -> str | None:
+        if self._settings.compile is not None:
+            return "compile= would compile the model for each trial"
+        sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
+        if len(sizes) > 1:
+            return "microbatches differ in size, and the next batch's in another way"
+        return None
+
+    def _refusal_of(self, plan: Plan, *, seconds: float) -> str | None:
+        """Why this plan is not tried in so many seconds; None where it is."""
+        if not self._world.distributed and plan.num_devices > 1:
+            return "all ranks are in one process, where they take turns"
+        if plan.tensor > 1:
+            return "its matrices are split over tensor ranks"
+        if family(plan.schedule or "1f1b").rule.is_asynchronous:
+            return "batches of a stream overlap: a few of them say little"
+        step = plan.simulated_step_time or 0.0
+        if 2 * step > seconds:
+            return f"2 steps of {duration(step)} take longer than {duration(seconds)}, the time of a trial"
+        own = sum(x.numel() * x.element_size() for x in (*self._model.parameters(), *self._model.buffers()))
+        limits, memory = plan.memory_limits, plan.memory_bytes
+        for rank in sorted(limits.keys() & memory.keys()):
+            if memory[rank] + own > limits[rank]:
+                return (
+                    f"on rank {rank} a copy of the model beside the run takes {size(memory[rank] + own)} of "
+                    f"{size(limits[rank])}"
+                )
+        return None
+
+    # One trial
+
+    def _measured(self, plan: Plan, ran: _Ran) -> Plan:
+        mine = with_measured(plan, *ran).to_json() if self._world.rank == 0 else ""
+        return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
+
+    def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
+        """Carry a plan out for a while, and let go of it; or why that was not possible."""
+        found: _Ran | None = None
+        failed: Exception | None = None
+        with self._as_found():
+            copied, why = self._copied()
+            whys = self._collectives.gather(why, what="copying the model for a trial")
+            for rank, each in enumerate(whys):
+                if each is not None:
+                    return f"on rank {rank} {each}"
+            assert copied is not None
+            guard = make_guard(self._world)
+            try:
+                found = self._carry_out(plan, given, copied, guard, seconds=seconds)
+            except Exception as error:
+                guard.fail(error)
+                failed = error
+            except BaseException as error:
+                guard.fail(error)
+                raise
+            del copied
+        reason = self._agree(failed)
+        if failed is not None:
+            failed.__traceback__ = None  # it holds the copy
+        failed = None
+        gc.collect()  # a pipeline's parts know each other
+        if reason is not None:
+            return reason
+        assert found is not None
+        return found
+
+    def _agree(self, failed: Exception | None) -> str | None:
+        """None where the trial went well on all ranks, a reason where memory did not do; else what failed is raised."""
+        kind = "" if failed is None else _kind(failed)
+        story = "" if failed is None else str(failed) or type(failed).__name__
+        try:
+            answers = self._collectives.gather((kind, story), what="ending a trial")
+        except PipelineError:
+            if failed is None:
+                raise
+            raise failed from None  # a rank that does not answer is what it says, too
+        kinds = {kind for kind, _ in answers} - {""}
+        if not kinds:
+            return None
+        rank = next(
+            (rank for wanted in ("own", "memory", "lost") for rank, (kind, _) in enumerate(answers) if kind == wanted),
+            0,
+        )
+        if "own" in kinds or "memory" not in kinds:
+            if failed is None:
+                raise PipelineError(f"a trial of a plan failed on rank {rank}: {answers[rank][1]}", peers=(rank,))
+            failed.add_note("in a trial of a plan: trials=0 leaves them out")
+            raise failed
+        return f"out of memory on rank {rank}: {answers[rank][1]}"
+
+    @contextmanager
+    def _as_found(self) -> Iterator[None]:
+        """Within, user code may run; afterwards gradients, generators and what it reaches are as they were."""
+        settings, hook = self._settings, sys.excepthook
+        kept = Kept([self._model, *settings.user_code], device=settings.device)
+        gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None  # a loss may compute with the user's own parameters
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            kept.restore()
+            sys.excepthook = hook
+
+    def _copied(self) -> tuple[tuple[nn.Module, Settings] | None, str | None]:
+        """A copy of the model, and the options of a trial; or why there is none."""
+        settings = self._settings
+        copies: dict[int, Any] = {}  # by id of what was copied
+        originals = {"the model": self._model, "loss_fn": settings.loss_fn, "grad_scaler": settings.grad_scaler}
+        copied: list[Any] = []
+        for name, original in originals.items():
+            try:
+                copied.append(copy.deepcopy(original, copies))
+            except Exception as error:
+                return None, f"{name} cannot be copied: {type(error).__name__}: {error}"
+        model, loss, scaler = copied
+        if Kept((model, loss), device=settings.device).reaches(list(self._model.parameters())):
+            return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
+        for parameter in model.parameters():
+            parameter.grad = None
+        own = {id(copies[id(each)]): each for each in _parameters(self._model, settings.loss_fn) if id(each) in copies}
+        optimizer = None if settings.optimizer is None else named(partial(self._optimizers, own))
+        return (
+            model,
+            replace(settings, loss_fn=loss, optimizer=optimizer, lr_scheduler=None, grad_scaler=scaler, on_step=None),
+        ), None
+
+    def _optimizers(self, own: Mapping[int, nn.Parameter], parameters: NamedParameters) -> list[torch.optim.Optimizer]:
+        """The user's, which take their time and change nothing; by id of a copy, `own` has the run's parameter."""
+        assert self._settings.optimizer is not None
+        called = [(name, own.get(id(each), each), each) for name, each in parameters]
+        optimizers = make_optimizers_of_copies(self._settings.optimizer, called, where="a stage")
+        for group in (group for each in optimizers for group in each.param_groups):
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
+        return optimizers
+
+    def _carry_out(
+        self, plan: Plan, given: Given, copied: tuple[nn.Module, Settings], guard: Guard, *, seconds: float
+    ) -> _Ran:
+        """Steps of a plan, recorded as any run is. Collective over the processes."""
+        model, settings = copied
+        layout = layout_of_plan(plan, self._world, num_microbatches=None)
+        guard.stands_at(layout.place)
+        first = given.on(settings.device).cut(layout.schedule.num_microbatches)[0]
+        with guard.together():
+            pipeline = build(Run(layout, settings, guard, model=model), lambda: first.arguments)
+        try:
+            step = self._step_of(pipeline, given)
+            once = step()().batch_seconds  # the same on every rank, and so is the number of steps
+            left = seconds - once
+            for _ in range(_WARM_UP - 1 if left > 2 * _WARM_UP * once else 0):
+                once = step()().batch_seconds
+                left -= once
+            number = max(1, min(_MOST, int(left / max(once, 1e-9))))
+            pipeline.measurement.forget()
+            timelines = [step() for _ in range(number)]
+            return [timeline() for timeline in timelines], pipeline.measurement.costs()
+        finally:
+            pipeline.training.close(settings.timeout)
+
+    def _step_of(self, pipeline: Pipeline, given: Given) -> Callable[[], Callable[[], Timeline]]:
+        """A step of a pipeline; it answers with what gives its timeline."""
+        training = pipeline.training
+        if self._settings.optimizer is not None:
+            return lambda: training.step(given.copied(), is_reported=False).timeline
+
+        def accumulated() -> Callable[[], Timeline]:
+            result = training.accumulate(given.copied())
+            for _, parameter in pipeline.state.ownership.named_parameters():
+                parameter.grad = None
+            return result.timeline
+
+        return accumulated
+
+
+def _seconds(tried: tuple[Plan, Plan]) -> float:
+    return tried[1].tried_seconds or 0.0
+
+
+def _parameters(*owners: object) -> Iterator[nn.Parameter]:
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            yield from owner.parameters()
+
+
+def _kind(error: BaseException) -> str:
+    """ "memory", "lost" for an echo of what happened on another rank, or "own"."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in text:
+            return "memory"
+        seen = seen.__cause__
+    return "lost" if isinstance(error, PipelineError) else "own"
+
+
+def _label(plan: Plan) -> str:
+    note = next((note.removeprefix(CHOSEN) for note in plan.notes if note.startswith(CHOSEN)), None)
+    return (
+        f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}"
+        if note is None
+        else note
+    )
+
+
+def _noted(plan: Plan, *notes: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, *notes))

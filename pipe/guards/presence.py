@@ -1,0 +1,139 @@
+"""Gradients by the graphs of shape inference: what the loss does not depend on gets none in one process, and none here.
+
+    certain   a path of torch's own operations leads from the loss to the input: its gradient always comes
+    flagged   all others (an output that a loss may ignore, code that reads values or draws numbers, autograd functions
+              of the user's): the message says of each tensor whether it is there, and has zeros in its place if not
+
+A flag is read on the host, for which a CUDA device has to be waited for: therefore only where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...comm import TensorSpec
+from ...partition.model.fakes import original_of
+from ...partition.model.forms import Tensors
+from ...partition.model.units import ValueRef
+
+Gradients = Sequence[torch.Tensor | None]  # None: there is none
+
+OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
+
+# Autograd functions that hand every gradient on; others may return None for an input.
+_FAITHFUL = ("torch.distributed.", "stagewright.")
+
+
+class StageRun(NamedTuple):
+    """One stage's run in shape inference; `is_typical`: every run makes this graph, as far as one can see."""
+
+    refs: Sequence[ValueRef]
+    leaves: Tensors
+    outputs: Tensors
+    is_typical: bool
+
+
+def certain_gradients(runs: Sequence[StageRun], *, loss_slot: int | None) -> tuple[tuple[bool, ...], ...]:
+    """Inputs whose gradients always come, by stage and input.
+
+    Arguments:
+        runs: [S].
+        loss_slot: the output of the last stage that is the loss; None: any, and at least one, makes the loss.
+    """
+    certain: list[tuple[bool, ...]] = []
+    wanted: set[tuple[int, int]] = set()  # (stage, slot) of outputs that certainly get a gradient
+    for s, run in reversed(list(enumerate(runs))):
+        if s == len(runs) - 1:
+            ends = [x for i, x in enumerate(run.outputs) if x.requires_grad and loss_slot in (None, i)]
+            reached = [_reached([x], run.leaves) for x in ends]
+            found = set.intersection(*reached) if reached else set()
+        else:
+            found = _reached([x for i, x in enumerate(run.outputs) if (s, i) in wanted], run.leaves)
+        own = tuple(run.is_typical and i in found for i in range(len(run.leaves)))
+        wanted |= {(ref.producer, ref.slot) for ref, yes in zip(run.refs, own, strict=True) if yes}
+        certain.append(own)
+    return tuple(reversed(certain))
+
+
+def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
+    """The leaves to which the gradients of any of the outputs certainly lead."""
+    number = {id(leaf): i for i, leaf in enumerate(leaves) if leaf.requires_grad}
+    found = {number[id(x)] for x in outputs if id(x) in number}
+    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(pending)
+    while pending and len(found) < len(number):
+        node = pending.pop()
+        variable = getattr(node, "variable", None)  # of the end of a path
+        if id(variable) in number:
+            found.add(number[id(variable)])
+        for ahead, _ in node.next_functions if _hands_on(node) else ():
+            if ahead is not None and ahead not in seen:
+                seen.add(ahead)
+                pending.append(ahead)
+    return found
+
+
+def _hands_on(node: object) -> bool:
+    """Whether a node of the graph gives every input a gradient."""
+    function = getattr(node, "_forward_cls", None)
+    return function is None or function.__module__.startswith(_FAITHFUL)
+
+
+def flag_spec(certain: Sequence[bool]) -> list[TensorSpec]:
+    """Layout of the flags in front of the gradients of a message: none where all are certain."""
+    return [] if all(certain) else [TensorSpec((len(certain),), (1,), torch.uint8, False)]
+
+
+def has_flags(specs: Sequence[TensorSpec]) -> bool:
+    """Whether flags stand in front of the gradients of a message: nothing else there is made of bytes."""
+    return specs[0].dtype is torch.uint8
+
+
+def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
+    """A message of these layouts: flags, where it has them, and every gradient, zeros where there is none."""
+    if not has_flags(specs):
+        return tuple([gradient for gradient in gradients if gradient is not None])
+    flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
+    whole = [
+        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+        if gradient is None
+        else gradient
+        for gradient, spec in zip(gradients, specs[1:], strict=True)
+    ]
+    return (flags, *whole)
+
+
+def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
+    if not has_flags(specs):
+        return message
+    flags, *whole = message
+    return tuple(gradient if flag else None for flag, gradient in zip(flags.tolist(), whole, strict=True))
+
+
+def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
+    """Description of what some outputs, with their graph, were computed with in float16; None: no gradient is."""
+    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if any(spec.dtype is torch.float16 for spec in getattr(node, "_input_metadata", ())):
+            return _near(node, names)
+        fresh = [ahead for ahead, _ in node.next_functions if ahead is not None and ahead not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return None
+
+
+def _near(node: Any, names: Mapping[int, str]) -> str:
+    """The parameter next to an operation, or else the operation."""
+    pending = [node]
+    for each in pending:  # grows
+        variable = getattr(each, "variable", None)
+        name = names.get(id(original_of(variable))) if variable is not None else None
+        if name is not None:
+            return f"with parameter {name!r}"
+        pending += [ahead for ahead, _ in each.next_functions if ahead is not None and ahead not in pending]
+    return f"in an operation without parameters ({node.name().removesuffix('0').removesuffix('Backward')})"

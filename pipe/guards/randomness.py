@@ -1,0 +1,336 @@
+"""Random numbers that do not depend on the partition: torch's, Python's and numpy's.
+
+At the entry of each cut unit the generators are seeded with `mix(seed, step, microbatch, unit)`. So a dropout mask, or
+the layer that LayerDrop leaves out, is the same on one rank and on any cut, with and without recomputation.
+
+torch's generator is seeded for every unit. Seeding Python's takes longer than a small layer, and numpy's is kept at
+some cost: both are seeded for units that drew from them in shape inference. A unit that begins to draw later, as where
+an attribute was changed, is noticed in its first batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator
+
+from ...partition.model.untouched import torch_generators
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_LOSS = -1  # its number among the units
+_OWN_REGION = 1 << 20  # and a member: its number behind that of the unit
+_WORDS = 624  # of the state of a Mersenne Twister, which Python and numpy use; behind them the next one's place
+
+
+def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
+    """A 64-bit seed from four numbers: splitmix64's finalizer (Steele et al., 2014) folded over them.
+
+    >>> mix(0, 0, 0, 0) == mix(0, 0, 0, 0) != mix(0, 0, 1, 0)
+    True
+    """
+    return _fold(_fold(_fold(seed & _MASK, step), microbatch), unit)
+
+
+def _fold(state: int, value: int) -> int:
+    state = (state + _GOLDEN * (value + 1)) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+class Seeder:
+    """Seeds the generators for the units of one action at a time.
+
+        call: the user's states are kept    action: begin, enter(unit), ..., end    action: ...    they are put back
+
+    Arguments:
+        device: of the run, whose generator is seeded beside the CPU's.
+        runs_again: whether anything runs again: what an action draws may then not depend on what ran before it.
+        member: of its tensor group, that this process is.
+    """
+
+    def __init__(self, seed: int, device: torch.device, *, runs_again: bool = False, member: int = 0) -> None:
+        self.device = device
+        self._seed = seed
+        self._runs_again = runs_again
+        self._member = member
+        self._in_own_region = False
+        self._other_region: list[torch.Tensor] | None = None  # where torch's generators stand there, in this unit
+        self._region_began: list[torch.Tensor] | None = None  # where they stood, while someone wants to know
+        self._drew_apart: bool | None = None  # None: nobody wants to know
+        self._torch = torch_generators(device)
+        self._others: tuple[_Global, ...] = (_Python(), _Numpy())
+        self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
+        self._begun = 0  # seed, step and microbatch, folded
+        self._step = self._newest = 0
+        self._called = self._active = self._watching = self._drawn = False
+        self._unit: int | None = None  # entered last
+        self._knows_loss = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around all actions of a call: afterwards the user's generators are where they were."""
+        self._called = True
+        before = [each.position() for each in self._others]
+        try:
+            yield
+        finally:
+            self._called = False
+            for generator, state in zip(self._torch, self._kept, strict=False):
+                generator.set_state(state)
+            self._kept = []
+            for each, position in zip(self._others, before, strict=True):
+                if not each.put_back() and each.position() != position:
+                    each.is_for_all_behind(self._newest)
+
+    def begin(self, *, step: int, microbatch: int) -> None:
+        """An action begins: `enter` seeds for this step and microbatch until `end`."""
+        self._keep()  # before a checkpoint of the user's, in a backward, sets them for its second run
+        self._begun = _fold(_fold(self._seed & _MASK, step), microbatch)
+        self._step, self._newest = step, max(self._newest, step)
+        self._active = True
+        self._unit = None
+        self._in_own_region, self._other_region = False, None
+        if self._runs_again:
+            for each in self._others:
+                each.seed(self._begun, keep=self._called)
+                each.is_for_unit = False
+
+    def end(self) -> None:
+        self._active = False
+        if self._runs_again:
+            for each in self._others:
+                if not each.is_for_unit and each.has_moved():
+                    each.is_for_all_behind(self._newest)
+        if self._unit == _LOSS and not self._knows_loss:
+            self._knows_loss = True
+            for each in self._others:
+                if not each.has_moved():
+                    each.units.discard(_LOSS)
+
+    def enter(self, unit: int) -> None:
+        """The unit begins: seed for it. In shape inference, look at what the one before it drew from."""
+        if self._active:
+            self._keep()
+            self._in_own_region, self._other_region = False, None
+            seed = _fold(self._begun, unit)
+            for generator in self._torch:
+                generator.manual_seed(seed)
+            for each in self._others:
+                if self._step > each.known_until or unit in each.units:
+                    each.seed(seed, keep=self._called)
+                    each.is_for_unit = True
+        elif self._watching:
+            self._look()
+            self._start(unit)
+        self._unit = unit
+
+    def enter_loss(self) -> None:
+        """The loss begins: a unit of its own, which shape inference does not run: its first run shows what it draws."""
+        self.enter(_LOSS)
+
+    def region(self, is_own: bool) -> None:
+        """A forward comes to tensors of which each member of the tensor group has its own part, or back.
+
+        What all members hold alike is drawn for alike. In a region of own parts each member has a stream of its own:
+        masks of different heads must not be the same.
+        """
+        if not self._active or is_own is self._in_own_region:
+            return
+        here = [generator.get_state() for generator in self._torch]
+        if self._region_began is not None and not is_own and not all(map(torch.equal, here, self._region_began)):
+            self._drew_apart = True
+        if self._other_region is None:
+            seed = _fold(_fold(self._begun, self._unit or 0), _OWN_REGION + self._member)
+            for generator in self._torch:
+                generator.manual_seed(seed)
+        else:
+            for generator, state in zip(self._torch, self._other_region, strict=True):
+                generator.set_state(state)
+        self._in_own_region, self._other_region = is_own, here
+        if self._drew_apart is not None and is_own:
+            self._region_began = [generator.get_state() for generator in self._torch]
+
+    @contextmanager
+    def drawing_apart(self) -> Iterator[Callable[[], bool]]:
+        """Within: what is given answers whether anything was drawn in a region of own parts."""
+        self._drew_apart = False
+        try:
+            yield lambda: bool(self._drew_apart)
+        finally:
+            self._drew_apart = self._region_began = None
+
+    def state(self) -> Sequence[Any]:
+        """Where the generators stand in the midst of a unit, for `resume`."""
+        moved = [each.state() if each.is_for_unit or each.has_moved() else None for each in self._others]
+        region = self._in_own_region, self._other_region
+        return [generator.get_state() for generator in self._torch], moved, region, self._unit
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """In a later action of the same microbatch: they stand there again, for a second run of what followed."""
+        self._keep()
+        of_torch, others, (self._in_own_region, self._other_region), self._unit = state
+        for generator, then in zip(self._torch, of_torch, strict=True):
+            generator.set_state(then)
+        for each, then in zip(self._others, others, strict=True):
+            if then is not None:
+                each.set(then)
+                each.is_for_unit = True
+            elif each.has_moved():
+                each.seed(self._begun, keep=self._called)
+
+    def _keep(self) -> None:
+        if self._called and not self._kept:
+            self._kept = [generator.get_state() for generator in self._torch]
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Within, units run for their shapes: it is noted which of them draw from Python's and numpy's generators.
+
+        What they draw is the same on every rank. The caller puts the generators back.
+        """
+        self._watching, self._unit = True, None
+        self._start(0)
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def has_drawn(self) -> bool:
+        """Whether units drew from Python's or numpy's generator since this was last asked, within `watch`."""
+        self._look()
+        self._start(0)
+        drawn, self._drawn = self._drawn, False
+        return drawn
+
+    def _start(self, unit: int) -> None:
+        for generator in self._torch:
+            generator.manual_seed(unit)
+        for each in self._others:
+            each.seed(unit, keep=False)
+
+    def _look(self) -> None:
+        for each in self._others:
+            if each.has_moved():
+                self._drawn = True
+                if self._unit is not None:
+                    each.units.add(self._unit)
+
+
+class _Global(ABC):
+    """A generator of the whole process beside torch's.
+
+    Attributes:
+        units: that draw from it; the loss until it is known.
+        known_until: the last step for which these are all; behind it all units count. A batch keeps to one rule.
+        is_for_unit: whether it was last seeded for a unit, not for an action.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.units = {_LOSS}
+        self.known_until = math.inf
+        self.is_for_unit = False
+        self._kept: Any = None
+
+    @abstractmethod
+    def position(self) -> object:
+        """Another one once a number was drawn."""
+
+    @abstractmethod
+    def has_moved(self) -> bool:
+        """Whether a number was drawn since it was seeded."""
+
+    @abstractmethod
+    def state(self) -> Any: ...
+
+    @abstractmethod
+    def set(self, state: Any) -> None: ...
+
+    @abstractmethod
+    def _start(self, seed: int) -> None: ...
+
+    def seed(self, seed: int, *, keep: bool) -> None:
+        """Begin anew; `keep`: until it is put back."""
+        if keep and self._kept is None:
+            self._kept = self.state()
+        self._start(seed)
+
+    def put_back(self) -> bool:
+        """To where it was before it was seeded; False where it was not."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self.set(kept)
+        return kept is not None
+
+    def is_for_all_behind(self, step: int) -> None:
+        """A unit drew that did not when the stages were built: all are seeded behind this step."""
+        if self.known_until == math.inf:
+            self.known_until = step
+            warnings.warn(
+                f"the model drew from {self.name}, and did not when its stages were built: in this batch these numbers "
+                f"depend on how it is cut; from the next one on they do not. Expected what switches them on, such as "
+                f"LayerDrop's probability, to be set before the pipeline is built",
+                stacklevel=2,
+            )
+
+
+class _Python(_Global):
+    name = "Python's random numbers"
+
+    def position(self) -> object:
+        return random.getstate()
+
+    def has_moved(self) -> bool:
+        return bool(random.getstate()[1][-1] != _WORDS)
+
+    def state(self) -> Any:
+        return random.getstate()
+
+    def set(self, state: Any) -> None:
+        random.setstate(state)
+
+    def _start(self, seed: int) -> None:
+        random.seed(seed)
+
+
+class _Numpy(_Global):
+    name = "numpy's random numbers"
+
+    def position(self) -> object:
+        """See _Global; its memory, since asking for its state takes 20 times as long."""
+        generator = get_bit_generator()
+        if isinstance(generator, np.random.MT19937):
+            return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
+        return str(generator.state)
+
+    def has_moved(self) -> bool:
+        generator = get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):
+            return True
+        place = ctypes.c_uint32.from_address(generator.ctypes.state_address + 4 * _WORDS)
+        return place.value != _WORDS
+
+    def state(self) -> Any:
+        return np.random.get_state(legacy=False)
+
+    def set(self, state: Any) -> None:
+        np.random.set_state(state)
+
+    def _start(self, seed: int) -> None:
+        generator = get_bit_generator()
+        if isinstance(generator, np.random.MT19937):
+            np.random.seed(seed & 0xFFFFFFFF)
+        else:  # the user's choice
+            generator.state = type(generator)(seed).state

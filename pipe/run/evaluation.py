@@ -1,0 +1,193 @@
+"""Evaluation: forwards alone, in evaluation mode."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...partition.model.forms import Arguments, Form
+from ...partition.model.modes import evaluating
+from ...schedules.messages import Sharing
+from ..batch.agreement import check_same_batch
+from ..batch.batches import join_outputs, share_of_sum
+from ..batch.checksum import Call
+from ..batch.given import Given, check_batch, check_like_example
+from ..batch.reader import BatchReader
+from ..batch.results import EvalResult
+from ..context import Run
+from ..stage.shapes import Signature
+from ..stage.wiring import Mode
+from ..update.flush import batch_programs
+from ..update.interface import Programs, RankUpdate
+from .engine import Engine
+from .ranks import Ranks, links_of
+from .training import Training
+from .worker import EvaluationWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwards:
+    """The way of batches of one number of microbatches, over the transports and recorders of the ranks that train."""
+
+    mode: Mode
+    engine: Engine
+    ranks: Sequence[RankUpdate]
+    programs: Programs
+    reader: BatchReader
+
+
+def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
+    """Say of outputs with the batch on several axes that microbatches do not see each other."""
+    numbers = " and ".join(str(number) for number, axes in enumerate(dimensions) if len(axes) > 1)
+    if numbers:
+        warnings.warn(
+            f"output {numbers} of the model has the batch on two axes, as similarities have: those of a microbatch of "
+            f"{num_samples} alone; {how}. Expected num_microbatches=1 for all of the batch (docs/inputs.md)",
+            stacklevel=2,
+        )
+
+
+class Evaluation:
+    """Runs batches forwards; one of fewer samples than M makes fewer microbatches.
+
+    A model that returns its own loss is trained with labels and predicts without: the same stages, run in another way.
+    """
+
+    def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
+        self._run = run
+        self._ranks = ranks
+        self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
+        self._forwards: dict[object, Forwards] = {}
+        self._adds_up = share_of_sum(run.settings.loss_fn, 1) is not None
+        self._num_microbatches = run.layout.schedule.num_microbatches
+        self._training = training
+        self._dimensions: dict[Form, Sequence[int | None]] = {}
+
+    def step(self, given: Given) -> EvalResult:
+        loss, output, _ = self._evaluated(given, "eval_step", has_loss=self._run.has_loss)
+        return EvalResult(loss=loss, output=output)
+
+    def predict(self, given: Given) -> object:
+        return self._evaluated(given, "predict", has_loss=False)[1]
+
+    def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
+        """The tensors of the output, joined; none on ranks that do not hold the last stage."""
+        return self._evaluated(given, "verify", has_loss=False)[2]
+
+    def join(
+        self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments
+    ) -> list[torch.Tensor | list[torch.Tensor]]:
+        """Flat outputs of a batch: by output, those of its microbatches in one."""
+        if like.form not in self._dimensions:
+            mode, _ = self._mode_for(like, has_loss=False)
+            with evaluating(*self._modules(mode)):
+                found = mode.inference.batch_dimensions(Signature.of(like))
+            self._dimensions[like.form] = [one[0] if len(one) == 1 else None for one in found]
+            if len(columns[0]) > 1:
+                warn_of_two_axes(found, "it comes as the list of their blocks", num_samples=like.num_samples)
+        dimensions = self._dimensions[like.form]
+        return [join_outputs(parts, dim) for parts, dim in zip(columns, dimensions, strict=True)]
+
+    def _modules(self, mode: Mode) -> list[nn.Module]:
+        return [mode.inference.stages[s].module for s in self._run.local_stages]
+
+    def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> Forwards:
+        key = num_microbatches, has_loss, like.form
+        if key not in self._forwards:
+            mode, first = self._mode_for(like, has_loss=has_loss)
+            mode, shards = mode.forwards(num_microbatches), self._ranks.update.shards
+            sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
+            programs = batch_programs(mode.schedule, sharing)
+            updates = {rank: RankUpdate(rank, mode.schedule, shards) for rank in self._ranks.stages}
+            self._forwards[key] = Forwards(
+                mode=mode,
+                engine=self._ranks.engine(EvaluationWorker, mode, updates),
+                ranks=list(updates.values()),
+                programs={rank: programs[rank] for rank in updates},
+                reader=self._ranks.reader(mode, has_loss=has_loss, like=first),
+            )
+        return self._forwards[key]
+
+    def _mode_for(self, like: Arguments, *, has_loss: bool) -> tuple[Mode, Arguments]:
+        """The mode for arguments of such a form, and the first ones."""
+        if like.form in self._modes:
+            return self._modes[like.form]
+        built, example = next(iter(self._modes.values()))
+        evaluate_like = self._ranks.parts.evaluate_like
+        if evaluate_like is None:
+            check_like_example(like, example, has_target=has_loss)
+        assert evaluate_like is not None
+        mode = Mode(built.schedule.forward_only(), evaluate_like(like), Signature.of(like))
+        if self._run.layout.place.world.distributed:
+            new = sorted(links_of(batch_programs(mode.schedule, Sharing())) - self._ranks.links.between)
+            if new:
+                raise ValueError(
+                    f"with these arguments values flow from rank {new[0][0]} straight to rank {new[0][1]}, which are "
+                    f"not linked: expected arguments like those that the stages were built for"
+                )
+        for module in self._modules(mode):
+            module.to(self._run.settings.device)
+        self._modes[like.form] = mode, like
+        return mode, like
+
+    def _evaluated(
+        self, given: Given, call: Call, *, has_loss: bool
+    ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
+        run, device, model_loss = self._run, self._run.settings.device, self._run.settings.model_loss
+        num_replicas = run.num_replicas
+        num_microbatches = self._microbatches_for(given)
+        microbatches = [each.arguments for each in given.on(device).cut(num_microbatches // num_replicas)]
+        like = microbatches[0]
+        forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
+        batch = self._training.read(forwards.reader, given, call)
+        with run.guard.together():
+            self._training.unchanged.check(training=False)
+            check_same_batch(batch, run.collectives, device=device)
+        self._training.drain()
+        engine = forwards.engine
+        for rank, local in zip(forwards.ranks, engine.ranks, strict=True):
+            rank.enter(batch)
+            local.recorder.begin(counts=False)
+        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
+        try:
+            with evaluating(*self._modules(forwards.mode)), run.guard.together(), run.seeder.call():
+                engine.run(forwards.programs)
+            outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
+        finally:
+            engine.drop()
+        loss = None
+        if has_loss:
+            found = forwards.ranks[0].total(0)[0]
+            loss = found.mean * found.counts if self._adds_up and found.counts is not None else found.mean
+        if not outputs:
+            return loss, None, []
+        flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
+        form = forwards.mode.inference.output_form
+        values = list(flat)
+        slot = None if model_loss is None else model_loss.find_slot(form)
+        kind = None if slot is None else outputs[min(outputs)][slot]
+        if model_loss is not None and slot is not None and kind is not None and not kind.dim():
+            whole: object = loss
+            if loss is None:  # the mean of the batch, not each microbatch's
+                weights = model_loss.weigh([microbatches[k // num_replicas] for k in sorted(outputs)])
+                pairs = zip((form.assemble(outputs[k]) for k in sorted(outputs)), weights, strict=True)
+                whole = sum(model_loss(*pair)[0] for pair in pairs) / sum(weights)
+            values[slot] = torch.as_tensor(whole, dtype=kind.dtype, device=kind.device)
+        return loss, form.assemble(values), flat
+
+    def _microbatches_for(self, given: Given) -> int:
+        """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
+        num_replicas = self._run.num_replicas
+        most = self._num_microbatches // num_replicas
+        check_batch(given, most if given.microbatches else 1)
+        fitting = min(given.num_samples, most)
+        if num_replicas > 1:
+            with self._run.guard.together():
+                fitting = min(
+                    self._run.collectives.gather(fitting, what="agreeing on the microbatches of an evaluation")
+                )
+        return fitting * num_replicas

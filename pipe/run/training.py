@@ -1,0 +1,260 @@
+"""Training: batches through the engine, and what an update makes of their gradients.
+
+step:  read the batch -> begin -> engine.run -> losses known -> gradients ready -> step
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ...comm import HostClocks
+from ...schedules import Timeline
+from ...schedules.kinds import above_zero, option
+from ...schedules.timing.records import RankRecord
+from ..auto.replan import BatchSchedules
+from ..batch.agreement import check_same_batch
+from ..batch.batches import Batch, hand_back
+from ..batch.checksum import CALLS, UNKNOWN, Call, Identity
+from ..batch.given import Given
+from ..batch.reader import BatchReader
+from ..batch.results import Known, StepResult
+from ..context import Run
+from ..stage.unchanged import Unchanged
+from ..trace.measurement import gather_records
+from ..trace.steps import StepReports
+from ..update.gradients import check_norm_type
+from ..update.interface import Programs, Update
+from .engine import Engine
+
+
+class Training:
+    """Runs batches forwards and backwards."""
+
+    def __init__(
+        self,
+        run: Run,
+        engine: Engine,
+        update: Update,
+        reader: BatchReader,
+        *,
+        unchanged: Unchanged,
+        clocks: HostClocks,
+    ) -> None:
+        self.num_steps = 0
+        self._num_calls = 0  # with a batch, evaluations too
+        self._engine = engine
+        self._update = update
+        self._seeder = run.seeder
+        self._reader = reader
+        self._guard = run.guard
+        self._collectives = run.collectives
+        self.unchanged = unchanged
+        self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
+        self._clocks = clocks
+        replan = run.layout.replan
+        self._order = (
+            None
+            if replan is None
+            else BatchSchedules(update.schedule, replan, collectives=run.collectives, guard=run.guard)
+        )
+        self._replan_seconds = 0.0  # of the newest batch
+        self._num_samples = 0  # of the newest batch
+
+    @property
+    def reads_nothing(self) -> bool:
+        return not self._reader.reads_inputs and not self._reader.reads_target
+
+    def read(self, reader: BatchReader, given: Given, call: Call) -> Batch:
+        """The batch of one more call; one that is refused counts for none."""
+        number = self._num_calls + 1
+        alone = self._collectives.alone
+        identity = Identity(UNKNOWN, UNKNOWN) if alone else Identity(CALLS.index(call), number)
+        batch = reader.read(given, step=self.num_steps, call=identity)
+        self._num_calls = number
+        self._collectives.behind = f" behind {call} (call {number} with a batch)"
+        return batch
+
+    def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
+        begun, rates = time.perf_counter(), self._update.learning_rates()
+        with self._batch(given, "train_step") as (batch, programs):
+            for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
+                self._engine.run(part, goes_on=goes_on)
+        with self._updating():
+            known = self._update.step()
+        for local in self._engine.ranks:
+            local.recorder.leave()
+        result = self._result(known)
+        if is_reported:
+            seconds = time.perf_counter() - begun
+            self._reports.passed(
+                self.num_steps - 1,
+                seconds=seconds,
+                learning_rates=rates,
+                num_samples=self._num_samples,
+                replan_seconds=self._replan_seconds,
+            )
+            told = [known] if known is not None and known.later is None else []
+            self._reports.tell([*self._update.waiting(), *told])
+        return result
+
+    def accumulate(self, given: Given) -> StepResult:
+        self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
+        with self._batch(given, "forward_backward") as (batch, programs):
+            for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
+                self._engine.run(part, goes_on=goes_on)
+        return self._result(self._update.accumulated())
+
+    def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
+        option("max_norm", max_norm, above_zero())
+        norm_type = check_norm_type(norm_type)
+        if self._update.loss_scale is not None:
+            raise ValueError(
+                "clip_grad_norm_ beside grad_scaler=: gradients are multiplied by the loss scale until train_step "
+                "divides them by it. Expected PipelineModule(..., max_grad_norm=...)"
+            )
+        self._update.refuse_users_gradients("clip_grad_norm_", instead="PipelineModule(..., max_grad_norm=...)")
+        with self._guard.together():
+            norm = self._update.clip(max_norm, norm_type=norm_type, only_finite=error_if_nonfinite)
+        if error_if_nonfinite and not math.isfinite(norm):  # on every rank alike: the pipeline goes on
+            raise RuntimeError(
+                f"the gradient norm of order {norm_type:g} over all stages is {norm}, and error_if_nonfinite=True: "
+                f"nothing was clipped"
+            )
+        return norm
+
+    def flush(self) -> list[StepResult]:
+        self.drain()
+        return [self._result(known) for known in self._update.rest()]
+
+    def drain(self) -> None:
+        """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
+        self.settle()
+        programs = self._update.drain()
+        if programs is not None:
+            with self._under_way():
+                self._engine.run(programs)
+            self._reports.tell(self._update.waiting())
+
+    def restart(self, step: int) -> None:
+        """Another state was loaded: the next batch is this one."""
+        self.num_steps = step
+        for local in self._engine.ranks:
+            local.recorder.restart()
+
+    def settle(self) -> None:
+        """Make the weights what they should be, before anything reads or replaces them."""
+        if self._update.is_ahead:
+            with self._updating():
+                self._update.settle()
+            self._reports.tell(self._update.waiting())
+
+    def close(self, timeout: float) -> None:
+        if self._guard.closed:
+            return
+        if not self._guard.ended:
+            if not self._update.is_lost:
+                self.drain()
+            with self._guard.together():
+                for local in self._engine.ranks:
+                    local.transport.drain(timeout)
+                self._collectives.gather(None, what="closing a pipeline")  # nobody waits for a link any more
+        for local in self._engine.ranks:
+            local.transport.close()
+        self._collectives.close()
+        self._guard.close()
+
+    @contextmanager
+    def _batch(self, given: Given, call: Call) -> Iterator[tuple[Batch, Programs]]:
+        """A batch and its programs, to be run within; after that its gradients are ready."""
+        self.unchanged.refuse_untrained()
+        for local in self._engine.ranks:
+            local.recorder.enter()
+        batch = self.read(self._reader, given, call)
+        self._num_samples = batch.num_samples
+        if batch.wants_grad:
+            self._refuse_batch_gradients(batch)
+        with self._guard.together():
+            self.unchanged.check(training=True)
+            check_same_batch(batch, self._collectives, device=self._seeder.device)
+        if self._order is not None:
+            self._replan(batch, self._order)
+        programs = self._update.begin(batch)
+        for local in self._engine.ranks:
+            local.recorder.begin()
+        with self._under_way(batch):
+            yield batch, programs
+        self.num_steps += 1
+
+    def _refuse_batch_gradients(self, batch: Batch) -> None:
+        """ValueError where nobody could hand back the gradients that a batch wants."""
+        what, instead = "a batch that wants gradients", "x.detach(), or what makes the batch as a part of the model"
+        self._update.refuse_users_gradients(what, instead=instead)
+        if self._update.loss_scale is not None or batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
+            raise ValueError(
+                f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
+            )
+
+    def _replan(self, batch: Batch, order: BatchSchedules) -> None:
+        begun = time.perf_counter()
+        schedule = order.of(batch)
+        self._update.follow(schedule)
+        for local in self._engine.ranks:
+            local.worker.follow(schedule)
+        self._replan_seconds = time.perf_counter() - begun
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around an update: an error leaves it made on some stages alone."""
+        try:
+            with self._guard.together():
+                yield
+        except BaseException as error:
+            self._update.lose(error)
+            raise
+
+    @contextmanager
+    def _under_way(self, batch: Batch | None = None) -> Iterator[None]:
+        """Around the engine: an error loses what runs. Behind it the gradients of a batch are ready."""
+        try:
+            torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
+            with self._guard.together(), self._seeder.call():
+                yield
+            self._update.losses_known()
+            with self._guard.together():
+                if batch is not None and batch.wants_grad:
+                    found = [local.worker.batch_gradients for local in self._engine.ranks]
+                    hand_back(batch, found, self._update.scale, self._collectives)
+                    for each in found:
+                        each.clear()
+                self._update.gradients_ready()
+        except BaseException as error:
+            self._engine.drop()
+            self._update.abandon(error)
+            raise
+
+    def snapshots(self) -> dict[int, Callable[[], RankRecord]]:
+        return {local.worker.rank: local.recorder.snapshot() for local in self._engine.ranks}
+
+    def _result(self, known: Known | None) -> StepResult:
+        snapshots = list(self.snapshots().values())
+        schedule = self._update.schedule
+        assemble = partial(self._update.timeline, schedule=schedule)
+        first, last = schedule.owners[0], schedule.owners[-1]
+        waits = self._num_calls == 1 or first == last or not any(one.worker.rank in last for one in self._engine.ranks)
+
+        def timeline() -> Timeline:
+            with self._guard.together():
+                records = [snapshot() for snapshot in snapshots]
+                return gather_records(records, self._collectives, assemble, self._clocks)
+
+        make_result = partial(StepResult, _timeline=timeline, is_compared=waits or self._collectives.alone)
+        if known is None:
+            return make_result(loss=None, loss_step=None)
+        outcome = partial(known.outcome, self._guard.together)
+        return make_result(loss=known.loss, loss_step=known.step, _update=outcome)

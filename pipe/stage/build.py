@@ -1,0 +1,168 @@
+"""From a model to stages: cut it, and find out what each stage takes and returns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ...partition.model.chain import given_stages, is_sequential
+from ...partition.model.forms import Arguments
+from ...partition.model.model_units import model_units
+from ...partition.model.units import Agree, Cut, Entering
+from ...partition.model.untouched import untouched
+from ...partition.plans.plan import Plan
+from ..context import Run
+from .loss import give_loss, with_loss
+from .recompute import RecomputedModules
+from .shapes import InferredStages, Signature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutModel:
+    """A model cut into stages.
+
+    Arguments:
+        root: of all names: the model (or a ModuleList of the user's stages), and beside it, under `loss_fn.`, a loss
+            with tensors of its own.
+        train, evaluate: the stages in both modes.
+        entering: how a copy of the model tells of its units; see `Cut`.
+        recomputed: the modules that run again in the backward.
+        evaluate_like: the stages in evaluation for other arguments of the model, such as those of `predict`; None: a
+            chain takes one kind.
+    """
+
+    root: nn.Module
+    train: InferredStages
+    evaluate: InferredStages
+    entering: Entering
+    recomputed: RecomputedModules
+    evaluate_like: Callable[[Arguments], InferredStages] | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """[S] the units of each stage, for people."""
+        return tuple(stage.name for stage in self.train.stages)
+
+    def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
+        return (self.train if training else self.evaluate).output_form.assemble(flat)
+
+
+def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
+    """Cut a model as it is now, or take the user's stages as they are; a loss that is a module goes to the last one.
+
+    Raises ValueError for a model that cannot be recorded or cut into so many stages, for wrong split points,
+    for a plan for another model, and for modules to be computed again that no stage runs.
+    """
+    layout, settings, root, loss_fn = run.layout, run.settings, run.root, run.settings.loss_fn
+    infer = partial(InferredStages, root=root, seeder=run.seeder, device=settings.device, loss_fn=loss_fn)
+    with untouched(loss_fn, device=settings.device):  # it may know lists that forwards fill
+        cut = _cut(run, example, agree)
+        recomputed = RecomputedModules(layout.recompute, root)
+        with recomputed.checked():
+            loss_slot = None if settings.model_loss is None else settings.model_loss.find_slot
+            train = infer(cut, Signature.of(example), training=True, loss_slot=loss_slot)
+        recomputed.refuse_parted(train.stages, cut.together)
+
+        def evaluate_like(arguments: Arguments) -> InferredStages:
+            found = infer(cut.evaluation(arguments), Signature.of(arguments), training=False)
+            _refuse_shared_writes(root, found)
+            give_loss(loss_fn, found.stages[-1])
+            return found
+
+        evaluate = evaluate_like(example)
+        _refuse_shared_writes(root, train)
+        if layout.plan is not None:
+            _check_parameters(layout.plan, [stage.module for stage in train.stages])
+        give_loss(loss_fn, train.stages[-1])
+    return CutModel(
+        root=with_loss(root, loss_fn),
+        train=train,
+        evaluate=evaluate,
+        entering=cut.entering,
+        recomputed=recomputed,
+        evaluate_like=None if run.model is None or is_sequential(run.model) else evaluate_like,
+    )
+
+
+def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
+    layout, device, enter = run.layout, run.settings.device, run.seeder.enter
+    num_stages, points, plan = layout.schedule.num_stages, layout.split_points, layout.plan
+    if points is not None and len(points) != num_stages - 1:
+        raise ValueError(
+            f"split_points={list(points)} begin {len(points) + 1} stages, the schedule has {num_stages}: "
+            f"expected {num_stages - 1} names (each begins a stage; the first stage needs none)"
+        )
+    if run.stages is not None:
+        if len(run.stages) != num_stages:
+            raise ValueError(
+                f"stages= has {len(run.stages)} modules and the schedule has {num_stages} stages (ranks x chunks): "
+                f"expected one module a stage"
+            )
+        return given_stages(run.stages, example, device=device, enter_unit=enter)
+    assert run.model is not None
+    units = model_units(run.model, example, enter_unit=enter, agree=agree, device=device)
+    if plan is not None:
+        return units.by_unit(_stage_by_node(plan, [unit.name for unit in units.units]))
+    return units.evenly(num_stages) if points is None else units.at(points)
+
+
+def _stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:
+    """Node -> stage, for the model's cut units `names`; ValueError that says what differs in a plan for others."""
+    stages = {node: number for number, stage in enumerate(plan.stages) for node in stage.nodes}
+    unknown = [node for node in stages if node not in names]
+    missing = [name for name in names if name not in stages]
+    if unknown or missing:
+        story = []
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
+            hint = f" (it has {near[0]!r})" if near else ""
+            story.append(f"its node {unknown[0]!r} is not in the model{hint}")
+        if missing:
+            story.append(f"the model's {missing[0]!r} is in no stage of it")
+        raise ValueError(
+            f"the plan is for another model ({len(stages)} nodes, the model has {len(names)}): {' and '.join(story)}. "
+            f"Expected a plan that was made from a profile of this model (stagewright profile, stagewright plan)"
+        )
+    return stages
+
+
+def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
+    """ValueError unless each stage holds as many bytes of parameters as in the plan; in plans of older profiles those
+    that a stage before holds, too, count with that one alone.
+
+    Where the plan splits tensors over T ranks, its bytes may be those of one of them, or of some parameters whole.
+    """
+    seen: set[int] = set()
+    for number, (planned, module) in enumerate(zip(plan.stages, stages, strict=True)):
+        own = list(module.parameters())
+        held = sum(p.numel() * p.element_size() for p in own)
+        fresh = sum(p.numel() * p.element_size() for p in own if id(p) not in seen)
+        seen.update(map(id, own))
+        told = planned.parameter_bytes
+        if told is not None and not any(each - 0.5 <= told <= each * planned.tensor + 0.5 for each in (held, fresh)):
+            raise ValueError(
+                f"the plan is for another model: stage {number} ({planned.nodes[0]} .. {planned.nodes[-1]}) has "
+                f"{told:,.0f} bytes of parameters in the plan and {held:,} in the model. Expected a "
+                f"plan made from a profile of a model of these sizes and types"
+            )
+
+
+def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
+    stages_of: dict[int, list[int]] = {}
+    for index, stage in enumerate(mode.stages):
+        for buffer in stage.module.buffers():
+            stages_of.setdefault(id(buffer), []).append(index)
+    written = frozenset().union(*mode.example.written_buffers)
+    for name, buffer in root.named_buffers():
+        stages = stages_of.get(id(buffer), [])
+        if id(buffer) in written and len(stages) > 1:
+            raise ValueError(
+                f"buffer {name!r} changes in a forward and stands on each of stages {' and '.join(map(str, stages))}: "
+                f"expected one stage, since no rank sees what another writes; give each place a module of its own "
+                f"(copy.deepcopy), let both stand on one stage (split_points=), or put the module into eval()"
+            )

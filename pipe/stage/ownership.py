@@ -1,0 +1,279 @@
+"""Which rank holds which tensor, by the model's original names; gathering, loading and freeing them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from typing import SupportsIndex, TypeVar
+
+import torch
+from torch import nn
+
+from ...comm import Collectives
+from ..context import Run
+from ..shards.member_shards import MemberShards
+from ..shards.shard import Shard
+from .build import CutModel
+
+T = TypeVar("T")
+
+# Why a module cannot tell its own state: it would save too little without a word.
+META = "whose weights another process holds: they would be meta tensors, which have no values"
+DIVIDED = "whose weights a tensor group divides: they would be this process's parts, under the names of whole ones"
+BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be NaN"
+
+
+class Ownership:
+    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
+
+    Arguments:
+        by_name: whether tensors stand in the order of their names, since processes have them in other orders.
+    """
+
+    def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
+        self.group = group
+        self._root = cut.root
+        self._stages = cut.train.stages
+        self._by_name = by_name
+        self.reads_state = False  # of modules, which only the pipeline may
+        self._owners = run.layout.schedule.owners  # of replicas, the first one speaks for all
+        self._local = frozenset(run.local_stages)
+        held: dict[int, set[int]] = {}
+        for mode in (cut.train, cut.evaluate):
+            for stage, each in enumerate(mode.stages):
+                for tensor in [*each.module.parameters(), *each.module.buffers()]:
+                    held.setdefault(id(tensor), set()).add(stage)
+        everything = self._ordered(
+            [
+                *cut.root.named_parameters(remove_duplicate=False),
+                *cut.root.named_buffers(remove_duplicate=False),
+            ]
+        )
+        # What no stage uses stays with the first one.
+        self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
+        self._shares = {name: group.shard(name, tensor) for name, tensor in everything}
+        self._first_name: dict[str, str] = {}  # of tied names, the first one stands for all
+        by_id: dict[int, str] = {}
+        for name, tensor in everything:
+            self._first_name[name] = by_id.setdefault(id(tensor), name)
+        modules = [*cut.root.modules()]
+        for mode in (cut.train, cut.evaluate):
+            for each in mode.stages:
+                modules += each.module.modules()
+        self._modules = tuple(dict.fromkeys(modules))
+        gone = [tensor for name, tensor in everything if not self.is_local(name)]
+        self.refuse_plain_state(gone, META)
+        self.refuse_plain_state([x for name, x in everything if not self._shares[name].is_whole], DIVIDED)
+        self._free({id(tensor) for tensor in gone})
+
+    def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
+        """Refuse `state_dict` and pickling of modules that hold any of these tensors themselves.
+
+        Arguments:
+            why: "whose weights ...: they would be ...".
+        """
+        wanted = {id(tensor) for tensor in tensors}
+        for module in self._modules:
+            if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
+                module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
+
+    def is_local(self, name: str) -> bool:
+        return not self._local.isdisjoint(self.stages[name])
+
+    def shard(self, name: str) -> Shard:
+        """Shard that a process with this one's place in its tensor group holds of a parameter or buffer."""
+        return self._shares[name]
+
+    def names(self) -> list[str]:
+        return list(self._tensors())
+
+    def tied_names(self) -> dict[str, str]:
+        """Names of the model's state whose tensor has another name before: name -> that one."""
+        firsts: dict[str, str] = {}
+        for name in self._tensors():
+            firsts.setdefault(self._first_name[name], name)
+        return {name: first for name in self._tensors() if (first := firsts[self._first_name[name]]) != name}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self._tensors().items()}
+
+    def num_parameters(self) -> tuple[int, ...]:
+        """[S] elements of each stage's parameters, those of all members of a tensor group."""
+        full = {id(p): self.group.full_numel(name, p) for name, p in self._root.named_parameters()}
+        return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in self._stages)
+
+    def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
+        """Trainable (or all) parameters for the optimizer of a local stage, the first of those here that hold them."""
+        return [
+            (name, parameter)
+            for name, parameter in self.parameters()
+            if self.is_local(name)
+            and (frozen or parameter.requires_grad)
+            and min(s for s in self.stages[name] if s in self._local) == stage
+        ]
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
+
+    def counted_parameters(self, ranks: Collection[int]) -> list[nn.Parameter]:
+        """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone."""
+        return [
+            p
+            for name, p in self.parameters()
+            if self.group.counts(name) and min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
+        ]
+
+    def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.parameters() if stage in self.stages[n] and p.requires_grad]
+
+    def tied(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
+        found = []
+        for name, parameter in self.parameters():
+            ranks = self.holders(name)
+            if len(ranks) > 1 and parameter.requires_grad:
+                found.append((name, ranks))
+        return found
+
+    def shared(self) -> dict[tuple[int, ...], list[str]]:
+        """Trainable parameters that several ranks hold, by the stages that hold them; the same on every rank."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, _ in self.tied():
+            found.setdefault(self.stages[name], []).append(name)
+        return found
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.parameters() if self.is_local(name)]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self._tensors().items() if self.is_local(name)}
+
+    def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:
+        """Everything on every rank, on the CPU. Collective over the processes."""
+        tensors = self._tensors()
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            first = self._first_name[name]
+            if first != name and first in full:
+                full[name] = full[first]
+                continue
+            source = self._owners[self.stages[name][0]][0]
+            value = collectives.broadcast(tensor.detach(), source, what=f"gathering {name!r} from rank {source}")
+            full[name] = self.group.gather(name, value).cpu().clone()
+        return full
+
+    def spread_from_first_owners(self, collectives: Collectives) -> None:
+        """Give all processes that hold a tensor what the first of them has: the first rank's first. Collective."""
+        for name, tensor in self._tensors().items():
+            ranks = self.holders(name)
+            value = self.group.original(name, tensor.detach())
+            if len(ranks) > 1:
+                value = collectives.broadcast(value, ranks[0], what=f"spreading {name!r} from rank {ranks[0]}")
+            if self.is_local(name):
+                value = collectives.tensor_first(value, what=f"spreading {name!r}")
+                tensor.data.copy_(self.group.own_part(name, tensor, value))
+
+    def _ordered(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+        return sorted(named, key=lambda each: each[0]) if self._by_name else list(named)
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Of all stages, each once, under its first name."""
+        named = self._ordered(self._root.named_parameters(remove_duplicate=False))
+        firsts: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in named:
+            firsts.setdefault(id(parameter), (name, parameter))
+        return list(firsts.values())
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.check_state_dict(state)
+        tensors = self._tensors()
+        parts = self.own_parts(state)
+        with torch.no_grad():
+            for name in tensors:
+                if self.is_local(name):
+                    tensors[name].copy_(parts[name])
+
+    def own_parts(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parts of a full or a local state dict that this process holds."""
+        tensors = self._tensors()
+        return {
+            name: self.group.own_part(name, tensor, state[name])
+            for name, tensor in tensors.items()
+            if self.is_local(name)
+        }
+
+    def check_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """ValueError names missing and unknown keys and wrong shapes of a full or a local state dict."""
+        tensors = self._tensors()
+        wanted = {name for name in tensors if self.is_local(name)}
+        missing, unknown = sorted(wanted - state.keys()), sorted(state.keys() - tensors.keys())
+        if missing or unknown:
+            near = difflib.get_close_matches(unknown[0], tensors, n=1) if unknown else []
+            hint = f"; {unknown[0]!r} looks like {near[0]!r}" if near else ""
+            raise ValueError(
+                f"state dict: missing {missing[:5]}{'...' if len(missing) > 5 else ''}, "
+                f"unknown {unknown[:5]}{'...' if len(unknown) > 5 else ''}: expected the model's original names{hint}"
+            )
+        for name in wanted:
+            shard, shape = self.group.shard(name, tensors[name]), tuple(state[name].shape)
+            if shape not in (shard.full, shard.local):
+                raise ValueError(f"state dict: {name!r} has shape {shape}, expected {shard.full}")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        before, self.reads_state = self.reads_state, True
+        try:
+            state = self._root.state_dict(keep_vars=True)
+        finally:
+            self.reads_state = before
+        odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if odd:
+            raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
+        late = [name for name in state if name not in self.stages]
+        if late:
+            raise ValueError(
+                f"{late[0]!r} is in the model's state and was not when the stages were built, so that no rank knows "
+                f"whose it is: expected register_buffer with a tensor, not None, before the PipelineModule is made, "
+                f"or persistent=False"
+            )
+        return dict(self._ordered(state.items()))
+
+    def _free(self, gone: set[int]) -> None:
+        """Put meta tensors in the place of everything that this process does not hold."""
+        metas: dict[int, torch.Tensor] = {}
+        for module in self._modules:
+            for table in (module._parameters, module._buffers):
+                for name, value in list(table.items()):
+                    if value is None or id(value) not in gone:
+                        continue
+                    if id(value) not in metas:
+                        meta = torch.empty_like(value, device="meta")
+                        metas[id(value)] = (
+                            nn.Parameter(meta, requires_grad=value.requires_grad)
+                            if isinstance(value, nn.Parameter)
+                            else meta
+                        )
+                    setattr(module, name, metas[id(value)])
+
+
+class _Refusal:
+    """A hook in front of `state_dict`; it raises ValueError when its module is pickled whole, too."""
+
+    def __init__(self, owner: Ownership, why: str) -> None:
+        self._owner = owner
+        self._why = why
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._owner.reads_state:
+            raise self._error(f"state_dict() of {type(module).__name__} {prefix.rstrip('.')!r}")
+
+    def __deepcopy__(self, memo: object) -> _Refusal:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str:
+        raise self._error("pickling a module")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what}, {self._why}. Expected pipe.full_state_dict() for all weights, pipe.state_dict() for this "
+            f"process's, or pipe.save(folder)"
+        )

@@ -1,0 +1,173 @@
+"""Recomputation in a stage's backward instead of keeping: options, and the modules that they mean.
+
+    "none"        nothing
+    "full"        the stage: it keeps its inputs only                                    (`stage`)
+    "layer"       each cut unit of the stage: it keeps its inputs only                    (`reruns`)
+    "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
+    a policy      each cut unit, but for what the policy keeps                            (`reruns`)
+
+Patterns of module names say the same of single modules, with "full", "selective" or a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from ...partition.model.units import StageModule, Together
+from ...partition.stage_cost import RECOMPUTE
+from ..shards.patterns import match
+from .calls import Calls
+
+# (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
+Policy = Callable[..., Any]
+Rule = str | Policy
+
+RULES = ("full", "selective")  # of a module
+RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Choice of what is computed again.
+
+    Arguments:
+        stages: [S] one of RECOMPUTE, or a policy.
+        modules: by pattern of module names, one of RULES or a policy; every stage is then "none". A pattern has as
+            many parts between dots as the names that it matches, each as in fnmatch.
+
+    Raises ValueError for anything else.
+    """
+
+    stages: tuple[Rule, ...]
+    modules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        for kind in self.stages:
+            if not callable(kind) and kind not in RECOMPUTE:
+                raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}, or a policy")
+        for pattern, rule in self.modules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"recompute={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*'")
+            if not callable(rule) and rule not in RULES:
+                raise ValueError(
+                    f"recompute={{{pattern!r}: {rule!r}}}: expected {' or '.join(map(repr, RULES))}, or a policy; "
+                    f"a module that nothing matches is not computed again"
+                )
+
+    @property
+    def runs_again(self) -> bool:
+        return bool(self.modules) or any(kind != "none" for kind in self.stages)
+
+
+def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
+    """The option `recompute=` for so many stages. Raises ValueError for a value or a number that does not fit."""
+    if isinstance(recompute, Mapping):
+        return Recompute(stages=("none",) * num_stages, modules=MappingProxyType(dict(recompute)))
+    if isinstance(recompute, str) or callable(recompute):
+        return Recompute(stages=(recompute,) * num_stages)
+    if not isinstance(recompute, Sequence):
+        raise ValueError(
+            f"recompute={recompute!r:.60}: expected one of {', '.join(map(repr, RECOMPUTE))}, one a stage, or "
+            f"{{'blocks.*': 'full'}}"
+        )
+    if len(recompute) != num_stages:
+        raise ValueError(
+            f"recompute= has {len(recompute)} entries for {num_stages} stages: expected one, or one a stage"
+        )
+    return Recompute(stages=tuple(recompute))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRule:
+    """A module's own recomputation, and its name for errors."""
+
+    name: str
+    rule: Rule
+
+
+class RecomputedModules:
+    """Modules of a model that are computed again.
+
+    Raises ValueError for a pattern that matches no module, or one that nothing calls, and for modules that two
+    patterns treat differently.
+    """
+
+    def __init__(self, recompute: Recompute, root: nn.Module) -> None:
+        self._stages = recompute.stages
+        self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
+        self._rules: dict[nn.Module, NamedRule] = {}
+        said: dict[nn.Module, str] = {}
+        for pattern, rule in recompute.modules.items():
+            for name, module in self._matches[pattern].items():
+                known = self._rules.setdefault(module, NamedRule(name=name, rule=rule))
+                if known.rule != rule:
+                    raise ValueError(
+                        f"recompute= has {said[module]!r} and {pattern!r} for module {name!r}, {known.rule!r} and "
+                        f"{rule!r}: expected patterns that do not match the same module, such as 'blocks.[!0]' beside "
+                        f"'blocks.0'"
+                    )
+                said.setdefault(module, pattern)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Within, all stages run once: ValueError behind it for a pattern of whose modules none was called."""
+        called: set[nn.Module] = set()
+
+        def note(module: nn.Module) -> Callable[..., Any]:
+            def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                called.add(module)
+                return forward(*args, **kwargs)
+
+            return call
+
+        with Calls({module: note(module) for module in self._rules}).through():
+            yield
+        for pattern, matches in self._matches.items():
+            if called.isdisjoint(matches.values()):
+                raise ValueError(
+                    f"recompute={{{pattern!r}: ...}} matches {', '.join(map(repr, list(matches)[:3]))}, which no stage "
+                    f"calls (its weights may be used without it): expected modules whose forward runs, such as the one "
+                    f"that it belongs to"
+                )
+
+    def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
+        """ValueError for modules that would run again without those whose tensors they take past their arguments."""
+        for index, stage in enumerate(stages):
+            for module, named in self.of_stage(index, stage).items():
+                inside = set(module.modules())
+                parted = (
+                    why
+                    for one, other, why in together
+                    if (one in inside) != (other in inside) or (one is other and one in inside)
+                )
+                why = next(parted, None)
+                if why is not None:
+                    raise ValueError(
+                        f"recompute={named.rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
+                        f"{why}, or recompute='full' for the stage, which runs as a whole"
+                    )
+
+    def of_stage(self, index: int, stage: StageModule) -> dict[nn.Module, NamedRule]:
+        kind = self._stages[index]
+        if kind in ("none", "full"):
+            inside = set(stage.module.modules())
+            return {module: rule for module, rule in self._rules.items() if module in inside}
+        rule = "full" if kind == "layer" else kind
+        return {unit: NamedRule(name=stage.name, rule=rule) for unit in stage.units}
+
+
+def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:
+    found = match(pattern, root, option=f"recompute={{{pattern!r}: ...}}")
+    for name, module in found.items():
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"recompute={{{pattern!r}: ...}} matches {name!r}, a {type(module).__name__}, which nothing calls: "
+                f"expected the modules in it, {name + '.*'!r}"
+            )
+    return found

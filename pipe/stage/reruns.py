@@ -1,0 +1,347 @@
+"""Modules of a stage that keep their inputs, and run again in the backward.
+
+    first run    in the forward, as ever; what it makes for the backward is dropped, but for what a policy keeps
+    second run   in the backward, as soon as an operation of the module asks for what it needs: with the same inputs,
+                 buffers, random numbers, autocast and weights
+
+torch.utils.checkpoint does it (use_reentrant=False). Where one such module is in another, the outer one runs again,
+once; of an operation in both the inner one says whether its result is kept. A checkpoint of the user's own in such a
+module has nothing left to do; around one, it does all.
+
+A second run has arguments in which what is one tensor, list or object stays one:
+
+    first run      f(h, h[:, :2], into=h)     in which the module changes h in place
+    second run     f(c, c[:, :2], into=c)     c: a copy of h from before
+
+It is given kept results in place of computing them again, while both runs do the same. One that was changed in place
+meanwhile is computed again like all others. What wrote into its memory is seen
+
+    within the run     by the operations' schemas and by memory: chunks of unsafe_chunk, .data and the like have it,
+                       and count no version
+    behind it          by the versions of the result and of what the run returned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...partition.model.memory import Operations, memory_of, parts_of, written
+from ...partition.model.source_line import first_line
+from ..guards.randomness import Seeder
+from .buffers import MovingBuffers
+from .calls import Calls
+from .nested import mapped
+from .recompute import NamedRule, Rule
+
+_aten = torch.ops.aten
+# Long to compute and small beside what stands between them. The products inside an attention (bmm, or fused) are not
+# among them: their results grow with the square of the length, or are cheap beside it (Korthikanti et al. 2022, 5).
+PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.linear.default,
+        _aten._scaled_mm.default,
+        _aten.convolution.default,
+    }
+)
+
+# Of these runs may have different numbers, with casts that autocast keeps and memory that slices of a sequence have.
+_UNCOUNTED = {*torchs.SAC_IGNORED_OPS, _aten._to_copy.default, _aten.new_empty.default}
+Keeps = Callable[..., bool]  # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs)
+
+_KEEPING = (True, torchs.CheckpointPolicy.MUST_SAVE, torchs.CheckpointPolicy.PREFER_SAVE)
+
+
+class Reruns(Calls):
+    """The modules of one stage on one rank that run again."""
+
+    def __init__(self, rules: Mapping[nn.Module, NamedRule], seeder: Seeder) -> None:
+        under_way: list[Rule] = []  # in the first run of a module: its rule, and of those that it called
+        through = {}
+        for module, named in rules.items():
+            selects = any(rules[part].rule != "full" for part in module.modules() if part in rules)
+            through[module] = _Rerun(module, named, under_way=under_way, selects=selects, seeder=seeder)
+        self._names = [named.name for named in rules.values()]
+        super().__init__(through)
+
+    def refuse_changed_inputs(self, error: RuntimeError, *, stage: str) -> None:
+        """ValueError where a backward failed, perhaps, since inputs of these modules were changed behind them."""
+        if self._names and "modified by an inplace operation" in str(error):
+            raise ValueError(
+                f"in the backward of {stage}: {first_line(error)}. Where plain PyTorch does not say so, it is an input "
+                f"of a module that runs again (recompute= of {', '.join(map(repr, self._names[:3]))}) and was "
+                f"changed in place behind it. Expected an operation that is not in-place (inplace=False), or a "
+                f"recompute= that leaves the module out, or one for a module around both"
+            ) from error
+
+
+class _Rerun:
+    """One module that runs again: called in place of its forward. It, or one in it, `selects` results that it keeps."""
+
+    def __init__(
+        self, module: nn.Module, named: NamedRule, *, under_way: list[Rule], selects: bool, seeder: Seeder
+    ) -> None:
+        self._name = named.name
+        self._rule = named.rule
+        self._under_way = under_way
+        self._seeder = seeder
+        self._buffers = MovingBuffers(module)
+        self._changed: dict[tuple[torch.Size, ...], frozenset[int]] = {}  # inputs, by shapes, which decide on kernels
+        self._options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        self._selects = selects
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        is_inside = bool(self._under_way)
+        if not is_inside and _in_users_checkpoint():
+            return forward(*args, **kwargs)
+        self._under_way.append(self._rule)
+        try:
+            return forward(*args, **kwargs) if is_inside else self._checkpointed(forward, args, kwargs)
+        finally:
+            self._under_way.pop()
+
+    def _keeps(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        rule = self._under_way[-1]
+        if callable(rule):
+            return rule(context, operator, *args, **kwargs) in _KEEPING
+        return rule == "selective" and operator in PRODUCTS
+
+    def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = KeptInputs(args, kwargs)
+        shapes = tuple(x.shape for x in inputs.tensors)
+        # What the module changes in place is kept from before as a copy: all, until the first forward has shown it.
+        known = self._changed.get(shapes)
+        kept = inputs.copies(range(len(shapes)) if known is None else known)
+        results = KeptResults(self._keeps, self._seeder) if self._selects else None
+        options = self._options if results is None else self._options | {"context_fn": results.contexts}
+        is_first = True
+        random, buffers = self._seeder.state(), self._buffers.before_forward()
+
+        def run(*tensors: torch.Tensor) -> Any:
+            nonlocal buffers, is_first
+            if is_first:  # it takes the arguments themselves, the second run what was kept of them
+                is_first = False
+                with no_checkpoints_inside():
+                    value = forward(*args, **kwargs)
+                buffers = self._buffers.after_forward(buffers)
+                return value
+            again, keywords = inputs.with_tensors(tensors)
+            self._seeder.resume(random)
+            with no_checkpoints_inside(), self._buffers.put_back(buffers):
+                forward(*again, **keywords)
+            return None
+
+        value = torchs.checkpoint(run, *kept, **options)
+        if results is not None:
+            results.returned(value)
+        changed = inputs.changed(kept) if known is None else inputs.changed()
+        if not changed <= self._changed.setdefault(shapes, changed):
+            raise ValueError(
+                f"module {self._name!r} changes an input in place, and did not in its first forward: under recompute= "
+                f"its value from before is gone. Expected a forward that does so always or never (inplace=False), or a "
+                f"recompute= that leaves the module out"
+            )
+        return value
+
+
+def _in_users_checkpoint() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
+
+
+@contextmanager
+def no_checkpoints_inside() -> Iterator[None]:
+    """Within, torch.utils.checkpoint just calls: what runs again as a whole keeps nothing that it could save."""
+    names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = {name: getattr(torchs, name) for name in names}
+    for name, straight in zip(names, (_straight, _Straight), strict=True):
+        setattr(torchs, name, straight)
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(torchs, name, own)
+
+
+def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+class _Straight:
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+class _Slot(int):
+    """The number of a tensor, in its place."""
+
+
+class KeptInputs:
+    """Arguments of one call of a module, for its second run; the tensors in them, also in objects, each once."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._given = mapped((args, kwargs), self._place)
+        self._versions = _versions(self.tensors)
+
+    def _place(self, x: torch.Tensor) -> _Slot:
+        self.tensors.append(x)
+        return _Slot(len(self.tensors) - 1)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with others in their places; the module may change what they are in."""
+        args, kwargs = mapped(self._given, lambda place: tensors[place], kind=_Slot)
+        return args, kwargs
+
+    def copies(self, changed: Collection[int]) -> list[torch.Tensor]:
+        """The tensors, with copies of those that are changed and of all that have memory with them.
+
+        A copy is no leaf, which no operation could change in place.
+        """
+        by_memory: dict[object, list[int]] = {}
+        for i, x in enumerate(self.tensors):
+            by_memory.setdefault((x.untyped_storage()._cdata, x.dtype) if _is_plain(x) else i, []).append(i)
+        found = list(self.tensors)
+        for numbers in by_memory.values():
+            if not set(numbers).isdisjoint(changed):
+                for i, copy in zip(numbers, _copies([self.tensors[i] for i in numbers]), strict=True):
+                    found[i] = copy
+        return found
+
+    def changed(self, copies: Sequence[torch.Tensor] = ()) -> frozenset[int]:
+        """The tensors that are no longer what they were, and let go of them.
+
+        Arguments:
+            copies: of all of them, if there are: not every change counts a version.
+        """
+        values = copies if copies else self.tensors
+        same = zip(self._versions, _versions(self.tensors), map(_equal, self.tensors, values), strict=True)
+        found = frozenset(i for i, (before, after, is_equal) in enumerate(same) if before != after or not is_equal)
+        self.tensors = []
+        return found
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of tensors in one memory, with their strides: kernels, and so what is saved for a backward, depend on them."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        copy = first.detach().requires_grad_(first.requires_grad).clone()
+        if not _is_plain(first) or copy.stride() == first.stride():
+            return [copy]
+    begin = min(x.storage_offset() for x in tensors)
+    end = max(begin, *map(_end, tensors))
+    wants_grad = any(x.requires_grad for x in tensors)
+    memory = first.detach().as_strided((end - begin,), (1,), begin).requires_grad_(wants_grad).clone()
+    views = [memory.as_strided(x.shape, x.stride(), x.storage_offset() - begin) for x in tensors]
+    return [view if x.requires_grad else view.detach() for x, view in zip(tensors, views, strict=True)]
+
+
+def _end(x: torch.Tensor) -> int:
+    return (
+        int(x.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    )
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and x.layout is torch.strided
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def _equal(x: torch.Tensor, copy: torch.Tensor) -> bool:
+    return x is copy or not _is_plain(x) or torch.equal(x.detach(), copy.detach())
+
+
+class _Result(NamedTuple):
+    """What an operation returned, its tensors' versions, and where the generators stood behind one that may draw."""
+
+    value: Any
+    versions: list[tuple[torch.Tensor, int]]
+    random: Sequence[Any] | None
+
+
+class KeptResults:
+    """Results of one run of a module; random numbers go on behind them as if they had been computed."""
+
+    def __init__(self, keeps: Keeps, seeder: Seeder) -> None:
+        self._keeps = keeps
+        self._seeder = seeder
+        self._operators: list[Any] = []
+        self._next = 0  # in the second run
+        self._results: dict[int, _Result] = {}
+        self._in_memory: dict[object, list[int]] = {}
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        return Operations(self._first), Operations(self._second)
+
+    def returned(self, value: object) -> None:
+        for x in _tensors(value):
+            for number in self._kept_in(x):
+                self._results[number].versions.append((_detached(x), x._version))
+
+    def _first(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value = operator(*args, **kwargs)
+        if operator in _UNCOUNTED:
+            return value
+        number = len(self._operators)
+        self._operators.append(operator)
+        changed = list(written(operator, args, kwargs))
+        for x in changed:
+            for spoilt in self._kept_in(x):
+                self._results.pop(spoilt, None)
+        context = torchs.SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = value  # as newer releases of torch have it
+        if self._keeps(context, operator, *args, **kwargs) and not changed:
+            kept = pytree.tree_map_only(torch.Tensor, _detached, value)
+            draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+            versions = [(x, x._version) for x in _tensors(kept)]
+            self._results[number] = _Result(kept, versions, self._seeder.state() if draws else None)
+            for x in _tensors(kept):
+                for memory in _memories(x):
+                    self._in_memory.setdefault(memory, []).append(number)
+        return value
+
+    def _second(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if operator in _UNCOUNTED:
+            return operator(*args, **kwargs)
+        number, self._next = self._next, self._next + 1
+        if number >= len(self._operators) or self._operators[number] is not operator:
+            self._results.clear()  # other operations from here on, as where the first run filled a cache of its own
+        result = self._results.pop(number, None)
+        if result is None or any(x._version != version for x, version in result.versions):
+            return operator(*args, **kwargs)
+        if result.random is not None:
+            self._seeder.resume(result.random)
+        return result.value
+
+    def _kept_in(self, x: torch.Tensor) -> list[int]:
+        numbers = [number for memory in _memories(x) for number in self._in_memory.get(memory, ())]
+        return [number for number in numbers if number in self._results]
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _memories(x: torch.Tensor) -> list[object]:
+    return [memory for part in parts_of(x) if (memory := memory_of(part)) is not None]
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """Without the graph, but of the same version, also below autograd."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()

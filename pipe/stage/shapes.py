@@ -1,0 +1,339 @@
+"""Shape inference: what every stage takes and returns, found on fake tensors: nothing is computed.
+
+Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold. It runs the user's
+code, and leaves no trace of that: counters, buffers, lists of hooks and random generators are as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...comm import TensorSpec
+from ...partition.model.fakes import stand_ins, strict_fake_mode
+from ...partition.model.first_run import first_run, fresh_leaves, take
+from ...partition.model.forms import Arguments, Form, Tensors, shown_call
+from ...partition.model.made_up import wanting_gradient
+from ...partition.model.memory import memory_of
+from ...partition.model.modes import evaluating, uncompiled
+from ...partition.model.recorded.guards import Changes, Guards
+from ...partition.model.source_line import first_line, users_line
+from ...partition.model.units import Cut, OutputError, StageModule
+from ...partition.model.untouched import Places, untouched
+from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
+from ..guards.randomness import Seeder
+from .autocast import Autocast
+
+_MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
+
+
+class Signature(NamedTuple):
+    """Properties of arguments that the inferred specs depend on: their form with its constants, shapes and types, the
+    dimension of the batch in each (None: all microbatches share it), and which want a gradient."""
+
+    form: Form
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    dims: tuple[int | None, ...]
+    wants_grad: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Signature:
+        tensors, wants = arguments.tensors, tuple(x.requires_grad for x in arguments.tensors)
+        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in tensors), arguments.dims, wants)
+
+    @property
+    def num_samples(self) -> int:
+        return next(shape[dim] for (shape, _), dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
+
+    def resized(self, num_samples: int) -> Signature:
+        return self._replace(
+            tensors=tuple(
+                (shape if dim is None else (*shape[:dim], num_samples, *shape[dim + 1 :]), dtype)
+                for (shape, dtype), dim in zip(self.tensors, self.dims, strict=True)
+            )
+        )
+
+    def shapes_alone(self) -> Arguments:
+        tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)
+        return Arguments(self.form, tensors, self.dims)
+
+    def __str__(self) -> str:
+        return shown_call(self.form, self.tensors) + " that want gradients" * any(self.wants_grad)
+
+
+class OutputFormError(ValueError):
+    """A model returns something that is built otherwise for inputs of other shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """The stages for inputs of one form.
+
+    Arguments:
+        stages: [S].
+        specs: [S] of the outputs of each.
+        certain: [S] by input of each, whether its gradient always comes; see `presence`.
+        float16: which stage makes gradients in float16, and where; None: none does, or there is no graph.
+        written_buffers: [S] ids of the buffers that a forward changes.
+        output_form: how the flat outputs of the last stage make the model's output.
+        digest, guards: see Cut.
+        left: where stages before the last, or code that stages do not run, leave tensors behind: attributes, lists.
+    """
+
+    stages: tuple[StageModule, ...]
+    specs: OutputSpecs
+    certain: Sequence[Sequence[bool]]
+    float16: str | None
+    written_buffers: tuple[frozenset[int], ...]
+    output_form: Form
+    digest: Callable[[], str]
+    guards: Guards | None
+    left: Places
+
+
+class InferredStages:
+    """The stages of a model in one mode, complete, and what they return for given model inputs.
+
+    Arguments:
+        cut: the stages before anything ran.
+        example: arguments of the model that show how the stages go together; others have the same form.
+        training: whether a graph is built, so that `requires_grad` of the outputs is known.
+        loss_slot: of a model that returns its own loss: which of the flat tensors of its output that is.
+        loss_fn: the loss, which may read what a forward leaves behind.
+
+    Attributes:
+        example: the stages for the example; others hold the same parameters and buffers.
+
+    Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        example: Signature,
+        *,
+        root: nn.Module,
+        seeder: Seeder,
+        device: torch.device,
+        training: bool,
+        loss_slot: Callable[[Form], int | None] | None = None,
+        loss_fn: object = None,
+    ) -> None:
+        self._root = root
+        self._seeder = seeder
+        self._cut = cut
+        self._device = device
+        self._training = training
+        self._loss_slot = loss_slot
+        self._loss_fn = loss_fn
+        self._form = example.form
+        self.example = self._walk(cut, example)
+        # What a module that runs as it is does, and draws, may change when these do.
+        modules = {m: None for stage in self.stages for m in stage.module.modules()}
+        self._modes = tuple(modules) if training else ()
+        self._known: dict[object, list[Inferred]] = {self._key(example): [self.example]}
+        self._changes = Changes()
+        if training and cut.guards is not None:
+            cut.guards.tell_unknown()
+
+    @property
+    def stages(self) -> tuple[StageModule, ...]:
+        return self.example.stages
+
+    @property
+    def output_form(self) -> Form:
+        return self.example.output_form
+
+    def outputs(self, inputs: Signature) -> OutputSpecs:
+        return self.of(inputs).specs
+
+    def of(self, inputs: Signature) -> Inferred:
+        """The stages for such inputs, remembered by signature, autocast and modes, as long as their guards hold.
+
+        Raises ValueError for inputs that the stages do not take.
+        """
+        if inputs.form != self._form:
+            raise ValueError(
+                f"arguments {inputs.form} for stages that were built for {self._form} (_: a tensor): expected the same "
+                f"arguments, with the same numbers, strings and flags among them, for every batch"
+            )
+        known = self._known.setdefault(self._key(inputs), [])
+        differing: list[str] = []
+        for each in known:
+            paths = [] if each.guards is None else each.guards.differing()
+            if not paths:
+                self._changes.note(inputs, [])
+                return each
+            differing = differing or paths
+        self._changes.note(inputs, differing)
+        made = self._inferred(inputs)
+        known[:] = [made, *known[: _MOST_KNOWN - 1]]
+        return made
+
+    def _inferred(self, inputs: Signature) -> Inferred:
+        found = self._walk(self._cut.again(inputs.shapes_alone()), inputs)
+        for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
+            _refuse_other_flow(index, mine, other, inputs)
+        if found.output_form != self.output_form:
+            raise OutputFormError(
+                f"the model returns {found.output_form} for {inputs}, and {self.output_form} for the inputs that it "
+                f"was built with (_: a tensor): expected the same form for every batch"
+            )
+        return found
+
+    def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
+        """By output of the last stage, the dimensions whose size follows that of the batch, which two sizes show."""
+        size = inputs.num_samples
+        here = self.outputs(inputs)[-1]
+        there = None
+        for other in (
+            (size + 1, size - 1) if size > 1 else (size + 1,)
+        ):  # where neither runs, this very size is a batch's
+            try:
+                there = self.outputs(inputs.resized(other))[-1]
+            except ValueError as error:
+                if isinstance(error, OutputFormError):
+                    raise
+                continue
+            break
+        found: list[tuple[int, ...]] = []
+        for number, spec in enumerate(here):
+            if there is None:
+                grown = [d for d, length in enumerate(spec.shape) if length == size]
+            else:
+                grown = [d for d, length in enumerate(spec.shape) if length != there[number].shape[d]]
+            found.append(tuple(grown))
+        return found
+
+    def _key(self, inputs: Signature) -> object:
+        autocast = Autocast.now(self._device.type)
+        inputs = inputs if self._training else inputs._replace(wants_grad=())
+        return inputs, autocast, *(m.training for m in self._modes)
+
+    def _walk(self, cut: Cut, inputs: Signature) -> Inferred:
+        grad = torch.enable_grad() if self._training else torch.no_grad()
+        stages: list[StageModule] = []
+        runs: list[StageRun] = []
+        written_buffers: list[frozenset[int]] = []
+        left: Places = []
+        with (
+            untouched(self._root, self._loss_fn, device=self._device, buffers=False) as kept,
+            evaluating(*(() if self._training else (self._root,))),
+            strict_fake_mode(),
+            grad,
+            self._seeder.watch(),
+        ):
+            flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
+            for x, wants in zip(flat, inputs.wants_grad, strict=False):
+                x.requires_grad_(wants and self._training)
+            for index, piece in enumerate(cut.pieces):
+                is_last = index == len(cut.pieces) - 1
+                left = kept.new_tensors() if is_last else []
+                linked = module, sources = piece.link(stages[-1] if stages else None, index=index, inputs=inputs.form)
+                arguments = fresh_leaves(take(sources, flat, [run.outputs for run in runs]))
+                with _explained(index, arguments), stand_ins(module, self._device) as written:
+                    stage, outputs, changed = first_run(piece, linked, arguments)
+                _refuse_shared_memory(stage, index, arguments, changed)
+                stages.append(stage)
+                runs.append(self._whatever_was_drawn(stage, arguments, outputs))
+                written_buffers.append(frozenset(written))
+                if not is_last:
+                    _refuse_sparse(stage, runs[-1].outputs)
+            made = {(id(held), key) for held, key in kept.new_tensors()}
+            left += [(held, key) for held, key in cut.left if (id(held), key) not in made]
+        output_form = cut.form_of_output(stages[-1])
+        loss_slot = None if self._loss_slot is None else self._loss_slot(output_form)
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        places = [float16_gradients(run.outputs, names) for run in runs]
+        return Inferred(
+            stages=tuple(stages),
+            specs=tuple(tuple(map(TensorSpec.of, run.outputs)) for run in runs),
+            certain=certain_gradients(runs, loss_slot=loss_slot),
+            float16=next((f"stage {index} computes {at}" for index, at in enumerate(places) if at is not None), None),
+            written_buffers=tuple(written_buffers),
+            output_form=output_form,
+            digest=cut.digest,
+            guards=cut.guards,
+            left=left,
+        )
+
+    def _whatever_was_drawn(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> StageRun:
+        """Where numbers decide what runs, as in LayerDrop, every output may want a gradient, though not in this run."""
+        trains = any(x.requires_grad for x in (*stage.module.parameters(), *arguments))
+        has_drawn = self._seeder.has_drawn()
+        if has_drawn and self._training and trains:
+            outputs = tuple(map(wanting_gradient, outputs))
+        return StageRun(stage.inputs, arguments, outputs, is_typical=not has_drawn)
+
+
+def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:
+    if (other.inputs, other.num_outputs) != (stage.inputs, stage.num_outputs):
+        raise ValueError(
+            f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "
+            f"{len(other.inputs)} values and returns {other.num_outputs}, and took {len(stage.inputs)} and returned "
+            f"{stage.num_outputs} when the stages were built: expected the same values to flow from stage to stage; "
+            f"join what varies into one tensor, or let stages end elsewhere (split_points=)"
+        )
+
+
+@contextmanager
+def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within: an error is told as a ValueError with the stage, what it was given and the user's source line."""
+    try:
+        with _quiet_torch(), uncompiled(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+            yield
+    except OutputError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"stage {index} cannot take ({_shapes(arguments)}){users_line(error)}: {first_line(error)}. Expected "
+            f"inputs like those that the model was built for (only the batch size may differ), and a forward whose "
+            f"output shapes follow from its input shapes, not from values"
+        ) from error
+
+
+def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, changed: Collection[int]) -> None:
+    """ValueError where a stage changes an input in place that is, in part, another input too: it gets copies."""
+    memory = [memory_of(x) for x in arguments]
+    for one in sorted(changed):
+        other = next((i for i, each in enumerate(memory) if i != one and each == memory[one]), None)
+        if other is not None:
+            raise ValueError(
+                f"stage {index} ({stage.name}) changes its input {one} in place, which shares memory with its input "
+                f"{other}: in one process both would change, but a stage gets copies. Expected an operation that is "
+                f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage "
+                f"(split_points=)"
+            )
+
+
+def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
+    """OutputError for a tensor that would travel and has no strides, by which a message is laid out."""
+    layout = next((x.layout for x in outputs if x.layout != torch.strided), None)
+    if layout is not None:
+        raise OutputError(
+            f"{stage.end} returns a sparse tensor ({layout}) at the end of a stage: expected dense tensors there; "
+            f"return x.to_dense(), or let stages end elsewhere (split_points=)"
+        )
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise: the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,316 @@
+"""One stage: a piece of the model with its forward, backward and recomputation of each microbatch.
+
+    forward(k):  inputs -> leaves -> module -> outputs (detached copies travel on; the graph stays here)
+    backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back), and of the weights
+                 or in two halves: backward(k, is_half=True) the former, weight_grad(k) the latter
+
+The last stage computes the loss inside its forward. Under recompute="full" a forward keeps its inputs only, and the
+backward runs it again with the same random numbers and the same buffers; what runs again of a forward that keeps its
+graph is up to `reruns`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from ...partition.model.forms import Tensors
+from ...partition.model.split_backward import SplitBackward, WeightGradients
+from ...partition.model.units import StageModule
+from .autocast import Autocast
+from .buffers import MovingBuffers, Snapshot
+from .compiled import Compiled
+from .moving import Activations, tensors_of
+from .reruns import KeptInputs, Reruns, no_checkpoints_inside
+from .weights import WeightVersions
+
+LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
+
+LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
+
+_NOTHING = nullcontext()
+_SHOWN = 3  # names in a warning
+
+_DECIDES_ALIKE = (
+    "Expected a forward that decides by random numbers or values which parameters it uses, not by a counter or an "
+    "attribute; or a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """Remains of a microbatch between its forward and its backward.
+
+    module: that ran it.
+    outputs: with their graph; None: the forward runs again, with this target and these buffers.
+    moving: where they may leave the rank.
+    """
+
+    module: StageModule
+    leaves: Tensors
+    outputs: Tensors | None
+    target: object
+    version: int
+    buffers: Snapshot
+    is_split: bool
+    moving: Activations | None
+
+
+class Stage:
+    """Runs one stage of the model on its rank.
+
+    Arguments:
+        module: what it runs in training, for the example's inputs: all that it runs has the same buffers.
+        loss_of: on the last stage: (flat outputs, target, training, leaves) -> (loss, count or None).
+        runs_again: whether the backward runs the whole stage again; `reruns` run by themselves.
+        weights: the versions of its parameters, under an asynchronous schedule.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        name: str,
+        module: nn.Module,
+        loss_of: LossOf | None,
+        runs_again: bool,
+        reruns: Reruns,
+        compiled: Compiled,
+        weights: WeightVersions | None = None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self._runs_again = runs_again
+        self._reruns = reruns
+        self._compiled = compiled
+        self._weights = weights
+        self._loss_of = loss_of
+        self._live: dict[int, _Live] = {}
+        self._owed: dict[int, tuple[int, int, WeightGradients]] = {}  # between I and W: version, group
+        self._split = SplitBackward()
+        self._looked_at_halves = False
+        self._described = f"stage {index} ({name})"
+        self._buffers = MovingBuffers(module)
+        self._module = module
+
+    def forward(
+        self,
+        key: int,
+        module: StageModule,
+        inputs: Sequence[torch.Tensor],
+        wants_grad: Sequence[bool],
+        target: object,
+        *,
+        version: int = 0,
+        backwards: int = 1,
+        moves: bool = False,
+    ) -> tuple[Tensors, LossValue | None]:
+        """Run microbatch `key` for training.
+
+        Arguments:
+            module: for inputs of such shapes.
+            inputs: by slot, without a graph.
+            wants_grad: by slot: which inputs want a gradient.
+            target: of this microbatch, for the loss on the last stage.
+            version: of the weights, where there are several.
+            backwards: 1; 2: it comes in two halves; 0: none comes, and nothing is kept for it.
+            moves: whether its activations leave the rank while they wait, see `moving`.
+
+        Returns the detached outputs (none where the loss is computed) and the detached loss.
+        """
+        leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
+        moving = self._kept_apart(key, leaves, target) if moves else None
+        weights, is_split = self._weights, backwards == 2
+        runs_again = self._runs_again and backwards > 0
+        if weights is not None:
+            weights.bind(version)
+        self._compiled.begin()
+        self._reruns.begin()
+        try:  # called from here, since each function in between costs time; past hooks on all modules: it is no user's
+            buffers = self._buffers.before_forward() if runs_again else ()
+            targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
+            copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
+            with (
+                torch.set_grad_enabled(backwards > 0 and not runs_again),
+                no_checkpoints_inside() if runs_again else _NOTHING,
+                self._split.forward() if is_split else _NOTHING,
+                moving.saving() if moving is not None else _NOTHING,
+            ):
+                value = module.module.forward(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
+                outputs, loss = self._with_loss(module.flatten(value), target, leaves)
+            if runs_again:
+                buffers = self._buffers.after_forward(buffers)
+        finally:
+            self._reruns.end()
+            self._compiled.end()
+            if weights is not None:
+                weights.release()
+        if targets is not None and targets.changed():  # by the loss, which will be computed again
+            (target,), _ = targets.with_tensors(copies)
+        if not backwards:
+            return module.detached(outputs), None
+        if moving is not None:
+            moving.made(() if runs_again else outputs)
+        self._live[key] = _Live(
+            module, leaves, None if runs_again else outputs, target, version, buffers, is_split, moving
+        )
+        if loss is not None:
+            mean_or_sum, count = loss
+            return (), (mean_or_sum.detach(), None if count is None else count.detach())
+        return module.detached(outputs), None
+
+    def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
+        staying = [*self._module.parameters(), *self._module.buffers(), *tensors_of(target)]
+        name = f"microbatch {key} of {self._described}"
+        device = next((x.device for x in (*leaves, *staying)), torch.device("cpu"))
+        return Activations(name, leaves=leaves, staying=staying, device=device)
+
+    def moving(self, key: int) -> Activations:
+        moving = self._live[key].moving
+        assert moving is not None
+        return moving
+
+    def evaluate_forward(
+        self, module: StageModule, inputs: Sequence[torch.Tensor], target: object, *, has_target: bool
+    ) -> tuple[Tensors, LossValue | None]:
+        """Run a microbatch without a graph, in evaluation mode; with a target the last stage returns a loss, too."""
+        with torch.no_grad(), self._compiled.through():
+            outputs = module.detached(module.run(tuple(inputs)))
+            loss = self._loss_of(outputs, target, False, ()) if has_target and self._loss_of is not None else None
+        return outputs, loss
+
+    def backward(
+        self,
+        key: int,
+        gradients: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool],
+        *,
+        autocast: Autocast,
+        group: int = 0,
+        is_half: bool = False,
+    ) -> list[torch.Tensor | None]:
+        """Backward of microbatch `key`; parameter gradients add up in `.grad`, or in `weights` by update group.
+
+        Arguments:
+            gradients: by output slot (None: there is none); on a stage with a loss, its one weight.
+            wanted: by output slot, whether one may come.
+            autocast: that of the forward, for what runs again.
+            group: the update group, where there are several.
+            is_half: whether gradients of weights are put aside for `weight_grad`.
+
+        Returns the gradient of each input, by slot; None where it wants none, or does not get one.
+        """
+        live = self._live.pop(key)
+        aside = WeightGradients() if is_half else None
+        if aside is not None:
+            self._owed[key] = live.version, group, aside
+        if any(wanted) and all(gradient is None for gradient in gradients):
+            return [None] * len(live.leaves)
+        if self._weights is not None:
+            self._weights.begin_backward(live.version, group)
+        if live.moving is not None:
+            live.moving.settle()
+        try:
+            outputs = live.outputs if live.outputs is not None else self._recomputed(live, autocast)
+            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+            if not all(wanted):
+                self._refuse_new_gradients(outputs, wanted)
+            if pairs:
+                with self._split.backward(aside) if live.is_split else _NOTHING:
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                if aside is not None and not self._looked_at_halves:
+                    self._looked_at_halves = True
+                    _tell_of_small_half(self._module, aside, stage=self._described)
+        except RuntimeError as error:
+            self._reruns.refuse_changed_inputs(error, stage=self._described)
+            raise
+        finally:
+            if self._weights is not None:
+                self._weights.end_backward(live.version, group)
+        return [x.grad for x in live.leaves]
+
+    def weight_grad(self, key: int) -> None:
+        """The gradients that a `backward` with `is_half` put aside add up where those of others do."""
+        version, group, weights = self._owed.pop(key)
+        if self._weights is not None:
+            self._weights.begin_backward(version, group)
+        try:
+            weights.add()
+        finally:
+            if self._weights is not None:
+                self._weights.end_backward(version, group)
+
+    def _refuse_new_gradients(self, outputs: Tensors, wanted: Sequence[bool]) -> None:
+        slot = next((i for i, o in enumerate(outputs) if o.requires_grad and not wanted[i]), None)
+        if slot is None:
+            return
+        raise ValueError(
+            f"output {slot} of {self._described} wants a gradient and did not when the stages were "
+            f"built, so that none comes back for it: what is in front of it would not be trained. {_DECIDES_ALIKE}"
+        )
+
+    def refuse_lost_gradient(self, slot: int) -> NoReturn:
+        """ValueError for a gradient of an input that certainly came when the stages were built, and does not now."""
+        raise ValueError(
+            f"input {slot} of {self._described} gets no gradient, and got one when the stages were "
+            f"built. {_DECIDES_ALIKE}"
+        )
+
+    def drop(self) -> None:
+        self._live.clear()
+        self._owed.clear()
+
+    def _recomputed(self, live: _Live, autocast: Autocast) -> Tensors:
+        """The outputs of a forward that kept its inputs only."""
+        with (
+            torch.enable_grad(),
+            autocast.again(),
+            no_checkpoints_inside(),
+            self._buffers.put_back(live.buffers),
+            self._compiled.through(),
+            self._split.forward() if live.is_split else _NOTHING,
+        ):
+            outputs, _ = self._with_loss(live.module.run(live.leaves), live.target, live.leaves)
+        return outputs
+
+    def _with_loss(self, outputs: Tensors, target: object, leaves: Tensors) -> tuple[Tensors, LossValue | None]:
+        """The outputs of the stage; on the last stage the loss, whose value is then the only output."""
+        if self._loss_of is None:
+            return outputs, None
+        loss = self._loss_of(outputs, target, True, leaves)
+        if torch.is_grad_enabled() and not loss[0].requires_grad and any(o.requires_grad for o in outputs):
+            raise ValueError(
+                "loss_fn returned a loss that does not depend on the model's output: expected one that is computed "
+                "from it, without detach(), item() or torch.no_grad()"
+            )
+        return (loss[0],), loss
+
+
+def _tell_of_small_half(module: nn.Module, weights: WeightGradients, *, stage: str) -> None:
+    """Warn where I made more of the weights' gradients than W will; they are still bound.
+
+    Biases and norms do not count: they take no time.
+    """
+    later = {id(weight) for weight in weights.weights}
+    matrices = {name: p for name, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
+    left = sum(p.numel() for p in matrices.values() if id(p) in later)
+    made = {name: p for name, p in matrices.items() if id(p) not in later and p.grad is not None}
+    if sum(p.numel() for p in made.values()) <= left:
+        return
+    shown = [re.sub(r"^units\.\d+\.", "", name) for name in list(made)[:_SHOWN]]
+    names = ", ".join(map(repr, shown)) + (", ..." if len(made) > _SHOWN else "")
+    warnings.warn(
+        f"the schedule splits the backward of {stage}, but the gradients of {names} come with those of its "
+        f"inputs, in I, so that W has little to do and I takes longer than planned. W takes those of linears, "
+        f"embeddings, convolutions and matrix products whose weight is a parameter itself, without hooks on it, "
+        f"outside of compiled and scripted code. Expected a stage of those, or a schedule with whole backwards, "
+        f"such as schedule='1f1b'",
+        stacklevel=2,
+    )

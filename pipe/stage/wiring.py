@@ -1,0 +1,114 @@
+"""The stages in one mode: the edges of their graph, and what travels over its wires."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from ...comm import TensorSpec
+from ...partition.model.units import MODEL_INPUT, StageModule
+from ...schedules import Edge, Message, MessageKind, Schedule, check
+from ...schedules.dependencies import Needs, Wire
+from ..guards.presence import OutputSpecs, flag_spec
+from .shapes import Inferred, InferredStages, Signature
+
+
+def _edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...]:
+    """The stage graph for the schedule: a gradient comes back where any of the tensors wants one."""
+    grad: dict[tuple[int, int], bool] = {}
+    for dst, module in enumerate(stages):
+        for ref in module.inputs:
+            if ref.producer != MODEL_INPUT:
+                edge = ref.producer, dst
+                grad[edge] = grad.get(edge, False) or specs[ref.producer][ref.slot].requires_grad
+    return tuple(Edge(*edge, grad[edge]) for edge in sorted(grad))
+
+
+class Mode:
+    """The pipeline in one mode, training or evaluation (forwards alone), and the tensors of each wire in it.
+
+    Arguments:
+        undivided: outputs before a tensor group divided the model: what is as large now, all members hold alike.
+
+    Attributes:
+        schedule: with the model's own stage graph.
+        slots: by wire, the outputs of its producer that any of its consumers takes, ascending; of gradients, those for
+            which one may come back.
+        wants_grad: [S] by input.
+
+    Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        inference: InferredStages,
+        microbatch: Signature,
+        *,
+        undivided: OutputSpecs | None = None,
+    ) -> None:
+        specs, stages = inference.outputs(microbatch), inference.stages
+        for stage in schedule.without_backward:
+            slot = next((slot for slot, spec in enumerate(specs[stage]) if spec.requires_grad), None)
+            if slot is not None:
+                raise ValueError(
+                    f"output {slot} of stage {stage} ({stages[stage].name}) wants a gradient, and schedule "
+                    f"{schedule.name!r} runs no backward of it (without_backward={schedule.without_backward}): "
+                    f"expected torch.no_grad() around it in the model, or a schedule with its backwards"
+                )
+        self.inference = inference
+        self.schedule = schedule.with_edges(_edges(stages, specs))
+        check(self.schedule)
+        self.wires = tuple(Needs(self.schedule).wires)
+        self.wants_grad = [
+            tuple(r.producer != MODEL_INPUT and specs[r.producer][r.slot].requires_grad for r in module.inputs)
+            for module in stages
+        ]
+        self.slots: dict[Wire, tuple[int, ...]] = {}
+        self._alike = {
+            (stage, slot)
+            for stage, both in enumerate(zip(specs, undivided, strict=True) if undivided is not None else ())
+            for slot, (one, other) in enumerate(zip(*both, strict=False))
+            if one.shape == other.shape
+        }
+        self._layouts: dict[int, tuple[OutputSpecs, dict[tuple[MessageKind, int, int], list[TensorSpec]]]] = {}
+        self._wire_of = {(wire.kind, wire.src, wire.dst): wire for wire in self.wires}
+        self._inputs: dict[Wire, list[list[tuple[int, int]]]] = {}  # by slot: (consumer, input)
+        for wire in self.wires:
+            takers: dict[int, list[tuple[int, int]]] = {}
+            for stage in wire.consumers:
+                for i, ref in enumerate(stages[stage].inputs):
+                    is_there = wire.kind is MessageKind.ACT or self.wants_grad[stage][i]
+                    if ref.producer == wire.producer and is_there:
+                        takers.setdefault(ref.slot, []).append((stage, i))
+            self.slots[wire] = tuple(sorted(takers))
+            self._inputs[wire] = [takers[slot] for slot in self.slots[wire]]
+
+    def forwards(self, num_microbatches: int) -> Mode:
+        """The same for forwards alone, of so many microbatches."""
+        found = copy.copy(self)
+        found.schedule = self.schedule.forward_only(num_microbatches=num_microbatches)
+        return found
+
+    def inputs(self, wire: Wire, stage: int) -> tuple[tuple[int, int], ...]:
+        """(position among the tensors of a wire, input) of those that a consumer takes, or gives a gradient of."""
+        takers = self._inputs[wire]
+        return tuple((position, i) for position, each in enumerate(takers) for own, i in each if own == stage)
+
+    def message_specs(self, message: Message, inferred: Inferred) -> list[TensorSpec]:
+        """Layouts of the tensors of an activation or gradient message, remembered by the specs of its microbatch."""
+        specs, certain = inferred.specs, inferred.certain
+        known = self._layouts.get(id(specs))
+        if known is None or known[0] is not specs:
+            known = self._layouts[id(specs)] = (specs, {})
+        layout = known[1].get(message[:3])
+        if layout is None:
+            wire = self._wire_of[message[:3]]
+            layout = []
+            if wire.kind is MessageKind.GRAD:  # whether each always comes: from any of the consumers
+                layout = flag_spec([any(certain[stage][i] for stage, i in each) for each in self._inputs[wire]])
+            for slot in self.slots[wire]:
+                spec, is_alike = specs[wire.producer][slot], (wire.producer, slot) in self._alike
+                layout.append(spec._replace(in_parts=True) if is_alike else spec)
+            known[1][message[:3]] = layout
+        return layout

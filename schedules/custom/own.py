@@ -1,0 +1,181 @@
+"""Schedules that a user brings: a table, rules, or a function; each becomes a checked `Schedule` here.
+
+FILE.csv, FILE.json          a table, or all that a schedule says
+FILE.py:function             def mine(num_ranks, num_microbatches): returns a Schedule, Constraints, or one of
+                             def key(action): the least goes first of what may go next
+                             def may(action, so_far): whether it may go next; see `constraints.only_if`
+any of these objects itself
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..check import check
+from ..ir import Action, Op, Schedule, ScheduleError
+from ..text import read_schedule
+from .user_code import call, load, parameters_of, said, takes
+
+if TYPE_CHECKING:
+    from . import Constraints
+
+_SIZES = ("num_ranks", "num_microbatches", "num_chunks", "num_slices")
+
+FORMS = "FILE.csv, FILE.json or FILE.py:function"
+EXPECTED = (
+    "expected a Schedule (such as Schedule.from_csv(text) or build(...) returns), Constraints, or a function of an "
+    "action: key(action), or may(action, so_far)"
+)
+
+OwnLike: TypeAlias = "str | os.PathLike[str] | Schedule | Constraints | Callable[..., Any]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """A schedule of the user's, before its sizes are known: a Schedule, Constraints, or a function. `words`, and the
+    `option` that gave it, are for messages."""
+
+    words: str
+    option: str
+    what: Schedule | Constraints | Callable[..., Any]
+
+    @property
+    def takes_ranks(self) -> bool:
+        """Whether it is made for a number of ranks that somebody else may know."""
+        what: Any = self.what
+        return not _is_ready(what) and (_is_of_actions(what) or takes(what, "num_ranks"))
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether nobody but somebody else knows it."""
+        what: Any = self.what
+        if not self.takes_ranks:
+            return False
+        parameter = inspect.signature(what).parameters.get("num_ranks")
+        return parameter is None or parameter.default is parameter.empty
+
+    def build(self, sizes: Mapping[str, int | None]) -> Schedule:
+        """The checked schedule.
+
+        Arguments:
+            sizes: num_ranks, num_microbatches, num_chunks, num_slices as they are asked for; a function gets those
+                that it takes, and what has sizes of its own keeps them.
+
+        Raises ValueError for what makes no schedule, ScheduleError for a faulty one; both say which.
+        """
+        asked = {name: number for name, number in sizes.items() if number is not None}
+        made: Any = self.what
+        if not _is_ready(made) and not _is_of_actions(made):
+            self._check_sizes(made, asked)
+            function, made = made, call(self.option, self.words, made, **asked)
+            if getattr(made, "name", None) == "constraints":
+                made = replace(made, name=getattr(function, "__name__", made.name))
+            if not _is_ready(made) and not _is_of_actions(made):
+                raise ValueError(f"{said(self.option, self.words)} returned {type(made).__name__}: {EXPECTED}")
+        try:
+            schedule = self._schedule(made, asked)
+            check(schedule)
+        except ScheduleError as error:
+            raise ScheduleError(f"{self.words}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{self.words}: {error}") from error.__cause__
+        return schedule
+
+    def _check_sizes(self, function: Callable[..., Any], sizes: Mapping[str, int]) -> None:
+        parameters = parameters_of(function) or ()
+        lacking = [p.name for p in parameters if p.name in _SIZES and p.default is p.empty and p.name not in sizes]
+        if lacking:
+            options = " ".join(f"--{name.removeprefix('num_')}" for name in lacking)
+            raise ValueError(
+                f"{said(self.option, self.words)} needs {', '.join(lacking)}: expected {options} "
+                f"({'=, '.join(lacking)}=), or defaults in the function"
+            )
+
+    def _schedule(self, made: Any, sizes: Mapping[str, int]) -> Schedule:
+        if isinstance(made, Schedule):
+            return made
+        from . import Constraints, only_if
+
+        if isinstance(made, Constraints):
+            return made.solve()
+        if {"num_ranks", "num_microbatches"} - set(sizes):
+            raise ValueError(
+                "a function of an action says nothing of sizes: expected --ranks and --microbatches (num_ranks= and "
+                "num_microbatches=), or a function that returns Constraints"
+            )
+        chunks = sizes.get("num_chunks", 1)
+        placement: dict[str, Any] = {"placement": "cyclic", "num_chunks": chunks} if chunks > 1 else {}
+        rules = [only_if(made)] if len(inspect.signature(made).parameters) == 2 else []
+        if not rules:
+            _refuse_filter_without_state(made)
+        return Constraints(
+            name=getattr(made, "__name__", "mine"),
+            num_ranks=sizes["num_ranks"],
+            num_microbatches=sizes["num_microbatches"],
+            num_slices=sizes.get("num_slices", 1),
+            rules=rules,
+            prefer=None if rules else made,
+            **placement,
+        ).solve()
+
+
+def find_own(what: OwnLike, *, option: str) -> Own | None:
+    """A schedule of the user's; None: it is the name of a family.
+
+    Raises ValueError for a file or function that is not there, and for what is none of these forms.
+    """
+    if isinstance(what, str) and what.endswith(".py"):
+        raise ValueError(f"{said(option, what)}: expected the function in it, as in {said(option, f'{what}:function')}")
+    if isinstance(what, str) and not is_own(what):
+        return None
+    if isinstance(what, str) and ":" in what and not Path(what).is_file():
+        return Own(words=what, option=option, what=load(option, what))
+    if isinstance(what, str | os.PathLike):
+        return Own(words=str(what), option=option, what=read_schedule(Path(what)))
+    if _is_ready(what):
+        return Own(words=f"schedule {what.name!r}", option=option, what=what)  # type: ignore[union-attr]
+    if callable(what):
+        return Own(words=getattr(what, "__name__", repr(what)), option=option, what=what)
+    raise ValueError(f"{option}{what!r:.60}: expected a name, a Schedule, Constraints, a function, or {FORMS}")
+
+
+def is_own(name: str) -> bool:
+    """Whether a word names a file, or a function, rather than a family of schedules."""
+    return name.endswith((".csv", ".json", ".py")) or ":" in name
+
+
+def sizes_of(schedule: Schedule) -> dict[str, int]:
+    """Sizes that `Own.build` is asked for, read off a schedule that is there."""
+    return {
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": max(map(len, schedule.placement)),
+        "num_slices": schedule.num_slices,
+    }
+
+
+def _is_ready(what: object) -> bool:
+    if isinstance(what, Schedule):
+        return True
+    from . import Constraints
+
+    return isinstance(what, Constraints)
+
+
+def _is_of_actions(function: Any) -> bool:
+    """Whether it is asked about an action: its first argument is named so."""
+    return callable(function) and [each.name for each in parameters_of(function) or ()][:1] == ["action"]
+
+
+def _refuse_filter_without_state(key: Callable[[Action], Any]) -> None:
+    answers = [key(Action(stage, op, index)) for stage in (0, 1) for op in (Op.F, Op.B) for index in (0, 1)]
+    if all(isinstance(answer, bool) for answer in answers):
+        raise ValueError(
+            f"{getattr(key, '__name__', 'the function')}(action) returns True or False: expected a key, a number or a "
+            f"tuple of numbers of which the least goes first, or a filter may(action, so_far)"
+        )

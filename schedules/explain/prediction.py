@@ -1,0 +1,303 @@
+"""A predicted step held against measured ones, by cause.
+
+    predicted -> compute -> between actions -> messages -> sums -> update -> spread -> not explained -> around the step
+                 \\_________ one input after the other as it was measured ________/                      -> measured
+
+The step is simulated again and again, each time with the inputs of one more cause as they were measured, in this order;
+what the step changes by is that cause's. Behind them come the durations of each step's own actions in place of
+their medians (ranks wait for the longest of them). What then is left to the measured actions no input explains. Last
+comes what lies around them, the runtime's own and that of the training loop. So the
+causes add up to the difference of the steps, whatever it is; in another order each might be a little more or less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from ..ir import COMPUTE_OPS, Action, Op, Schedule
+from ..timing.attribution import attribute_idle
+from ..timing.costs import Costs
+from ..timing.inputs import Cause, Input, Values, calibrate, predicted_inputs
+from ..timing.links import Links
+from ..timing.measured_inputs import measured_inputs, own_durations, seconds_around
+from ..timing.simulate import simulate
+from ..timing.timeline import Timeline
+from ..traces.clocks import clock_note
+from ..wording import count
+from .difference import Change
+
+_MOST_STEPS = 15  # of a run's traced ones, the newest
+_MOST_REPLAYED = 5  # of these in the middle, with the durations of their own actions
+_MOST_ALONE = 12  # inputs that are replaced one by one, to see what each does
+_OFF = 0.05  # ratio from which on an input is wrong
+_MATTERS = 0.01  # share of the step from which on it is worth measuring again
+_AROUND = Cause.OUTSIDE.value
+_FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause.UPDATE)
+
+
+class InputCheck(NamedTuple):
+    """One input as it was predicted and measured [s].
+
+    times: the rank that has the most of it has it so many times a step.
+    alone: what the step would change by if this input alone were as measured [s]; None where that is not worth asking.
+    """
+
+    what: Input
+    predicted: float
+    measured: float
+    times: float
+    alone: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing was predicted."""
+        return self.measured / self.predicted if self.predicted > 0 else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds more than predicted, of all of them in a step on that rank."""
+        return (self.measured - self.predicted) * self.times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionCheck:
+    """A predicted step beside measured ones.
+
+    Arguments:
+        predicted: seconds a step, as simulated.
+        measured: seconds a step, median over the traced steps, with what the runtime does around its actions where
+            that was recorded.
+        causes: [C] in the order of `Cause`, each with the step before and after it: the first begins at `predicted`,
+            the last ends at the measured step, and each begins where the one before ends.
+        inputs: each that was measured.
+        ranks: [P] seconds a step of each rank, predicted and in the middle one of the measured steps: "compute",
+            "between actions", "messages" (waited for on their way), "update" (with what is left of sums and the norm),
+            "waits" and "around the step" add up to the step; () for a rank of which nothing was recorded.
+        num_steps: traced steps that were looked at.
+        notes: what is not known, a sentence each.
+    """
+
+    predicted: float
+    measured: float
+    causes: tuple[Change, ...]
+    inputs: tuple[InputCheck, ...]
+    ranks: tuple[tuple[Change, ...], ...]
+    num_steps: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the measured step, with what the training loop adds where that is known."""
+        return self.causes[-1].after
+
+    def cause(self, name: Cause) -> Change:
+        """The part of one cause."""
+        return next(each for each in self.causes if each.name == name.value)
+
+    def matters_alone(self, each: InputCheck) -> bool:
+        """Whether an input changes the step by 1% when it alone is as measured."""
+        return abs(each.alone or 0.0) >= _MATTERS * self.predicted
+
+    @property
+    def wrong(self) -> tuple[InputCheck, ...]:
+        """Inputs to measure again, those first that change the step most.
+
+        They are off by 5% or more, and alone worth 1% of the step; where a cause is worth that and none of its inputs
+        is alone, the one of them that has most seconds.
+        """
+        off = [each for each in self.inputs if abs(each.measured - each.predicted) >= _OFF * each.predicted]
+        found = [each for each in off if self.matters_alone(each)]
+        for cause in {each.what.cause for each in off} - {each.what.cause for each in found}:
+            if abs(self.cause(cause).seconds) >= _MATTERS * self.predicted:
+                found.append(max((e for e in off if e.what.cause is cause), key=lambda each: abs(each.seconds)))
+        return tuple(sorted(found, key=lambda each: (-abs(each.alone or 0.0), -abs(each.seconds))))
+
+
+def check_prediction(
+    predicted: Timeline,
+    measured: Sequence[Timeline],
+    *,
+    costs: Costs,
+    links: Links | None = None,
+    known: Costs | None = None,
+    step_seconds: float | None = None,
+) -> PredictionCheck:
+    """Causes for which measured steps took longer, or less, than a predicted one.
+
+    Arguments:
+        predicted: simulated from `costs` and `links`.
+        measured: steps of the same schedule, in the order in which they ran; the newest 15 count.
+        known: costs that the run measured itself; see `measured_inputs`.
+        step_seconds: of a step as the training loop sees it; what it has beyond the timelines is a cause of its own.
+
+    About 25 simulations at most. Raises ValueError for no measured step, or steps of another schedule.
+    """
+    schedule = predicted.schedule
+    _refuse_others(schedule, measured)
+    steps = [each for each in measured if not schedule.is_asynchronous or _has_period(each)][-_MOST_STEPS:]
+    if not steps:
+        raise ValueError(
+            f"{count(len(measured), 'measured step')}: expected at least one"
+            f"{' that shows two batches of a stream' if measured else ''}"
+        )
+
+    def step_of(values: Values) -> float:
+        return simulate(schedule, *calibrate(schedule, costs, links, values, queueing=False)).batch_seconds
+
+    before = predicted_inputs(schedule, costs, links)
+    seen = measured_inputs(steps, known, planned=costs)
+    # Sums over ranks that no plan knows, of tied weights, are new to the simulation.
+    seen = {each: seconds for each, seconds in seen.items() if each in before or each.kind in ("sum", "held")}
+    totals = [predicted.batch_seconds]
+    values: dict[Input, float] = {}
+    for cause in _FROM_INPUTS:
+        own = {each: seconds for each, seconds in seen.items() if each.cause is cause}
+        values |= own
+        totals.append(step_of(values) if own else totals[-1])
+    with_medians = calibrate(schedule, costs, links, values, queueing=False)
+    middle = _middle(steps)
+    spread = [
+        simulate(schedule, own_durations(schedule, step, with_medians[0]), with_medians[1]).batch_seconds
+        for step in middle
+    ]
+    whole = median(each.batch_seconds for each in steps)
+    outside = [seconds_around(each, known) for each in steps]
+    of_actions = median(each.batch_seconds - around for each, around in zip(steps, outside, strict=True))
+    totals += [median(spread), of_actions + (costs.around if any(outside) else 0.0)]
+    names = [*_FROM_INPUTS, Cause.SPREAD, Cause.UNEXPLAINED]
+    if step_seconds is not None or any(outside):
+        totals.append(whole if step_seconds is None else step_seconds)
+        names.append(Cause.OUTSIDE)
+    return PredictionCheck(
+        predicted=predicted.batch_seconds,
+        measured=whole,
+        causes=tuple(Change(name.value, a, b) for name, a, b in zip(names, totals[:-1], totals[1:], strict=True)),
+        inputs=_inputs(schedule, before, seen, step_of, predicted.batch_seconds),
+        ranks=_ranks(predicted, middle[(len(middle) - 1) // 2], costs),
+        num_steps=len(steps),
+        notes=tuple(_notes(steps, before, seen)),
+    )
+
+
+def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
+    """The steps that took neither most nor least, in the order of their seconds; their median is that of all."""
+    ordered = sorted(steps, key=lambda each: each.batch_seconds)
+    aside = max(0, (len(ordered) - _MOST_REPLAYED + 1) // 2)
+    return ordered[aside : len(ordered) - aside]
+
+
+def _refuse_others(schedule: Schedule, measured: Sequence[Timeline]) -> None:
+    for each in measured:
+        other = each.schedule
+        alike = ("placement", "owners", "num_microbatches", "weight_rule")
+        if any(getattr(other, name) != getattr(schedule, name) for name in alike):
+            raise ValueError(
+                f"measured under {other!r}, predicted for {schedule!r}: expected steps of the schedule that "
+                f"was predicted"
+            )
+
+
+def _has_period(timeline: Timeline) -> bool:
+    """Whether it shows two batches of a stream, so that there are seconds from one to the next."""
+    size = timeline.schedule.batch_indices
+    batches = [
+        {span.what.index // size for span in trace.compute if span.what.op is Op.F}
+        for trace in timeline.ranks
+        if trace.compute
+    ]
+    return len(set.intersection(*batches) if batches else ()) > 1
+
+
+def _inputs(
+    schedule: Schedule, before: Values, seen: Values, step_of: Callable[[Values], float], step: float
+) -> tuple[InputCheck, ...]:
+    times = _times(schedule)
+    found = [
+        InputCheck(each, before.get(each, 0.0), seconds, times(each))
+        for each, seconds in sorted(seen.items(), key=lambda pair: (list(Cause).index(pair[0].cause), pair[0].at))
+    ]
+    matters = [each for each in found if abs(each.seconds) >= _MATTERS * step]
+    asked_for = sorted(matters, key=lambda each: -abs(each.seconds))[:_MOST_ALONE]
+    alone = {each.what: step_of({each.what: each.measured}) - step for each in asked_for}
+    return tuple(each._replace(alone=alone.get(each.what)) for each in found)
+
+
+def _times(schedule: Schedule) -> Callable[[Input], float]:
+    """How many times a step the rank that has the most of an input has it."""
+    batches, groups = schedule.num_batches, max(1, schedule.groups_per_batch)
+    by_op: Counter[tuple[int, Op]] = Counter()
+    by_stage: Counter[int] = Counter()
+    for program in schedule.compute_programs:
+        own = Counter((stage, op) for stage, op, _ in program if op in COMPUTE_OPS)
+        by_op |= own
+        of_stages: Counter[int] = Counter()
+        for (stage, _), number in own.items():
+            of_stages[stage] += number
+        by_stage |= of_stages
+
+    def times(each: Input) -> float:
+        match each.kind:
+            case "overhead":
+                return by_stage[each.at[0]] / batches
+            case "message":
+                return schedule.num_microbatches
+            case "sum" | "held" | "gather" | "update" | "norm" | "around":
+                return groups
+        return by_op[each.at[0], Op(each.kind)] / batches
+
+    return times
+
+
+def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple[Change, ...], ...]:
+    schedule = predicted.schedule
+    whole, own = costs.table_for(schedule), costs.free_of_overhead.table_for(schedule)
+    around = {
+        action: whole.of(action.op, action.stage, action.index) - own.of(action.op, action.stage, action.index)
+        for trace in predicted.ranks
+        for action in trace.actions
+        if action.op in COMPUTE_OPS
+    }
+    sides = [_by_rank(predicted, around), _by_rank(measured, {})]
+    lacking = {*predicted.missing, *measured.missing}
+    return tuple(
+        () if rank in lacking else tuple(Change(name, old[name], new[name]) for name in old)
+        for rank, (old, new) in enumerate(zip(*sides, strict=True))
+    )
+
+
+def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
+    """[P] seconds a batch, by name; of each action `overhead` is a part [s]."""
+    size = timeline.schedule.batch_indices
+    shown = {s.what.index // size for trace in timeline.ranks for s in trace.compute if s.what.op is Op.F}
+    batches = max(1, len(shown))
+    found = []
+    for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
+        around = sum(overhead.get(span.what, 0.0) for span in trace.compute)
+        parts = {
+            "compute": trace.busy - around,
+            "between actions": idle.unexplained + around,
+            "messages": idle.transfer,
+            "update": idle.update,
+            "waits": idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
+        }
+        found.append({name: seconds / batches for name, seconds in parts.items()} | {_AROUND: timeline.around})
+    return found
+
+
+def _notes(steps: Sequence[Timeline], before: dict[Input, float], seen: dict[Input, float]) -> list[str]:
+    notes = []
+    lacking = [each for each in before if each not in seen and each.cause is Cause.COMPUTE]
+    if lacking:
+        notes.append(f"nothing was recorded of {', '.join(map(str, lacking))}: taken as predicted")
+    unseen = [each for each in before if each not in seen and each.kind == "message"]
+    if unseen:
+        links = ", ".join(f"{each.at[0]}-{each.at[1]}" for each in unseen[:8])
+        more = f" and {len(unseen) - 8} more" if len(unseen) > 8 else ""
+        notes.append(f"nobody waited for a message of link {links}{more}: taken as predicted")
+    if note := clock_note(steps[-1]):
+        notes.append(f"messages between hosts are known as well as their clocks: {note}")
+    return notes

@@ -1,0 +1,198 @@
+"""V chunks a rank, stage s on rank s mod P.
+
+Interleaved 1F1B (Narayanan et al., 2021, Megatron-LM PTD-P). GIS, the generalised interleaved schedule (Wan et al.,
+2025, PipeOffload): half its warm-up. Interleaved zero bubble, torch.distributed.pipelining's form of ZB-H1. Looped BFS
+(Lamy-Poirier, 2023, breadth-first pipeline parallelism): GPipe over V chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir import Action, Op, Schedule
+from .recognise import EqualStages, Family
+from .warmup import Turns, in_turn, microbatch_groups, put_off_weights
+
+
+def interleaved(
+    *, num_ranks: int, num_microbatches: int, num_chunks: int = 2, groups: Sequence[int] | None = None
+) -> Schedule:
+    """1F1B over V chunks per rank: the bubble shrinks by V, and messages multiply by V.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1       P=2, V=2, M=2, unit time:
+        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .         rank 0 holds stages 0 and 2
+
+    Makespan (M*V+P-1)(F+B) when P divides M (F, B of one chunk, equal stages, free links); rank r
+    then holds (V-1)P + 2(P-1-r) + 1 chunk activations, where M allows.
+
+    Arguments:
+        groups: sizes of the microbatch groups, the largest first, together M, each at least P (smaller ones may
+            deadlock) unless there is one alone; `microbatch_groups` by default.
+    """
+    if groups is None:
+        groups = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
+    sizes = tuple(groups)
+    smallest = min(num_ranks, num_microbatches)
+    if sum(sizes) != num_microbatches or min(sizes) < smallest or max(sizes) > sizes[0]:
+        raise ValueError(
+            f"groups={sizes} for num_ranks={num_ranks}, num_microbatches={num_microbatches}: expected sizes of at "
+            f"least {smallest} that add up to {num_microbatches}, none larger than the first"
+        )
+    programs = map(_turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2).program, range(num_ranks))
+    return in_turn("interleaved", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def _turns(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int) -> Turns:
+    """Group by group, in it chunk by chunk, in it by microbatch; backwards from the last chunk.
+
+    Arguments:
+        sizes: of the groups.
+        ahead: forwards that each rank is further ahead of its backwards than the next one.
+    """
+    warmups = [(num_chunks - 1) * sizes[0] + ahead * (num_ranks - 1 - rank) for rank in range(num_ranks)]
+
+    def turns(chunks: range) -> list[tuple[int, int]]:
+        found, first = [], 0
+        for size in sizes:
+            for chunk in chunks:
+                found += [(chunk, k) for k in range(first, first + size)]
+            first += size
+        return found
+
+    return Turns(turns(range(num_chunks)), turns(range(num_chunks - 1, -1, -1)), warmups)
+
+
+def _default_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
+    sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
+    return _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
+
+
+def looped_seconds(equal: EqualStages) -> float | None:
+    """(M V + P - 1)(F + B), where M is at least P and links are free."""
+    if equal.num_microbatches < equal.num_ranks or equal.latency:
+        return None
+    return equal.work + (equal.num_ranks - 1) * equal.both
+
+
+def _interleaved_seconds(equal: EqualStages) -> float | None:
+    """The same, and 2c(PV - 1) for a latency c of at most F and B, where P divides M."""
+    P, V, c = equal.num_ranks, equal.num_chunks, equal.latency
+    if not c:
+        return looped_seconds(equal)
+    if V == 1 or equal.num_microbatches % P or c > min(equal.forward, equal.both - equal.forward):
+        return None
+    return equal.work + (P - 1) * equal.both + (2 * c * (P * V - 1) if P > 1 else 0.0)
+
+
+INTERLEAVED = Family(
+    name="interleaved",
+    build=interleaved,
+    aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
+    full_after=3,
+    turns=_default_turns,
+    batch_seconds=_interleaved_seconds,
+)
+
+
+def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B whose gradient of the inputs leaves before that of the weights is made.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .   2I0 2W0 .   2I1 2W1 0I0 0W0 0I1 0W1       P=2, V=2, M=2, unit time
+        rank 1 | .   1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1 .
+
+    The way back of a gradient is shorter by the W, so that P-1-r forwards ahead are enough where interleaved 1F1B needs
+    twice as many. With equal stages, free links and M >= P: makespan M V (F+I+W) + (P-1)(F+I), of one chunk each. Where
+    P divides M rank r holds V P - r chunk activations.
+
+    Groups of fewer than P microbatches hold less and wait: V P - r becomes (V-1) g + P - r, at the cost of
+    (P-g)(V-1)(F+I-W) when F = I = W. With other costs only the half-memory form GIS-H, g = P/2, costs just that, where
+    W is at least the difference of F and I and at most the smaller of them; between the two it costs less where I > F.
+
+    Arguments:
+        group_size: g, least number of microbatches that pass a chunk before the next chunk's turn, P by default and at
+            least P/2: with fewer, ranks wait for each other for ever.
+    """
+    smallest = (num_ranks + 1) // 2
+    size = num_ranks if group_size is None else group_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < smallest:
+        raise ValueError(
+            f"group_size={group_size!r} for num_ranks={num_ranks}: expected a whole number, at least {smallest} (half "
+            f"of the ranks, GIS-H; with fewer, ranks would wait for each other for ever)"
+        )
+    sizes = microbatch_groups(at_least=size, num_microbatches=num_microbatches)
+    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
+    programs = (put_off_weights(order.program(rank), delay=0) for rank in range(num_ranks))
+    return in_turn("gis", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def _gis_seconds(equal: EqualStages) -> float | None:
+    if equal.num_microbatches < equal.num_ranks or equal.latency:
+        return None
+    return equal.work + (equal.num_ranks - 1) * (equal.forward + equal.input_grad)
+
+
+GIS = Family(
+    name="gis",
+    build=gis,
+    splits_backward=True,
+    full_after=3,
+    batch_seconds=_gis_seconds,
+)
+
+
+def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """ZB-H1 over V chunks a rank: half the warm-up of interleaved 1F1B, and rank r puts off r W into its drain.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1       P=2, V=2, M=2, unit time
+        rank 1 | .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+
+    With equal stages, free links, M >= P and W at most F and I, of one chunk: makespan M V (F+I+W) + (P-1)(F+I-W). It
+    holds V P chunk activations on every rank where P divides M, as many as ZB-H1 of whole stages. The orders are those
+    of torch's ScheduleInterleavedZeroBubble, which takes fewer numbers of microbatches.
+    """
+    sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
+    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
+    programs = (put_off_weights(order.program(rank), delay=rank) for rank in range(num_ranks))
+    return in_turn("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def _zb_seconds(equal: EqualStages) -> float | None:
+    few = equal.num_microbatches < equal.num_ranks
+    if few or equal.latency or equal.weight_grad > min(equal.forward, equal.input_grad):
+        return None
+    return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
+
+
+INTERLEAVED_ZB = Family(
+    name="interleaved-zb",
+    build=interleaved_zb,
+    aliases=("interleavedzerobubble", "interleaved-zero-bubble", "scheduleinterleavedzerobubble"),
+    splits_backward=True,
+    full_after=3,
+    batch_seconds=_zb_seconds,
+)
+
+
+def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """All microbatches through a chunk before the next chunk; then backward, the last chunk first.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1       P=2, V=2, M=2, unit time
+        rank 1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
+
+    One gather and one reduction of a chunk's weights a batch; every rank holds M*V chunk activations.
+    """
+    programs = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        program = [Action(stage, Op.F, k) for stage in stages for k in range(num_microbatches)]
+        program += [Action(stage, Op.B, k) for stage in reversed(stages) for k in range(num_microbatches)]
+        programs.append(tuple(program))
+    return in_turn("looped-bfs", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+LOOPED_BFS = Family(
+    name="looped-bfs",
+    build=looped_bfs,
+    aliases=("loopedbfs", "scheduleloopedbfs"),
+    batch_seconds=looped_seconds,
+)

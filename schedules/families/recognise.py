@@ -1,0 +1,107 @@
+"""Schedule families: the record that stands beside each builder, and that the registry finds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..ir import Schedule
+from ..placement import FAMILY_PLACEMENTS, rank_of_stages
+from ..rules.weight_rules import RULES, WeightRule
+from .warmup import Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualStages:
+    """P, M, V, slices of a microbatch, seconds of one stage action where all are equal, and of a message."""
+
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int = 1
+    num_slices: int = 1
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    latency: float = 0.0
+
+    @property
+    def both(self) -> float:
+        """F + B [s]."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    @property
+    def work(self) -> float:
+        """Work of a rank, M n V (F + B) with n slices a microbatch [s]."""
+        return self.num_microbatches * self.num_slices * self.num_chunks * self.both
+
+
+Seconds = Callable[[EqualStages], float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A schedule by name. Adding one = a file in `builders` with a builder and this record.
+
+    Arguments:
+        name: canonical, lower case.
+        build: builder; takes `num_ranks`, `num_microbatches` and the options, by name.
+        aliases: other names, lower case with hyphens.
+        weight_rules: names of the rules that it may follow, the default first.
+        num_chunks: stages a rank, V, where it is no option.
+        placement: how its stages stand on the ranks, each on one: "cyclic" or "snake" (see `placement`);
+            "two-way" where a rank shares its stages with another.
+        splits_backward: whether its programs hold I and W.
+        full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
+        turns: order for P, M and V by default, in figures, without replicas: planners count in it what is held, in a
+            hundredth of the time that programs take. None: programs are not made that way.
+        weight_copies: ranks that hold each stage, without replicas.
+        batch_seconds: closed form of the seconds from batch to batch (the makespan, under a flush), None where the form
+            does not hold for the sizes and costs.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    aliases: tuple[str, ...] = ()
+    weight_rules: tuple[str, ...] = ("flush",)
+    num_chunks: int = 1
+    placement: str = "cyclic"
+    splits_backward: bool = False
+    full_after: int | None = None
+    turns: Callable[[int, int, int], Turns] | None = None
+    weight_copies: int = 1
+    batch_seconds: Seconds | None = None
+    options: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = inspect.signature(self.build).parameters.keys() - {"num_ranks", "num_microbatches"}
+        object.__setattr__(self, "options", tuple(sorted(names)))
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the number of stages a rank may be chosen."""
+        return "num_chunks" in self.options
+
+    @property
+    def takes_slices(self) -> bool:
+        """Whether its microbatches are cut along the sequence."""
+        return "num_slices" in self.options
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether plans may be made for it: each stage stands on one rank, and a microbatch passes it whole."""
+        return self.placement in FAMILY_PLACEMENTS and not self.takes_slices
+
+    def rank_of_stages(self, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+        """[S] rank of each stage, where each stands on one; stage s is chunk s // P there. KeyError for two ways."""
+        return rank_of_stages(self.placement, num_ranks=num_ranks, num_chunks=num_chunks)
+
+    @property
+    def takes_replicas(self) -> bool:
+        """Whether stages may have different numbers of replicas."""
+        return "replicas" in self.options
+
+    @property
+    def rule(self) -> WeightRule:
+        """The weight rule, unless options ask for another."""
+        return RULES[self.weight_rules[0]]

@@ -1,0 +1,146 @@
+"""All built-in schedules, by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pkgutil import iter_modules
+from statistics import fmean
+from types import MappingProxyType
+
+from .. import families as builders
+from ..ir import Action, Schedule
+from ..timing.costs import COST_OF_OP, Costs
+from ..wording import count
+from .recognise import EqualStages, Family
+
+_IN_ORDER = (
+    "gpipe 1f1b eager-1f1b interleaved looped-bfs pipedream 2bw paci zb-h1 zb-h2 zb-1p zb-2p interleaved-zb gis "
+    "terapipe seq1f1b seq-zb-h1 slimpipe chimera dualpipe dualpipe-v hanayo zb-v v-half v-min"
+)
+
+
+def _found() -> dict[str, Family]:
+    """The families that stand in the modules of `builders`; those that `_IN_ORDER` does not name come last."""
+    modules = (import_module(f".{each.name}", builders.__name__) for each in iter_modules(builders.__path__))
+    families = [each for module in modules for each in vars(module).values() if isinstance(each, Family)]
+    place = {name: at for at, name in enumerate(_IN_ORDER.split())}
+    return {each.name: each for each in sorted(families, key=lambda each: place.get(each.name, len(place)))}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(_found())
+
+_NAMES = {name: each.name for each in FAMILIES.values() for name in (each.name, *each.aliases)}
+
+
+def family(name: str) -> Family:
+    """The family behind `name` (any case, torch's class names too); ValueError if there is none.
+
+    >>> family("ScheduleInterleaved1F1B").name
+    'interleaved'
+    """
+    key = name.strip().lower().replace("_", "-")
+    if key not in _NAMES:
+        near = difflib.get_close_matches(key, _NAMES, n=1, cutoff=0.5)
+        hint = f"; did you mean {_NAMES[near[0]]!r}?" if near else ""
+        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(FAMILIES)}{hint}")
+    return FAMILIES[_NAMES[key]]
+
+
+def canonical_name(name: str) -> str:
+    """The registered name behind `name`; ValueError if there is none.
+
+    >>> canonical_name("DAPPLE")
+    '1f1b'
+    """
+    return family(name).name
+
+
+def build(
+    name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, **options: object
+) -> Schedule:
+    """Build a schedule by name.
+
+    Arguments:
+        name: of a family (`FAMILIES`) or an alias, in any case.
+        num_ranks: P >= 1.
+        num_microbatches: M >= 1.
+        num_chunks: V >= 1, chunks per rank; only schedules that interleave take any number (default 2 there).
+        options: of the one builder, see its docstring. Only schedules over slices of the sequence take more than 1 for
+            `num_slices` (default 2 there).
+
+    Raises ValueError for an unknown name or option and for sizes that do not fit.
+
+    >>> print(build("1f1b", num_ranks=2, num_microbatches=3).programs[0])
+    (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
+    """
+    chosen = family(name)
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    num_slices = options.pop("num_slices", None)
+    for option, value in {**sizes, "num_chunks": num_chunks, "num_slices": num_slices}.items():
+        if value is None and option not in sizes:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{option}={value!r} for schedule {chosen.name!r}: expected a whole number, at least 1")
+    if num_chunks is not None and chosen.takes_chunks:
+        options["num_chunks"] = num_chunks
+    elif num_chunks not in (None, chosen.num_chunks):
+        looping = ", ".join(each.name for each in FAMILIES.values() if each.takes_chunks)
+        stages = "one stage" if chosen.num_chunks == 1 else count(chosen.num_chunks, "stage")
+        raise ValueError(
+            f"num_chunks={num_chunks} for schedule {chosen.name!r}: it has {stages} a rank; "
+            f"expected {chosen.num_chunks}, or a schedule that interleaves ({looping})"
+        )
+    if num_slices is not None and chosen.takes_slices:
+        options["num_slices"] = num_slices
+    elif num_slices not in (None, 1):
+        slicing = ", ".join(each.name for each in FAMILIES.values() if each.takes_slices)
+        raise ValueError(
+            f"num_slices={num_slices} for schedule {chosen.name!r}: it takes microbatches whole; "
+            f"expected 1, or a schedule over slices of the sequence ({slicing})"
+        )
+    unknown = sorted(set(options) - set(chosen.options))
+    if unknown:
+        raise ValueError(
+            f"schedule {chosen.name!r} has no option {', '.join(unknown)}: "
+            f"its options are {', '.join(chosen.options) or 'none'}"
+        )
+    if "replicas" in options and not isinstance(options["replicas"], list | tuple | None):
+        raise ValueError(f"replicas={options['replicas']!r}: expected one count a stage, such as (2, 1)")
+    return chosen.build(**sizes, **options)
+
+
+def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
+    """Seconds from batch to batch by the closed form of the schedule's family, for stages of the mean cost, and free
+    links; None where it has none: another order, replicas, unequal microbatches, or sizes that it does not cover."""
+    known = FAMILIES.get(schedule.name)
+    held, owners = {len(stages) for stages in schedule.placement}, {len(ranks) for ranks in schedule.owners}
+    if known is None or known.batch_seconds is None or len(held) > 1 or owners != {known.weight_copies}:
+        return None
+    sizes = {
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": held.pop() // known.weight_copies,
+        "num_slices": schedule.num_slices,
+    }
+    if sizes["num_chunks"] != known.num_chunks and not known.takes_chunks:
+        return None
+    if not schedule.is_asynchronous and _programs(sizes, known) != schedule.programs:
+        return None
+    table = costs.table_for(schedule)
+    if table.varies:
+        return None
+    forward, backward, input_grad, weight_grad = (fmean(table.column(op)) for op in COST_OF_OP)
+    if not known.splits_backward:
+        input_grad = weight_grad = backward / 2
+    equal = EqualStages(forward=forward, input_grad=input_grad, weight_grad=weight_grad, **sizes)
+    return known.batch_seconds(equal)
+
+
+def _programs(sizes: Mapping[str, int], its: Family) -> Sequence[Sequence[Action]] | None:
+    """The order of the family itself; None for sizes that it has none for."""
+    try:
+        return build(its.name, **sizes).programs
+    except ValueError:
+        return None

@@ -1,0 +1,159 @@
+"""Stages that go down the ranks and up again.
+
+Hanayo (Liu et al., 2023, wave-like pipeline parallelism): several times. V-Half and V-Min (Qi et al., 2024,
+controllable memory): once, a V, as one repeated building block:
+
+    rank 0 | F0 .  .  .  .  F1 I1 .  .  .  .  I0          a block: the way of one microbatch, down, up, down and up
+    rank 1 | .  F0 .  .  F1 .  .  I1 .  .  I0 .           (of 3 ranks; F0, I0 of the first chunk, F1, I1 of the second)
+    rank 2 | .  .  F0 F1 .  .  .  .  I1 I0 .  .
+
+A microbatch follows every six slots, as long as F, I and W of two chunks; two W fit in what is left. How many slots
+each step of the way takes decides how long an activation is held, hence how many are alive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..ir import Action, Op, Schedule
+from ..placement import snake_placement
+from ..timing.costs import Costs
+from .greedy import Rules, list_order, read_costs
+from .recognise import EqualStages, Family
+
+_PERIOD = 6
+Block = Callable[[int, int], tuple[int, int, int, int]]  # P, rank -> slots of F0, F1, I1, I0
+
+
+def repeat_block(
+    name: str, block: Block, num_microbatches: int, *, num_ranks: int, memory_limit: int, costs: Costs | None
+) -> Schedule:
+    """The block once a microbatch, squeezed: each F and I in its order as soon as it can, and W in the gaps.
+
+    Where two steps of a block fall into one slot of the period, the block of one rank more is taken without its last
+    rank: the last two stages of the way down and the first two of the way up are left out.
+    """
+    table = read_costs(costs, num_stages=2 * num_ranks)
+    ranks = range(num_ranks)
+    fitting = all(len({slot % _PERIOD for slot in block(num_ranks, rank)}) == 4 for rank in ranks)
+    size = num_ranks if fitting else num_ranks + 1
+    programs = []
+    for rank in ranks:
+        down, up = rank, 2 * num_ranks - 1 - rank
+        steps = zip(block(size, rank), ((down, Op.F), (up, Op.F), (up, Op.I), (down, Op.I)), strict=True)
+        slots = [
+            (slot + _PERIOD * k, Action(stage, op, k)) for slot, (stage, op) in steps for k in range(num_microbatches)
+        ]
+        programs.append([action for _, action in sorted(slots)])
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    caps = (num_microbatches,) * (2 * num_ranks)
+    rules = Rules(caps=caps, memory_limit=memory_limit, order=programs)
+    listed = list_order(placement, num_microbatches, table, rules)
+    return Schedule(name=name, placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
+
+
+def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Two chunks a rank in a V; a step of the first chunk takes two slots, one of the second chunk one.
+
+    All ranks hold at most 2 floor((P+2)/2) chunk activations, of 2P under 1F1B, and wait less than under `v-min`.
+    Where F = I = W, makespan and longest span are (6M + 3P - 4) F for odd P, (6M + 3P - 5) F for even P, of one chunk,
+    for P > 2, M >= P and free links. (The paper's further search over warm-up and drain has 2 F less where P is even.)
+    With other costs the bubble does not grow with M as long as W + 2I >= 2F and W + 2F >= 2I.
+
+    Arguments:
+        costs: of one chunk's action each, for the places of the W; F, I and W of 1 where not given.
+
+    Raises ValueError for costs that are not above 0.
+    """
+
+    def block(P: int, rank: int) -> tuple[int, int, int, int]:
+        return 2 * rank, 3 * P - 2 - rank, 3 * P - 1 + 2 * rank, 6 * P - 2 - rank
+
+    most = 2 * ((num_ranks + 2) // 2)
+    return repeat_block("v-half", block, num_microbatches, num_ranks=num_ranks, memory_limit=most, costs=costs)
+
+
+def _half_seconds(equal: EqualStages) -> float | None:
+    P, M = equal.num_ranks, equal.num_microbatches
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad or M < P:
+        return None
+    return equal.work + (0 if P == 1 else max(2, 3 * P - (4 if P % 2 else 5))) * equal.forward
+
+
+def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Two chunks a rank in a V, each step of a microbatch's way right behind the one before: activations live shortest.
+
+    All ranks hold at most 2 floor((P+4)/3) chunk activations, of 2P under 1F1B; no steady order does with much less.
+    Where F = I = W, makespan and longest span are (6M + 4P - 5) F, of one chunk, for P > 1 and free links. (The paper's
+    further search over warm-up and drain has 2 F less where 3 divides P.) With other costs ranks wait for each other in
+    each round, so that the bubble grows with M: then take `v-half` or `zb-v`.
+
+    Arguments:
+        costs: of one chunk's action each, for the places of the W; F, I and W of 1 where not given.
+
+    Raises ValueError for costs that are not above 0.
+    """
+
+    def block(P: int, rank: int) -> tuple[int, int, int, int]:
+        return rank, 2 * P - 1 - rank, 2 * P + rank, 4 * P - 1 - rank
+
+    most = 2 * ((num_ranks + 4) // 3)
+    return repeat_block("v-min", block, num_microbatches, num_ranks=num_ranks, memory_limit=most, costs=costs)
+
+
+def _min_seconds(equal: EqualStages) -> float | None:
+    P = equal.num_ranks
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
+        return None
+    return equal.work + (0 if P == 1 else 4 * P - 5) * equal.forward
+
+
+V_HALF, V_MIN = (
+    Family(
+        name=name,
+        build=build,
+        placement="snake",
+        num_chunks=2,
+        splits_backward=True,
+        batch_seconds=seconds,
+    )
+    for name, build, seconds in (("v-half", v_half, _half_seconds), ("v-min", v_min, _min_seconds))
+)
+
+
+_HANAYO_COSTS = Costs(forward=1.0, backward=2.0)
+
+
+def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Each rank takes a backward if there is one, and of several what is nearest to the end of its way.
+
+        rank 0 | 0F0 0F1 .   3F0 3B0 3F1 3B1 0B0 .   0B1       P=2, V=2, M=2, unit time
+        rank 1 | .   1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 .
+
+    A wave is two chunks: V = 2w of the paper. Where the way turns, two stages of one rank follow each other, without a
+    message. The order is a list schedule for B = 2F with at most 2P microbatches under way. The paper's bubble for
+    M = P and B = 2F, (2P-2)/(3Pw+P-1), is not that of this order: one wave takes 2P (F+B) + 2(P-1) B, where B is at
+    least 2F (a third of idle time for P=4, not 0.4); of more waves neither form holds (0.213 for P=4, w=2, 0.222 by
+    the paper's). With more microbatches than P it waits more than interleaved 1F1B does.
+    """
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=num_chunks)
+    num_stages = num_ranks * num_chunks
+    rules = Rules(caps=(2 * num_ranks,) * num_stages, memory_limit=float("inf"), split=False)
+    listed = list_order(placement, num_microbatches, _HANAYO_COSTS.table(num_stages=num_stages), rules)
+    return Schedule(name="hanayo", placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
+
+
+def _hanayo_seconds(equal: EqualStages) -> float | None:
+    backward = equal.input_grad + equal.weight_grad
+    is_one_wave = equal.num_chunks == 2 and equal.num_microbatches == equal.num_ranks
+    if not is_one_wave or equal.latency or backward < 2 * equal.forward:
+        return None
+    return equal.work + 2 * (equal.num_ranks - 1) * backward
+
+
+HANAYO = Family(
+    name="hanayo",
+    build=hanayo,
+    placement="snake",
+    batch_seconds=_hanayo_seconds,
+)

@@ -1,0 +1,242 @@
+"""ZB-V (Qi et al., 2024, section 6): zero bubble at the memory of 1F1B, with two chunks a rank in a V."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir import Action, Op, Schedule
+from ..placement import snake_placement
+from ..timing.costs import Costs, CostTable
+from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
+from .recognise import EqualStages, Family
+
+
+def v_rounds(
+    num_ranks: int, num_microbatches: int, table: CostTable, memory_limit: float, kept: float
+) -> Iterator[Listed]:
+    """The orders that the authors of ZB-V search among, for a V of two chunks (Qi et al., section 6, and their code).
+
+    The first microbatch goes down and back. Before it comes back a rank admits further ones as long as they end in time
+    and leave memory for the way back; then the ranks even out what they have, and run rounds: each an I, of the earlier
+    stage where that may run, then an F, of the later stage where that may run. W: see `with_weights`.
+
+    Nothing comes where sizes, costs or memory do not fit the rounds. O(M P^2) each.
+    """
+    rounds = _Rounds(num_ranks, num_microbatches, table)
+    try:
+        rounds.warm_up(memory_limit)
+        for _ in range(2 * num_microbatches):
+            rounds.gradients()
+            rounds.forwards()
+    except _OutOfTurnError:
+        return
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    yield from with_weights(rounds.placed, placement, table, memory_limit=memory_limit, kept=kept)
+
+
+class _OutOfTurnError(Exception):
+    """A rank whose turn it is has nothing to run, so that the rounds do not fit these sizes."""
+
+
+class _Rounds:
+    """F and I in the order in which they are placed; times are those of a warm-up without backwards."""
+
+    def __init__(self, num_ranks: int, num_microbatches: int, table: CostTable) -> None:
+        self.P, self.M, self.table = num_ranks, num_microbatches, table
+        self.last = 2 * num_ranks - 1
+        self.ends: list[list[float]] = [[] for _ in range(2 * num_ranks)]  # of the forwards of a stage
+        self.gradients_done = [0] * (2 * num_ranks)
+        self.free = [0.0] * num_ranks
+        self.placed: list[Action] = []
+
+    def count(self, stage: int) -> int:
+        return len(self.ends[stage])
+
+    def back(self, rank: int) -> int:
+        return self.last - rank
+
+    def may_forward(self, stage: int) -> bool:
+        k = self.count(stage)
+        return k < self.M and (stage == 0 or k < self.count(stage - 1))
+
+    def forward(self, stage: int) -> None:
+        if not self.may_forward(stage):
+            raise _OutOfTurnError
+        rank, k = min(stage, self.last - stage), self.count(stage)
+        start = self.free[rank]
+        if stage:
+            before = stage - 1
+            latency = 0.0 if stage == self.P else self.table.latency[before]
+            start = max(start, self.ends[before][k] + latency)
+        self.free[rank] = start + self.table.of(Op.F, stage, k)
+        self.ends[stage].append(self.free[rank])
+        self.placed.append(Action(stage, Op.F, k))
+
+    def gradient(self, stage: int) -> None:
+        k = self.gradients_done[stage]
+        if k >= self.count(stage) or (stage < self.last and k >= self.gradients_done[stage + 1]):
+            raise _OutOfTurnError
+        self.gradients_done[stage] += 1
+        self.placed.append(Action(stage, Op.I, k))
+
+    def warm_up(self, memory_limit: float) -> None:
+        P, M = self.P, self.M
+        for rank in range(P):
+            self.forward(rank)
+        for rank in reversed(range(P)):
+            while rank < P - 1 and self.count(rank) < M:
+                arrival = self.ends[self.back(rank) - 1][0] + self.table.latency[self.back(rank) - 1]
+                room = self.count(rank) + 2 + 2 * rank <= memory_limit + 1e-9
+                if not room or self.free[rank] + self.table.of(Op.F, rank, self.count(rank)) > arrival:
+                    break
+                for each in range(rank + 1):
+                    self.forward(each)
+            self.forward(self.back(rank))
+        on_the_way_back = False
+        for rank in range(1, P):
+            above = rank - 1
+            while (
+                self.count(rank) + self.count(self.back(rank)) < self.count(above) + self.count(self.back(above))
+                or self.count(self.back(rank)) <= self.count(self.back(above)) < M
+            ):
+                for each in reversed(range(rank, P)):
+                    stage = self.back(each) if on_the_way_back else each
+                    if self.count(stage) < M:
+                        self.forward(stage)
+                on_the_way_back = not on_the_way_back
+
+    def gradients(self) -> None:
+        """One input gradient of each rank: those that go up to the first rank are chosen before any is placed."""
+        done = self.gradients_done
+        up = [
+            rank
+            for rank in range(self.P)
+            if done[rank] < done[self.back(rank)]
+            and (rank == self.P - 1 or done[rank] < done[rank + 1] or done[self.back(rank)] == self.M)
+        ]
+        for rank in reversed(up):
+            self.gradient(rank)
+        for rank in range(self.P):
+            if rank not in up:
+                self.gradient(self.back(rank))
+
+    def forwards(self) -> None:
+        for rank in range(self.P):
+            back = self.back(rank)
+            if self.count(back) == self.M:
+                continue
+            if self.may_forward(back):
+                self.forward(back)
+            elif self.may_forward(rank):
+                self.forward(rank)
+
+
+def zb_v(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: float | None = None,
+    costs: Costs | None = None,
+    kept: float = 1.0,
+) -> Schedule:
+    """Two chunks a rank in a V: no bubble in a rank's span where F = I = W, with as much memory as 1F1B's first rank.
+
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .       P=2, M=3, unit time
+        rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    Without costs and limit it is the handcrafted order of the paper (and of torch's ScheduleZBVZeroBubble), and each
+    rank holds 2P chunk activations when M >= 2P-1. Its makespan is then M 2 (F+I+W) + (P-1) F for F = I = W, of one
+    chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs the
+    same order of F and I has its W where they fit, and greedy orders are tried as well, those of the authors' search
+    among them (`v_rounds`): what has the least span is taken. First and last stage are on rank 0: tied embeddings need
+    no message.
+
+    Arguments:
+        memory_limit: most chunk activations of a rank at once, at least 2; 2P where not given.
+        costs: of one chunk's action each.
+        kept: part of an activation that stays from the end of its I until the end of its W, see `zb_automatic`.
+
+    Raises ValueError for a limit below 2 and costs that are not above 0.
+    """
+    limit = read_memory(memory_limit, kept, default=2 * num_ranks, least=2)
+    table = read_costs(costs, num_stages=2 * num_ranks)
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    if costs is None and limit == 2 * num_ranks:
+        programs = handcrafted(num_ranks, num_microbatches)
+        return Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
+    candidates = _candidates(num_ranks, num_microbatches, limit, kept, table)
+    return best_order("zb-v", placement, num_microbatches, table, candidates)
+
+
+def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The order of the paper, made for 2P-1 microbatches at least and cut to as many as there are."""
+    return tuple(
+        tuple(
+            Action(rank if chunk == 0 else 2 * num_ranks - 1 - rank, op, k)
+            for op, chunk, k in _steps(num_ranks, rank, max(num_microbatches, 2 * num_ranks - 1))
+            if k < num_microbatches
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
+    """(op, chunk, microbatch) of a rank."""
+    F, I, W = Op.F, Op.I, Op.W
+    steps: list[tuple[Op, int, int]] = []
+    done = {(op, chunk): 0 for op in (F, I, W) for chunk in (0, 1)}
+
+    def add(*actions: tuple[Op, int], times: int = 1) -> None:
+        for _ in range(times):
+            for action in actions:
+                steps.append((*action, done[action]))
+                done[action] += 1
+
+    add((F, 0), times=2 * (P - rank) - 1)
+    add((F, 1), (F, 0), times=rank)
+    add((F, 1), (I, 1), (W, 1), times=P - rank)
+    while done[F, 1] < done[F, 0] or done[F, 0] < M:
+        if done[F, 0] < M:
+            add((F, 0))
+        add((I, 0), (W, 0), (F, 1), (I, 1), (W, 1))
+    add((I, 0), (I, 1), times=rank)
+    add((I, 0), (W, 0), times=P - rank)
+    add((W, 1), times=done[I, 1] - done[W, 1])
+    add((W, 0), times=done[I, 0] - done[W, 0])
+    return steps
+
+
+def _candidates(
+    num_ranks: int, num_microbatches: int, limit: float, kept: float, table: CostTable
+) -> Iterator[Rules | Listed]:
+    """The paper's order with its W where they fit, its search, then orders where rank r starts r microbatches fewer."""
+    P = num_ranks
+    if limit >= 2 * P:
+        caps, order = (num_microbatches,) * (2 * P), handcrafted(P, num_microbatches)
+        yield from either_fill(Rules(caps=caps, memory_limit=limit, kept=kept, order=order))
+    yield from v_rounds(P, num_microbatches, table, limit, kept)
+    room = int(limit + 1e-9)
+    down = [max(1, room - 1 - rank) for rank in range(P)]
+    for up in ([room - each for each in down], [room] * P):
+        yield from either_fill(Rules(caps=(*down, *reversed(up)), memory_limit=limit, kept=kept))
+    yield Rules(caps=(1,) * (2 * P), memory_limit=limit, kept=kept)
+
+
+def _seconds(equal: EqualStages) -> float | None:
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
+        return None
+    if equal.num_microbatches < 2 * equal.num_ranks - 1:
+        return None
+    return equal.work + (equal.num_ranks - 1) * equal.forward
+
+
+ZB_V = Family(
+    name="zb-v",
+    build=zb_v,
+    placement="snake",
+    aliases=("zbv", "zbvzerobubble", "zbv-zero-bubble", "schedulezbvzerobubble"),
+    num_chunks=2,
+    splits_backward=True,
+    full_after=2,
+    batch_seconds=_seconds,
+)

@@ -1,0 +1,182 @@
+"""Zero bubble schedules of one stage a rank (Qi et al., 2024): 1F1B with a split backward, whose W fill the drain.
+
+ZB-H1 and ZB-H2 are made by hand, ZB-1p and ZB-2p for measured costs and a memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from statistics import fmean
+
+from ..ir import Action, Op, Schedule
+from ..placement import cyclic_placement
+from ..timing.costs import Costs, CostTable
+from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
+from .recognise import EqualStages, Family
+from .warmup import in_turn, one_by_one, put_off_weights
+
+
+def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B with a split backward: the W that rank r has put off fill the time in which 1F1B would drain.
+
+        rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3       P=3, M=4, unit time
+        rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    Rank r puts off r W, so that it holds as many activations as rank 0: min(M, P), from F to W. With equal stages, free
+    links and W at most F and I: makespan M (F+I+W) + (P-1)(F+I-W) when M >= P, and (M+P-1)(F+I) + W below, the best
+    there is. A latency c of at most W/2 adds 2c(P-1 + min(M-2, P-1)), the 4c(P-1) of the paper when M > P.
+    Below P microbatches W come as soon as the drain begins: by the literal rule of the paper they would all stand at
+    the end, 119 s for 112 with P=4, M=2, F=10, I=11, W=7.
+    """
+    return zb_handcrafted("zb-h1", num_ranks=num_ranks, num_microbatches=num_microbatches, steps=1)
+
+
+def zb_handcrafted(name: str, *, num_ranks: int, num_microbatches: int, steps: int) -> Schedule:
+    """1F1B with `steps` forwards more ahead a rank than the next one has, and as many W put off as it has fewer."""
+    most = min(steps * (num_ranks - 1), num_microbatches)
+    programs = []
+    for rank in range(num_ranks):
+        warmup = min(steps * (num_ranks - 1 - rank), num_microbatches)
+        program = one_by_one(rank, range(num_microbatches), warmup=warmup)
+        programs.append(put_off_weights(program, delay=most - warmup))
+    return in_turn(name, programs, num_microbatches=num_microbatches)
+
+
+def _h1_seconds(equal: EqualStages) -> float | None:
+    P, M, W, c = equal.num_ranks, equal.num_microbatches, equal.weight_grad, equal.latency
+    if not well_filled(equal):
+        return None
+    waits = 2 * c * (P - 1 + max(0, min(M - 2, P - 1)))
+    return (M + P - 1) * (equal.forward + equal.input_grad) + W + max(0, M - P) * W + waits
+
+
+def well_filled(equal: EqualStages) -> bool:
+    """Whether a W fits into the gap of an F or I, and hides a message there and back."""
+    return 2 * equal.latency <= equal.weight_grad <= min(equal.forward, equal.input_grad)
+
+
+ZB_H1 = Family(
+    name="zb-h1",
+    build=zb_h1,
+    splits_backward=True,
+    full_after=1,
+    batch_seconds=_h1_seconds,
+)
+
+
+def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Forwards fill the warm-up, W the drain: with F = I = W each rank works without a pause from first to last.
+
+        rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .  .       P=3, M=6, unit time
+        rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
+        rank 2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+    With equal stages, W at most F and I and a latency c of at most W/2, the longest span of a rank is
+    M (F+I+W) + (P-1)(F+I-2W+2c) when M >= 2P-1, and (M+P-1)(F+I) + W + 2c(P-1) below. The makespan is no less than
+    M (F+I+W) + (P-1)(F+c), as with any order: the zero bubble is one of the span, real only where a step begins on
+    a rank before the last one has ended on the others. Each rank holds min(M, 2P-1) activations, from F to W.
+    """
+    return zb_handcrafted("zb-h2", num_ranks=num_ranks, num_microbatches=num_microbatches, steps=2)
+
+
+def _h2_seconds(equal: EqualStages) -> float | None:
+    P, M = equal.num_ranks, equal.num_microbatches
+    if not well_filled(equal) or P < M < 2 * P - 1:
+        return None
+    both = (M + P - 1) * (equal.forward + equal.input_grad)
+    span = both + max(1, M - 2 * P + 2) * equal.weight_grad + 2 * (P - 1) * equal.latency
+    return max(span, equal.work + (P - 1) * (equal.forward + equal.latency))
+
+
+ZB_H2 = Family(
+    name="zb-h2",
+    build=zb_h2,
+    splits_backward=True,
+    full_after=2,
+    batch_seconds=_h2_seconds,
+)
+
+
+def zb_automatic(
+    name: str,
+    most: int,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: float | None = None,
+    costs: Costs | None = None,
+    kept: float = 1.0,
+) -> Schedule:
+    """ZB-1p and ZB-2p: the least span that a greedy search finds for given costs, under a limit of P or 2P activations.
+
+    Forwards ahead fill the time until the first gradient, as many as memory allows; then forwards and backwards take
+    turns, or each rank takes what can start first, a backward before a forward. W fill gaps that are long enough, and
+    short ones where a rank has idled most, or everywhere; a W makes room for a forward that has none. Tried are some
+    slopes of the warm-up over the ranks, as the paper tries its flags, and what has the least span is taken, of these
+    the least makespan. There is no closed form. Where there are P activations, M >= P and W takes no more than F and I,
+    it has the span of ZB-H1, the least; with 2P usual costs leave no bubble in a rank's span. O(M P^2): some seconds at
+    P=32, M=256.
+
+    Arguments:
+        most: memory limit where none is given, in P activations.
+        memory_limit: most stage activations of a rank at once, at least 1.
+        costs: of one stage action each; F, I and W of 1 and no latency where not given.
+        kept: part of an activation that stays from the end of its I until the end of its W. Then more W may wait, but
+            only where the runtime frees the rest at I; `check` and `simulate` count an activation whole until its W.
+
+    Raises ValueError for a limit below 1 and costs that are not above 0.
+    """
+    limit = read_memory(memory_limit, kept, default=most * num_ranks, least=1)
+    table = read_costs(costs, num_stages=num_ranks)
+    placement = cyclic_placement(num_ranks=num_ranks, num_chunks=1)
+    return best_order(name, placement, num_microbatches, table, _candidates(num_microbatches, table, limit, kept))
+
+
+def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules | Listed]:
+    """Warm-ups that fall by so many forwards from rank to rank: from 1F1B's to what fills the way of a microbatch."""
+    before = len(table.latency) - 1  # ranks in front of the last
+    forward, input_grad = (fmean(map(fmean, table.rows[op])) for op in (Op.F, Op.I))
+    full = 1 + (input_grad + 2 * fmean(table.latency)) / forward
+    slopes = [*(1 + (full - 1) * step / 4 for step in range(5)), (limit - 1) / max(1, before)]
+    warmups = dict.fromkeys(_warmup(slope, before, int(limit + 1e-9)) for slope in slopes)
+    for warmup in warmups:
+        whole = range(num_microbatches)
+        order = [one_by_one(rank, whole, warmup=first - 1, op=Op.I) for rank, first in enumerate(warmup)]
+        yield from either_fill(Rules(caps=warmup, memory_limit=limit, kept=kept, order=order))
+    placement = cyclic_placement(num_ranks=before + 1, num_chunks=1)
+    # The same, with at least one fewer than in the rank before.
+    falling = (tuple(max(1, min(first, own[0] - rank)) for rank, first in enumerate(own)) for own in warmups)
+    for warmup in dict.fromkeys(falling):
+        yield from with_weights(_in_rounds(warmup, num_microbatches), placement, table, memory_limit=limit, kept=kept)
+    yield from either_fill(Rules(caps=_warmup(full, before, int(limit + 1e-9)), memory_limit=limit, kept=kept))
+
+
+def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:
+    """Forwards of each rank in front of its first backward."""
+    return tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
+
+
+def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:
+    """F of the warm-up, then an I of each rank from the last and an F of each from the first, in turn."""
+    done = [min(first, num_microbatches) for first in warmup]
+    order = [Action(stage, Op.F, k) for stage, first in enumerate(done) for k in range(first)]
+    for number in range(num_microbatches):
+        order += [Action(stage, Op.I, number) for stage in reversed(range(len(done)))]
+        for stage, k in enumerate(done):
+            if k < num_microbatches:
+                order.append(Action(stage, Op.F, k))
+                done[stage] = k + 1
+    return order
+
+
+ZB_1P, ZB_2P = (
+    Family(
+        name=name,
+        build=partial(zb_automatic, name, most),
+        aliases=(name.replace("-", ""),),
+        splits_backward=True,
+    )
+    for name, most in (("zb-1p", 1), ("zb-2p", 2))
+)

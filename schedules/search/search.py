@@ -1,0 +1,272 @@
+"""The search itself: starts, then rounds of policies and of slides, until the bound is met or the budget is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+from ..families.recognise import Family
+from ..families.registry import FAMILIES
+from ..ir import chain
+from ..timing.costs import Costs
+from .evaluate import OrderEvaluator, Orders, OrderSearch
+from .incumbent import Budget, Incumbent, Progress
+from .listing import Lister, Policy, changed, changed_weights, first_policies, refill
+from .problem import Problem
+
+_POLICIES = 24  # policies of a round
+_REFILLS = 16  # times that the W of one order are placed anew, in a round
+_SLIDES = 40  # slides of a round, for each policy
+_SMALL = 500  # actions of a problem in which slides find what policies cannot
+_BEFORE = 6  # policies that come before the named schedules, where there is a start
+_NEAR = 1.1  # a named schedule within this of the best is worth a second try
+_ELITES = 4
+
+
+class _BudgetError(Exception):
+    """The budget is spent, or the bound is met: the search ends here."""
+
+
+class OrderingSearch:
+    """One search, with families that are made for `costs`, unless `has_named` is False: building them takes a while.
+
+    Attributes: `incumbent`, the best orders so far; `elites`, those of the least values, the best first, with each B as
+    I and W; `policies`, the best ones, the very best first.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        *,
+        bound: float,
+        costs: Costs | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        has_named: bool = True,
+    ) -> None:
+        self.problem, self.costs, self.has_named, self.random = problem, costs, has_named, Random(budget.seed)
+        self.evaluator = OrderEvaluator(problem)
+        self.lister = Lister(self.evaluator)
+        self.incumbent: Incumbent[Orders] = Incumbent(budget, bound=bound, on_progress=on_progress)
+        self._any = problem.num_microbatches * problem.num_stages  # W that a rank may put off
+        self._elites: list[tuple[float, int, Orders]] = []
+        self._policies: list[tuple[float, int, Policy]] = []
+
+    def run(self, starts: Sequence[Orders] = (), policies: Sequence[Policy] = ()) -> Orders:
+        """The best orders that it finds; the given starts come first, then the given policies."""
+        try:
+            self._begin(starts, policies)
+            while True:
+                self._round()
+        except _BudgetError:
+            pass
+        return self._fuse()
+
+    @property
+    def value(self) -> float:
+        return self.incumbent.value
+
+    @property
+    def evaluations(self) -> int:
+        return self.incumbent.evaluations
+
+    @property
+    def elites(self) -> tuple[Orders, ...]:
+        return tuple(orders for _, _, orders in self._elites)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return tuple(policy for _, _, policy in self._policies)
+
+    # --- parts of a search ---
+
+    def _begin(self, starts: Sequence[Orders], policies: Sequence[Policy]) -> None:
+        for start in starts:
+            self._offer(start, "given")
+            self._offer(split(self.evaluator, start), "given")
+            for fill in (0.6, 1.0):
+                self._refill_as(start, fill=fill)
+        for policy in policies:
+            self._try_policy(policy)
+        first = first_policies(self.problem, self.random)
+        self._try_policy(next(first))  # so that there is an order before the time can be over
+        for _, policy in zip(range(_BEFORE if starts else 0), first, strict=False):
+            self._try_policy(policy)
+        for name, orders in named_orders(self.evaluator) if self.has_named else ():
+            if self._offer(orders, name) <= _NEAR * self.value:
+                self._refill_as(orders, fill=0.6)
+        if not starts:
+            self._make()
+        for _, policy in zip(range(0 if policies else 2 * _POLICIES), first, strict=False):
+            self._try_policy(policy)
+        if starts:
+            self._make()
+        self._rest = first
+
+    def _make(self) -> None:
+        if self.costs is not None and self.has_named:
+            for name, orders in made_orders(self.evaluator, self.costs):
+                self._offer(orders, name)
+
+    def _round(self) -> None:
+        at = min(int(self.random.expovariate(0.7)), len(self._policies) - 1)
+        value, _, policy = self._policies[at]
+        for n in range(_POLICIES):
+            if n % 4 == 3 and (other := next(self._rest, None)) is not None:
+                self._try_policy(other)
+                continue
+            new = changed(policy, self.problem, self.random)
+            found = self._try_policy(new)
+            if found <= value:
+                value, policy = found, new
+        self._refill()
+        self._slide()
+
+    def _refill_as(self, orders: Orders, *, fill: float) -> None:
+        """The W of an order placed anew, by one rule for all ranks."""
+        P = self.problem.num_ranks
+        found = refill(self.evaluator, split(self.evaluator, orders), fill=(fill,) * P, backlog=(self._any,) * P)
+        if found is not None:
+            self._offer(found, "weights")
+
+    def _refill(self) -> None:
+        """The W of one of the best orders, placed anew."""
+        P = self.problem.num_ranks
+        orders = self._elites[int(self.random.random() * len(self._elites))][2]
+        fill, backlog = (self.random.choice((0.4, 0.6, 0.8)),) * P, (self._any,) * P
+        best = math.inf
+        for _ in range(_REFILLS):
+            tried = changed_weights(fill, backlog, self.problem, self.random) if best < math.inf else (fill, backlog)
+            found = refill(self.evaluator, orders, fill=tried[0], backlog=tried[1])
+            if found is None:
+                self._count()
+            elif (value := self._offer(found, "weights")) <= best:
+                best, (fill, backlog) = value, tried
+            if best is math.inf:
+                break
+
+    def _slide(self) -> None:
+        at = min(int(self.random.expovariate(0.7)), len(self._elites) - 1)
+        _, _, orders = self._elites[at]
+        size = sum(map(len, orders))
+        if size < _SMALL and self.random.random() < 0.3:  # from somewhere else
+            policy = self.random.choice(self._policies)[2]
+            for _ in range(5):
+                policy = changed(policy, self.problem, self.random)
+            orders = self.lister.build(policy)
+        steps = min(3000, max(300, 40 * size)) if size < _SMALL else _POLICIES * _SLIDES
+        hot = self.random.choice((0.02, 0.1, 0.3, 1.0) if size < _SMALL else (0.02, 0.1, 0.3))
+        search = OrderSearch(self.evaluator)
+        for found in search.anneal(orders, self.random, steps=steps, hot=hot, cold=hot / 30):
+            if found is None:
+                self._count()
+            else:
+                self._offer(found[1], "slides", value=found[0])
+
+    def _try_policy(self, policy: Policy) -> float:
+        orders = self.lister.build(policy)
+        value = self._offer(orders, "policy")
+        self._policies.append((value, self.evaluations, policy))
+        self._policies.sort(key=lambda each: each[:2])
+        del self._policies[2 * _ELITES :]
+        return value
+
+    # --- its record ---
+
+    def _offer(self, orders: Orders, source: str, value: float | None = None) -> float:
+        value = self.evaluator.value(orders) if value is None else value
+        if not any(value == other for other, _, _ in self._elites):
+            self._elites.append((value, self.evaluations, split(self.evaluator, orders)))
+            self._elites.sort(key=lambda each: each[:2])
+            del self._elites[_ELITES:]
+        if value < self.value:
+            assert self.evaluator.fits(orders), f"{source} exceeds the memory"
+            self.incumbent.offer(value, [list(order) for order in orders], source, spent=1)
+        self._count()
+        return value
+
+    def _count(self) -> None:
+        self.incumbent.evaluations += 1
+        if self.incumbent.is_over:
+            raise _BudgetError
+
+    def _fuse(self) -> Orders:
+        """The best orders; an I and its W run as one, rank by rank, where that takes no longer."""
+        best = self.incumbent.answer
+        assert best is not None
+        for rank, order in enumerate(fuse(self.evaluator, best)):
+            orders = [*best[:rank], order, *best[rank + 1 :]]
+            if (value := self.evaluator.value(orders)) <= self.value:
+                self.incumbent.value, best = value, orders
+        return best
+
+
+# --- where it begins ---
+
+
+def named_orders(evaluator: OrderEvaluator) -> Iterator[tuple[str, Orders]]:
+    """Orders of the families that stand on this placement and fit the memory, and the same with each B as I and W."""
+    for family in FAMILIES.values():
+        yield from _fitting(evaluator, family, {})
+        if "group_size" in family.options and evaluator.problem.num_ranks % 2 == 0:  # its half-memory form
+            yield from _fitting(evaluator, family, {"group_size": evaluator.problem.num_ranks // 2})
+
+
+def made_orders(evaluator: OrderEvaluator, costs: Costs) -> Iterator[tuple[str, Orders]]:
+    """The same of families that are made for costs and a memory limit, which takes longer."""
+    problem = evaluator.problem
+    for family in FAMILIES.values():
+        if "costs" not in family.options:
+            continue
+        yield from _fitting(evaluator, family, {"costs": costs})
+        held = {n for row in problem.held for n in row}
+        if "memory_limit" in family.options and problem.memory_limit is not None and len(held) == 1 and min(held) > 0:
+            kept = min(n for row in problem.kept for n in row) / min(held)
+            limit = min(problem.memory_limit) / min(held)
+            yield from _fitting(evaluator, family, {"costs": costs, "memory_limit": limit, "kept": kept})
+
+
+def _fitting(evaluator: OrderEvaluator, family: Family, options: dict[str, object]) -> Iterator[tuple[str, Orders]]:
+    problem = evaluator.problem
+    if family.rule.is_asynchronous or family.weight_copies > 1 or "num_slices" in family.options:
+        return
+    sizes: dict[str, object] = {"num_ranks": problem.num_ranks, "num_microbatches": problem.num_microbatches}
+    if family.takes_chunks:
+        sizes["num_chunks"] = problem.num_stages // problem.num_ranks
+    elif problem.num_stages != problem.num_ranks * family.num_chunks:
+        return
+    try:
+        schedule = family.build(**sizes, **options)
+        orders = evaluator.orders(schedule)
+    except ValueError:  # a family that has no schedule of these sizes, or not on this placement
+        return
+    if schedule.edges == chain(problem.num_stages) and evaluator.fits(orders):
+        yield family.name, orders
+        if (parts := split(evaluator, orders)) != orders:
+            yield family.name, parts
+
+
+def split(evaluator: OrderEvaluator, orders: Orders) -> Orders:
+    """The same order with I and W in the place of each B."""
+    first = 3 * evaluator.num_stages * evaluator.num_microbatches
+    size = first // 3
+    return [
+        [part for code in order for part in ((code - 2 * size, code - size) if code >= first else (code,))]
+        for order in orders
+    ]
+
+
+def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
+    """The same order with a B in the place of each I that has its W right behind."""
+    size = evaluator.num_stages * evaluator.num_microbatches
+    fused = []
+    for order in orders:
+        new: list[int] = []
+        for code in order:
+            if new and size <= new[-1] < 2 * size and code == new[-1] + size:
+                new[-1] += 2 * size
+            else:
+                new.append(code)
+        fused.append(new)
+    return fused

@@ -1,0 +1,102 @@
+"""Clocks of hosts: how far one is from another, known within bounds, and what that means for a timeline.
+
+    clock of rank 0's host   ------- there -------------      sent and back are stamped by this host, there by rank 0's:
+                                   /       \\                  there = (sent + back) / 2 + offset, give or take
+    clock of this host       -- sent ----- back --------      (back - sent) / 2, whatever the two ways took
+
+Of many pings the quickest says it best. Readings at the beginning and at the end of a run tell how the clocks drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..dependencies import Needs
+from ..messages import Message
+from ..timing.timeline import Timeline
+from ..wording import count, duration
+
+MAX_DRIFT = 1e-4  # seconds a second: no two clocks that keep time part faster (quartz, slewed by NTP, is within 5e-5)
+
+
+class Ping(NamedTuple):
+    """One round trip: sent and back by this host's clock, there by that of rank 0's host [s]."""
+
+    sent: float
+    there: float
+    back: float
+
+
+class ClockReading(NamedTuple):
+    """At time `at` of this host's clock, that of rank 0's host showed `at + offset`, give or take `error` [s]."""
+
+    at: float
+    offset: float
+    error: float
+
+
+def read_clock(pings: Iterable[Ping]) -> ClockReading:
+    """The reading of the quickest of some pings; ValueError without any."""
+    quickest = min(pings, key=lambda ping: ping.back - ping.sent, default=None)
+    if quickest is None:
+        raise ValueError("no ping: expected at least one round trip to read a clock by")
+    sent, there, back = quickest
+    middle = sent + (back - sent) / 2
+    return ClockReading(middle, there - middle, (back - sent) / 2)
+
+
+def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float]:
+    """Offset of this host's clock at a time of its own, and the most that it may be wrong by [s], by ascending
+    readings.
+
+    Between two readings both are interpolated: exact bounds for clocks that drift evenly. Before the first reading and
+    behind the last one the offset stays, and may be wrong by MAX_DRIFT more for each second. Without readings the host
+    is rank 0's: (0, 0).
+    """
+    if not readings:
+        return 0.0, 0.0
+    for before, after in pairwise(readings):
+        if before.at <= at <= after.at and after.at > before.at:
+            part = (at - before.at) / (after.at - before.at)
+            return (
+                before.offset + part * (after.offset - before.offset),
+                before.error + part * (after.error - before.error),
+            )
+    nearest = readings[0] if at < readings[0].at else readings[-1]
+    return nearest.offset, nearest.error + MAX_DRIFT * abs(at - nearest.at)
+
+
+def early_messages(timeline: Timeline) -> tuple[tuple[Message, float, float], ...]:
+    """Messages that were used, by the clock of their receiver, before they were made, by that of their sender: by how
+    many seconds, and how many of them the errors of the two clocks explain."""
+    needs = Needs(timeline.schedule)
+    made_at = {what: end for rank in timeline.ranks for what, _, end in rank.compute}
+    errors = timeline.clock_error or (0.0,) * len(timeline.ranks)
+    return tuple(
+        (each.message, made_at[each.maker] - start, errors[each.sender] + errors[each.receiver])
+        for rank in timeline.ranks
+        for what, start, _ in rank.compute
+        for each in needs.arrivals(what)
+        if made_at.get(each.maker, start) > start
+    )
+
+
+def clock_note(timeline: Timeline) -> str:
+    """Note on the clocks behind a timeline for people, as half a sentence; empty where one clock stamped all.
+
+    >>> from stagewright.schedules import Costs, build, simulate
+    >>> clock_note(simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs()))
+    ''
+    """
+    if not timeline.clock_error:
+        return ""
+    told = f"clocks of hosts aligned to ±{duration(max(timeline.clock_error))}"
+    early = early_messages(timeline)
+    if early:
+        most = max(seconds for _, seconds, _ in early)
+        told += f"; by them {count(len(early), 'message')} came up to {duration(most)} before being sent"
+        beyond = sum(seconds > allowed for _, seconds, allowed in early)
+        told += f", {beyond} of them by more than that explains" if beyond else ", which that explains"
+    return told

@@ -1,0 +1,107 @@
+"""timeline.json of a run: what was predicted, and from what. The trace files beside it have what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..ir import Schedule
+from ..timing.costs import Costs
+from ..timing.memory import StageBytes
+from ..timing.sampling import StepSamples
+from ..timing.spread import Spread
+from ..timing.timeline import Timeline
+
+NAME = "timeline.json"
+_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A run's prediction.
+
+    Arguments:
+        schedule: that ran.
+        predicted: simulated under `costs`, which were measured.
+        memory: [S] bytes of each stage; empty where they are not known.
+        memory_limit, predicted_peak: [P] bytes; None where nobody said.
+        spread: of its durations around `costs`; None where too few steps were measured.
+        sampled: steps simulated under both; None where there is no spread.
+        measured: a step of a run of before there were trace files.
+
+    Raises ValueError for costs and bytes of another number of stages.
+    """
+
+    schedule: Schedule
+    predicted: Timeline
+    costs: Costs | None = None
+    memory: tuple[StageBytes, ...] = ()
+    memory_limit: tuple[float, ...] | None = None
+    predicted_peak: tuple[float, ...] | None = None
+    spread: Spread | None = None
+    sampled: StepSamples | None = None
+    measured: Timeline | None = None
+
+    def __post_init__(self) -> None:
+        num_stages = self.schedule.num_stages
+        if self.costs is not None:
+            self.costs.table_for(self.schedule)
+        if len(self.memory) not in (0, num_stages):
+            raise ValueError(f"bytes of {len(self.memory)} stages for a schedule of {num_stages}: expected one a stage")
+
+    def write(self, folder: Path) -> None:
+        """Write timeline.json whole, or not at all; OSError where the disk does not take it."""
+        data: dict[str, Any] = {
+            "version": _VERSION,
+            "schedule": json.loads(self.schedule.to_json()),
+            "predicted": json.loads(self.predicted.to_json()),
+            "costs": None if self.costs is None else json.loads(self.costs.to_json()),
+            "memory": [asdict(each) for each in self.memory],
+            "memory_limit": self.memory_limit,
+            "predicted_peak": self.predicted_peak,
+            "spread": None if self.spread is None else json.loads(self.spread.to_json()),
+            "sampled": None if self.sampled is None else asdict(self.sampled),
+        }
+        partial = folder / f"{NAME}.partial"
+        partial.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        partial.replace(folder / NAME)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFile:
+        """Read timeline.json, of older versions, too; ValueError says what is missing or unreadable."""
+        path = folder / NAME
+        try:
+            return _parse(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ValueError(f"{folder} has no readable {NAME}: a run writes it when it traces a step") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{path} is not a run's timeline: {error}") from error
+
+
+def _parse(data: Any) -> RunFile:
+    version = data.get("version", 1)
+    if version not in (1, _VERSION):
+        raise ValueError(f"version {version!r}, expected {_VERSION}: written by another stagewright")
+    predicted = Timeline.from_json(json.dumps(data["predicted"]))
+    if version == 1:
+        measured = Timeline.from_json(json.dumps(data["measured"]))
+        return RunFile(schedule=predicted.schedule, predicted=predicted, measured=measured)
+    spread = data.get("spread")
+    if spread is not None and "chance" in spread:  # of a run of before steps were kept whole
+        spread = None
+    return RunFile(
+        schedule=Schedule.from_json(json.dumps(data["schedule"])),
+        predicted=predicted,
+        costs=None if data["costs"] is None else Costs.from_json(json.dumps(data["costs"])),
+        memory=tuple(StageBytes(**each) for each in data["memory"]),
+        memory_limit=_numbers(data["memory_limit"]),
+        predicted_peak=_numbers(data["predicted_peak"]),
+        spread=None if spread is None else Spread.from_json(json.dumps(spread)),
+        sampled=None if data.get("sampled") is None else StepSamples(**data["sampled"]),
+    )
+
+
+def _numbers(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(map(float, values))

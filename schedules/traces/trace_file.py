@@ -1,0 +1,169 @@
+"""Trace files: what each process of a run leaves of some of its steps, written without a word to the others.
+
+    runs/NAME/trace.rank0.jsonl    {"trace": 1, "run": "5f0c", "process": 0, ...}     each time that the process starts
+                                   {"clock": [at, offset, error], "run": "5f0c"}      its clock beside process 0's
+                                   {"step": 3, "run": "5f0c", "ranks": {"0": ...}}    what its ranks did
+                                   ...
+
+Times are seconds of the process's own clock; `trace_reader` puts the files of all processes together. Each line ends
+with a checksum of what stands before it: one that was cut off or changed is known by itself, and the others are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..ir import Action, Collective, Schedule
+from ..messages import Message, MessageKind
+from ..timing.records import RankRecord, was_waited_for
+from ..timing.timeline import Span
+from .clocks import ClockReading
+
+VERSION = 1
+_SUM = b',"crc":'
+_LATER = ("flush_first", "cut")  # of a header: files from before may lack them
+_WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes; of a longer one, the first of each host
+
+
+def trace_path(folder: Path, process: int) -> Path:
+    return folder / f"trace.rank{process}.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """One start of a process.
+
+    Arguments:
+        run: name of this start, the same in all processes.
+        started: when, by the wall clock of process 0, ISO 8601 in UTC.
+        process, num_processes: number of this one, and of all.
+        ranks: of the schedule that it runs.
+        machine, origin: whose monotonic clock it has, and process 0 has; equal ones are one clock.
+        host: name, for people.
+        first_step: number of the first step behind this start; steps from here on of earlier starts do not count.
+        digest: of the schedule that runs.
+        flush_first: batches that end in a flush, of a schedule without one.
+        cut: the same text where stages are the same modules and run alike; empty where nobody said.
+        schedule: None where another file has it.
+        versions: of packages, by name.
+    """
+
+    run: str
+    started: str
+    process: int
+    num_processes: int
+    ranks: tuple[int, ...]
+    machine: str
+    origin: str
+    host: str
+    first_step: int
+    digest: str
+    schedule: Schedule | None
+    flush_first: int = 0
+    cut: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def digest(schedule: Schedule) -> str:
+    """The same text for equal schedules."""
+    return short_digest(schedule.to_json())
+
+
+def short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def keeps_schedule(schedule: Schedule, *, is_first_on_host: bool) -> bool:
+    return is_first_on_host or len(schedule.to_json()) <= _WHOLE_SCHEDULE
+
+
+def header_line(header: TraceHeader) -> bytes:
+    data: dict[str, Any] = {"trace": VERSION}
+    data |= {name: getattr(header, name) for name in TraceHeader.__slots__}
+    data["schedule"] = None if header.schedule is None else json.loads(header.schedule.to_json())
+    return _line(data | {"versions": dict(header.versions)})
+
+
+def clock_line(run: str, reading: ClockReading) -> bytes:
+    return _line({"clock": list(reading), "run": run})
+
+
+def step_line(run: str, step: int, records: Mapping[int, RankRecord]) -> bytes:
+    """One step of a process's ranks: times in nanoseconds from its first one, and messages that were waited for."""
+    return _line({"step": step, "run": run, "ranks": {str(rank): _record(each) for rank, each in records.items()}})
+
+
+def end_line(run: str, step: int) -> bytes:
+    """Nothing behind this step is traced: the file has as many bytes as it may have."""
+    return _line({"full": step, "run": run})
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object of a line; ValueError where it is not as it was written."""
+    text, found, checksum = line.rpartition(_SUM)
+    if not found or not checksum.endswith(b"}") or not checksum[:-1].isdigit():
+        raise ValueError("cut off, or no line of a trace")
+    if zlib.crc32(text) != int(checksum[:-1]):
+        raise ValueError("changed since it was written: its checksum does not fit")
+    data: dict[str, Any] = json.loads(text + b"}")
+    return data
+
+
+def parse_header(data: Mapping[str, Any]) -> TraceHeader:
+    schedule = None if data["schedule"] is None else Schedule.from_json(json.dumps(data["schedule"]))
+    values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name not in _LATER}
+    return TraceHeader(**(values | {"schedule": schedule, "ranks": tuple(data["ranks"])}))
+
+
+def parse_clock(data: Mapping[str, Any]) -> ClockReading:
+    return ClockReading(*map(float, data["clock"]))
+
+
+def parse_step(data: Mapping[str, Any]) -> dict[int, RankRecord]:
+    return {int(rank): _read_record(each) for rank, each in data["ranks"].items()}
+
+
+def _line(data: Mapping[str, Any]) -> bytes:
+    text = json.dumps(data, separators=(",", ":")).encode()[:-1]
+    return text + _SUM + str(zlib.crc32(text)).encode() + b"}\n"
+
+
+def _record(record: RankRecord) -> dict[str, Any]:
+    origin = record.compute[0].start if record.compute else 0.0
+
+    def at(time: float) -> float:
+        return round(time - origin, 9)
+
+    return {
+        "from": origin,
+        **({} if record.step is None else {"step": [at(time) for time in record.step]}),
+        "compute": [[str(what), at(start), at(end)] for what, start, end in record.compute],
+        "arrivals": [
+            [*what, at(began), at(there)]
+            for what, began, there in record.arrivals
+            if was_waited_for(what, began, there)
+        ],
+        "collectives": [[str(what), at(start), at(end)] for what, start, end in record.collectives],
+    }
+
+
+def _read_record(data: Mapping[str, Any]) -> RankRecord:
+    origin = float(data["from"])
+    step = data.get("step")
+    return RankRecord(
+        step=None if step is None else (origin + float(step[0]), origin + float(step[1])),
+        compute=tuple(Span(Action.parse(what), origin + start, origin + end) for what, start, end in data["compute"]),
+        arrivals=tuple(
+            Span(Message(MessageKind(kind), src, dst, index), origin + began, origin + there)
+            for kind, src, dst, index, began, there in data["arrivals"]
+        ),
+        collectives=tuple(
+            Span(Collective.parse(what), origin + start, origin + end) for what, start, end in data["collectives"]
+        ),
+    )

@@ -1,0 +1,389 @@
+"""Actions of traced processes, put together as a schedule and measured steps of it: one Exhibit.
+
+A slice may hold more than compute: torch's `PP:1F0` waits for its input before it computes, and `Forward 0` sends its
+output, too. On the CPU an action begins when its input is there, or, where that is not seen, with its first operation
+that is no communication, and ends where a send begins. On a GPU it lasts from its first kernel to its last
+(`gpu_user_annotation`). Names of actions:
+
+    PP:1F0, 1F0            torch.distributed.pipelining, all schedules but GPipe and 1F1B; and this package
+    PP:(0F1;1B0)OVERLAP_F_B    likewise, of two actions one behind the other
+    Forward 0              torch's ScheduleGPipe: the microbatch alone; a rank has one stage
+
+torch's Schedule1F1B (2.13) names nothing.
+
+Ranks' clocks: processes stamp with their host's wall clock, and those are taken to agree. Where a consumer runs before
+its input was made they do not, and a note says by how much.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, Span, Timeline, check
+from ...schedules.dependencies import Needs
+from ...schedules.ir import fitting_owners
+from ...schedules.timing.records import RankRecord, assemble_timeline
+from ..exhibit import Exhibit, MeasuredStep
+from .events import Event, TraceFile, read_trace
+
+_NS = 1e-9
+_APART = 1e-5  # [s]: clocks that differ by less are not spoken of
+_ON_GPU, _OPERATION = "gpu_user_annotation", "cpu_op"
+_RANK = re.compile(r"\brank[ _:]?(\d+)\b", re.IGNORECASE)
+_AUTOGRAD = "autograd::engine"
+_ACTION = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
+_OVERLAP = re.compile(r"PP:\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
+_RECEIVE = re.compile(r"PP:(\d+)RECV_([FB])(\d+)")
+_OF_ONE_STAGE = re.compile(r"(Forward|Backward) (\d+)")
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_COMMUNICATION = ("c10d::", "gloo:", "nccl:", "ncclx:", "record_param_comms", "PP:")
+_ARRIVAL = "gloo:recv"  # lasts from the posting of a receive until its message is there
+_THE_ONE_STAGE = -1  # of a rank, whose actions do not name it
+
+
+class TracedAction(NamedTuple):
+    """An action that ran.
+
+    begun: of its slice; computed: when it began to compute; end: likewise [ns].
+    arrived: when its input was there [ns]; None where that is not seen.
+    """
+
+    what: Action
+    begun: int
+    computed: int
+    end: int
+    arrived: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process.
+
+    Arguments:
+        rank: as the file or its name says; None where neither does.
+        ran: actions in the order of their starts.
+        steps: (number, start, end) [ns] of the steps that the profiler marks.
+    """
+
+    rank: int | None
+    file: TraceFile
+    ran: tuple[TracedAction, ...]
+    steps: tuple[tuple[int, int, int], ...]
+
+
+_Step = dict[int, list[TracedAction]]  # by rank
+
+
+def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
+    """The measured steps that the trace files of all ranks hold; processes without any action are no part of them.
+
+    Raises ValueError for files that are no traces, hold no slice, or none with the name of a pipeline's action, or are
+    of one rank twice.
+    """
+    files = [read_trace(path) for path in paths]
+    notes = [note for file in files for note in file.notes]
+    if not any(file.slices for file in files):
+        raise ValueError(f"{', '.join(map(str, paths))}: no slice with a start and a length: nothing to show")
+    acting = [each for each in _processes_of(files) if each.ran]
+    if not acting:
+        raise ValueError(
+            f"{name}: no slice has the name of a pipeline's action (torch's Schedule1F1B gives none): expected names "
+            f"such as PP:1F0; https://ui.perfetto.dev draws a trace without them"
+        )
+    by_rank = _by_rank(acting, name)
+    size = max([each.file.world_size or 0 for each in acting] + [max(by_rank) + 1])
+    absent = [rank for rank in range(size) if rank not in by_rank]
+    notes += [f"{name}: rank {r} of {size} left no trace: its row is empty" for r in absent]
+    hosts = sorted({each.file.host for each in acting} - {""})
+    if len(hosts) > 1:
+        notes.append(f"{name}: the clocks of {', '.join(hosts)} are taken to agree")
+    measured = []
+    for number, step in _whole_steps(_steps(by_rank), name, notes).items():
+        timeline, said = _assemble(step, size, absent, name)
+        measured.append(MeasuredStep(number, timeline))
+        notes += [note for note in said if note not in notes]
+    return Exhibit(name=name, measured=tuple(measured), notes=tuple(notes))
+
+
+def _processes_of(files: Sequence[TraceFile]) -> list[Process]:
+    """Processes of all files. A file that says its rank is of one process; else each pid is one."""
+    found = []
+    for file in files:
+        if file.rank is not None:
+            found.append(_process(file.rank, file, file.slices))
+            continue
+        by_pid: dict[object, list[Event]] = {}
+        for each in file.slices:
+            by_pid.setdefault(each.pid, []).append(each)
+        for pid, slices in by_pid.items():
+            match = _RANK.search(file.process_names.get(pid, str(pid)))
+            found.append(_process(int(match[1]) if match else None, file, slices))
+    return found
+
+
+def _process(rank: int | None, file: TraceFile, slices: Sequence[Event]) -> Process:
+    marked = [(each, match) for each in slices if (match := _STEP.fullmatch(each.name))]
+    steps = {int(match[1]): (each.start, each.end) for each, match in marked}
+    return Process(
+        rank=rank,
+        file=file,
+        ran=tuple(sorted(_ran(slices), key=lambda each: (each.computed, each.end))),
+        steps=tuple((number, start, end) for number, (start, end) in sorted(steps.items())),
+    )
+
+
+def _ran(slices: Sequence[Event]) -> Iterator[TracedAction]:
+    """Every slice that is an action, and is not in another one of the same name."""
+    acting = [(each, actions) for each in slices if (actions := actions_of(each.name, each.args))]
+    if any(each.category == _ON_GPU for each, _ in acting):
+        acting = [(each, actions) for each, actions in acting if each.category == _ON_GPU]
+    operations = _Operations(slices)
+    arrivals = _arrivals(slices, operations)
+    until: dict[Action, int] = {}
+    for each, actions in acting:
+        if each.start < until.get(actions[0], -(1 << 62)):
+            continue
+        until[actions[0]] = each.end
+        on_cpu = each.category != _ON_GPU
+        begun = each.start
+        for position, what in enumerate(actions):
+            is_last = position == len(actions) - 1
+            end = each.end if is_last else operations.turn(each, what.op)
+            earlier = arrivals.get(what)
+            inside = [at for at in operations.arrivals(each.tid, begun, end) if at <= end]
+            arrived = earlier.pop(0) if earlier else max(inside, default=None)
+            computed, done = begun, end
+            if on_cpu:
+                computed = operations.first(each.tid, begun, end) if arrived is None else max(begun, arrived)
+                done = operations.sending(each.tid, begun, end)
+            yield TracedAction(what, begun, min(computed, done), done, arrived)
+            begun = end
+
+
+class _Operations:
+    """Operations of a process on the CPU, by thread."""
+
+    def __init__(self, slices: Sequence[Event]) -> None:
+        self._starts: dict[object, list[int]] = {}
+        self._sends: dict[object, list[int]] = {}
+        self._backward: dict[object, list[tuple[int, int]]] = {}
+        self._arrived: dict[object, list[tuple[int, int]]] = {}
+        for each in slices:
+            if each.name == _ARRIVAL:
+                self._arrived.setdefault(each.tid, []).append((each.start, each.end))
+            elif each.category == _OPERATION and each.name.startswith(_COMMUNICATION):
+                self._sends.setdefault(each.tid, []).append(each.start)
+            elif each.category == _OPERATION:
+                self._starts.setdefault(each.tid, []).append(each.start)
+                if each.name.startswith(_AUTOGRAD):
+                    self._backward.setdefault(each.tid, []).append((each.start, each.end))
+
+    def first(self, tid: object, start: int, end: int) -> int:
+        """Start of the first operation between two times [ns]; the end where there is none, and the start where none
+        were recorded at all."""
+        starts = self._starts.get(tid)
+        if starts is None:
+            return start
+        at = bisect_left(starts, start)
+        return starts[at] if at < len(starts) and starts[at] < end else end
+
+    def sending(self, tid: object, start: int, end: int) -> int:
+        """Start of the first communication behind the last operation between two times [ns]; the end without any."""
+        starts, sends = self._starts.get(tid, []), self._sends.get(tid, [])
+        last = bisect_left(starts, end) - 1
+        if last < 0 or starts[last] < start:
+            return end
+        at = bisect_left(sends, starts[last])
+        return sends[at] if at < len(sends) and sends[at] < end else end
+
+    def arrivals(self, tid: object, start: int, end: int) -> list[int]:
+        """When receives were there that were posted between two times [ns]."""
+        arrived = self._arrived.get(tid, [])
+        return [there for _, there in arrived[bisect_left(arrived, (start,)) : bisect_right(arrived, (end,))]]
+
+    def turn(self, each: Event, first: Op) -> int:
+        """Where the first of two actions in a slice ends: a backward where autograd ends, a forward where it begins."""
+        inside = [(s, e) for s, e in self._backward.get(each.tid, []) if each.start <= s and e <= each.end]
+        if not inside:
+            return (each.start + each.end) // 2
+        return min(s for s, _ in inside) if first is Op.F else max(e for _, e in inside)
+
+
+def _arrivals(slices: Sequence[Event], operations: _Operations) -> Mapping[Action, list[int]]:
+    """When the inputs of actions were there [ns], step by step, of torch's runtime over gloo: a receive that is posted
+    in RECV."""
+    found: dict[Action, list[int]] = {}
+    for each in slices:
+        match = _RECEIVE.fullmatch(each.name)
+        if match and (ends := operations.arrivals(each.tid, each.start, each.end)):
+            found.setdefault(Action(int(match[1]), Op(match[2]), int(match[3])), []).append(max(ends))
+    return found
+
+
+def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Action, ...]:
+    """The actions of a slice, in order; none where it is something else.
+
+    >>> actions_of("PP:1F0", {})
+    (1F0,)
+    """
+    given = args.get("action")
+    if isinstance(given, str):
+        try:
+            return (Action.parse(given),)
+        except ValueError:
+            return ()
+    if match := _ACTION.fullmatch(name):
+        return (Action(int(match[1]), Op(match[2]), int(match[3])),)
+    if match := _OVERLAP.fullmatch(name):
+        return tuple(map(Action.parse, match.groups()))
+    if match := _OF_ONE_STAGE.fullmatch(name):
+        return (Action(_THE_ONE_STAGE, Op.F if match[1] == "Forward" else Op.B, int(match[2])),)
+    return ()
+
+
+def _by_rank(acting: Sequence[Process], name: str) -> dict[int, Process]:
+    """Processes by rank; where none says its own, in the order in which they stand."""
+    if any(each.rank is None for each in acting):
+        acting = [replace(each, rank=number) for number, each in enumerate(acting)]
+    ranks = Counter(each.rank for each in acting)
+    twice = [each for each in acting if ranks[each.rank] > 1]
+    if twice:
+        files = ", ".join(sorted({str(each.file.path) for each in twice}))
+        raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file a rank")
+    return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
+
+
+def _steps(by_rank: Mapping[int, Process]) -> dict[int, _Step]:
+    """Actions by step and rank. A step is what the profiler marks; else the n-th time of each action."""
+    steps: dict[int, _Step] = {}
+    marked = all(each.steps for each in by_rank.values())
+    for rank, process in by_rank.items():
+        times: Counter[Action] = Counter()
+        for ran in process.ran:
+            if marked:
+                inside = [number for number, start, end in process.steps if start <= ran.begun <= end]
+                if not inside:
+                    continue
+                number = inside[-1]  # of two that touch, the one that begins
+            else:
+                number = times[ran.what]
+                times[ran.what] += 1
+            what = ran.what._replace(stage=rank) if ran.what.stage == _THE_ONE_STAGE else ran.what
+            steps.setdefault(number, {}).setdefault(rank, []).append(ran._replace(what=what))
+    return dict(sorted(steps.items()))
+
+
+def _whole_steps(steps: Mapping[int, _Step], name: str, notes: list[str]) -> dict[int, _Step]:
+    """Steps of which as much was recorded as of any."""
+    sizes = {number: sum(map(len, step.values())) for number, step in steps.items()}
+    most = max(sizes.values())
+    kept = {number: step for number, step in steps.items() if sizes[number] == most}
+    if len(kept) < len(steps):
+        left = ", ".join(str(number) for number in steps if number not in kept)
+        notes.append(f"{name}: step {left} was not recorded as a whole: left out")
+    return kept
+
+
+def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple[Timeline, list[str]]:
+    """The timeline of one step, and what is to be said of it."""
+    notes: list[str] = []
+    step = _over_replicas(step)
+    programs: list[tuple[Action, ...]] = [() for _ in range(size)]
+    placement: list[set[int]] = [set() for _ in range(size)]
+    for rank, done in step.items():
+        programs[rank] = tuple(each.what for each in done if each.what.op is not Op.U)  # those follow the program
+        placement[rank] = {each.what.stage for each in done}
+    seen = set().union(*placement)
+    unseen = [stage for stage in range(max(seen)) if stage not in seen]
+    if unseen and not absent:
+        programs, placement = [*programs, ()], [*placement, set()]
+        absent = [size]
+        notes.append(f"{name}: stage {', '.join(map(str, unseen))} is in no trace: an empty row stands for it")
+    for number, stage in enumerate(unseen):
+        placement[absent[number % len(absent)]].add(stage)
+    actions = [action for program in programs for action in program]
+    schedule = Schedule(
+        name=name,
+        placement=tuple(tuple(sorted(stages)) for stages in placement),
+        programs=tuple(programs),
+        num_microbatches=1 + max((action.index for action in actions), default=0),
+    )
+    schedule = replace(schedule, owners=fitting_owners(schedule) or ())
+    if not absent:
+        try:
+            check(schedule)
+        except ScheduleError as error:
+            notes.append(f"{name}: what was traced is no whole batch: {str(error).splitlines()[0]}")
+    records = [_record(schedule, step.get(rank, ())) for rank in range(len(programs))]
+    timeline = assemble_timeline(schedule, [None if rank in absent else each for rank, each in enumerate(records)])
+    apart = _clocks_apart(timeline)
+    if apart > _APART:
+        notes.append(
+            f"{name}: an input was used {apart * 1e6:,.0f} us before it was made: the ranks' clocks differ by that much"
+        )
+    return timeline, notes
+
+
+def _over_replicas(step: _Step) -> _Step:
+    """Where D ranks ran the same actions on data of their own, microbatch k of the d-th is the batch's k * D + d."""
+    ranks_of: dict[Action, list[int]] = {}
+    for rank, done in sorted(step.items()):
+        for each in done:
+            if each.what.op is not Op.U:  # every replica updates
+                ranks_of.setdefault(each.what, []).append(rank)
+    most = max(map(len, ranks_of.values()), default=1)
+    if most == 1:
+        return step
+
+    def renumbered(rank: int, what: Action) -> Action:
+        return what._replace(index=what.index * most + ranks_of[what].index(rank)) if what in ranks_of else what
+
+    return {rank: [each._replace(what=renumbered(rank, each.what)) for each in done] for rank, done in step.items()}
+
+
+def _record(schedule: Schedule, done: Sequence[TracedAction]) -> RankRecord:
+    """One rank's step. An action that takes a message begins when it computes; what else its slice holds is waiting."""
+    spans, arrivals = [], []
+    behind = -1e300
+    for ran in done:
+        message = _message(schedule, ran.what)
+        start = (ran.begun if message is None else ran.computed) * _NS
+        start, end = max(start, behind), max(ran.end * _NS, behind)
+        spans.append(Span(ran.what, start, end))
+        behind = end
+        if message is not None and ran.arrived is not None:
+            arrivals.append(Span(message, ran.begun * _NS, min(ran.arrived * _NS, start)))
+    return RankRecord(compute=tuple(spans), arrivals=tuple(arrivals))
+
+
+def _message(schedule: Schedule, action: Action) -> Message | None:
+    """The message that an action of a plain chain of stages takes from another rank."""
+    stage, op, index = action
+    src = stage - 1 if op is Op.F else stage + 1
+    if op in (Op.W, Op.U) or not 0 <= src < schedule.num_stages:
+        return None
+    if schedule.owner(src, index) == schedule.owner(stage, index):
+        return None
+    return Message(MessageKind.ACT if op is Op.F else MessageKind.GRAD, src, stage, index)
+
+
+def _clocks_apart(timeline: Timeline) -> float:
+    """Most by which an action ends behind the start of one that uses it, on another rank [s]."""
+    needs = Needs(timeline.schedule)
+    ends = {what: end for trace in timeline.ranks for what, _, end in trace.compute}
+    return max(
+        (
+            ends[delivery.maker] - start
+            for trace in timeline.ranks
+            for what, start, _ in trace.compute
+            for delivery in needs.arrivals(what)
+            if delivery.maker in ends
+        ),
+        default=0.0,
+    )
