@@ -18,8 +18,8 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from ..schedules import Schedule
-from ..schedules.custom.own import find_own, is_own, sizes_of
 from ..schedules.custom.user_code import check_call, load
+from ..schedules.custom.user_schedules import find_user_schedule, is_own, sizes_of
 
 AUTO = "auto"
 T = TypeVar("T")
@@ -210,7 +210,7 @@ def read_schedule(
 
     Raises ValueError for what cannot be read or does not agree, ScheduleError for a faulty schedule; both by its name.
     """
-    own = find_own(name if is_function(name) else Path(name), option="schedule")
+    own = find_user_schedule(name if is_function(name) else Path(name), option="schedule")
     assert own is not None
     asked = {size: number for size, number in sizes.items() if number is not None}
     schedule = own.build({**(otherwise or {}), **asked})

@@ -49,7 +49,7 @@ import numpy as np
 
 from ..schedules.messages import ALONE_BYTES, BUCKET_BYTES
 from ..schedules.timing.costs import Costs, Ties
-from ..schedules.timing.links import Links, PlaceNetwork, Sum, Way
+from ..schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
 RECOMPUTE = ("none", "full", "layer", "selective")
@@ -180,7 +180,7 @@ class StageSeconds:
         """Likewise, one rank a place, with bytes of all T tensor ranks behind each stage; routes of several stages are
         alike."""
         routes = {
-            (min(pair), max(pair)): Way(latency=link.latency, seconds_per_byte=link.seconds_a_byte / tensor)
+            (min(pair), max(pair)): Link(latency=link.latency, seconds_per_byte=link.seconds_a_byte / tensor)
             for pair, link in zip(pairwise(positions), outward[:-1], strict=True)
             if pair[0] != pair[1]
         }
@@ -189,7 +189,7 @@ class StageSeconds:
             network=PlaceNetwork(places=tuple((p,) for p in range(max(positions) + 1)), routes=routes),
             activation_bytes=message_bytes[:-1].tolist(),
             sums=tuple(
-                Sum(stage=s, seconds=ring, gather=gather, ways=None)
+                AllReduce(stage=s, seconds=ring, gather=gather, ways=None)
                 for s, (ring, gather) in enumerate(rounds)
                 if ring > 0
             ),

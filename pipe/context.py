@@ -18,7 +18,7 @@ from torch import nn
 from ..comm import Collectives, Guard, Mesh, MeshPlace, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
-from ..schedules.custom.own import find_own, sizes_of
+from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.kinds import one_of, option
 from ..schedules.transform import replicate
 from .auto.replan import Replan
@@ -186,7 +186,7 @@ def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
     """
     schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
     mesh = options.mesh_sizes
-    own = find_own(schedule, option="schedule=")
+    own = find_user_schedule(schedule, option="schedule=")
     given = {size: getattr(options, size) for size in _SIZES}
     whole: Schedule | None = None
     if own is None:

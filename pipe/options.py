@@ -19,7 +19,7 @@ from ..partition.model.batch_dims import check_batch_dims, parameter_names
 from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
-from ..schedules.custom.own import OwnLike
+from ..schedules.custom.user_schedules import UserScheduleLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss
@@ -35,7 +35,7 @@ from .update.optimizers import SchedulerFactory
 AUTO = "auto"
 TRIALS = 3  # of plans under schedule="auto", at most
 
-ScheduleLike: TypeAlias = OwnLike
+ScheduleLike: TypeAlias = UserScheduleLike
 PlanLike = Plan | str | os.PathLike[str]
 
 _CALLED = {  # options that are called: with how many arguments, and such a one

@@ -23,7 +23,7 @@ from .slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, 
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
-from .timing.links import LinkLevel, Links, Sum, Way
+from .timing.links import AllReduce, Link, LinkLevel, Links
 from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
 from .timing.sampling import StepSamples, simulate_spread
 from .timing.simulate import ideal_makespan, simulate
@@ -50,6 +50,7 @@ _OF_THE_SEARCH = {
 __all__ = [
     "FAMILIES",
     "Action",
+    "AllReduce",
     "CausalSeconds",
     "Change",
     "Collective",
@@ -62,6 +63,7 @@ __all__ = [
     "Idle",
     "JointSynthesis",
     "Layer",
+    "Link",
     "LinkLevel",
     "Links",
     "Lowered",
@@ -83,10 +85,8 @@ __all__ = [
     "StageBytes",
     "StepSamples",
     "Straggler",
-    "Sum",
     "Synthesis",
     "Timeline",
-    "Way",
     "attribute_idle",
     "build",
     "canonical_name",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .collectives import find_cycle, latest_positions, ready_positions
-from .dependencies import Needs
+from .dependencies import Dependencies
 from .ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
 from .liveness import peak_activations
 from .messages import STAGE_KINDS, Message, Transfer
@@ -84,7 +84,7 @@ def check_lowered(lowered: Lowered) -> LoweredReport:
     end. Raises ScheduleError that names the link and the first place where the two sides differ, the rank and the
     step, or the circle of ranks.
     """
-    needs = Needs(lowered.schedule)
+    needs = Dependencies(lowered.schedule)
     for program in lowered.programs:
         _check_steps(lowered.schedule, program, needs)
     _check_collectives(lowered)
@@ -108,7 +108,7 @@ def check_lowered(lowered: Lowered) -> LoweredReport:
     )
 
 
-def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None:
+def _check_steps(schedule: Schedule, program: RankProgram, needs: Dependencies) -> None:
     rank = program.rank
     posted: set[Message] = set()
     done: list[Action] = []
@@ -273,7 +273,7 @@ def _declared(schedule: Schedule) -> str:
 
 def _check_acyclic(schedule: Schedule) -> None:
     """Run all programs without time: whoever stands still at the end stands in (or behind) a cycle."""
-    needs = Needs(schedule)
+    needs = Dependencies(schedule)
     done: set[Action] = set()
     position = [0] * schedule.num_ranks
     waiting: dict[Action, list[int]] = {}
@@ -298,7 +298,7 @@ def _check_acyclic(schedule: Schedule) -> None:
         raise ScheduleError(_describe_cycle(schedule, needs, done, position, stuck[0]))
 
 
-def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], position: list[int], rank: int) -> str:
+def _describe_cycle(schedule: Schedule, needs: Dependencies, done: set[Action], position: list[int], rank: int) -> str:
     """Follow `waits for` from rank to rank until one comes round."""
     path: list[tuple[int, Action, Action]] = []  # (rank, stands at, waits for)
     while rank not in [r for r, _, _ in path]:

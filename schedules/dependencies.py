@@ -80,7 +80,7 @@ class Delivery(NamedTuple):
     receiver: int
 
 
-class Needs:
+class Dependencies:
     """The data dependencies of one schedule; each answer takes O(in-degree) or O(out-degree).
 
     A stage may split the backward of some microbatches and not of others, so which action makes a gradient

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from .dependencies import Needs
+from .dependencies import Dependencies
 from .ir import Action, Collective, Op, Schedule, ScheduleError
 from .messages import STAGE_KINDS, Message, Transfer
 
@@ -94,7 +94,7 @@ def run_as_one(schedule: Schedule) -> Mapping[int, frozenset[int]]:
 
     W stands right behind I, for whose gradient no other rank waits. O(actions).
 
-    >>> from .registry import build
+    >>> from .families.registry import build
     >>> {stage: sorted(found) for stage, found in run_as_one(build("zb-h1", num_ranks=2, num_microbatches=4)).items()}
     {0: [0, 1, 2, 3]}
     """
@@ -106,7 +106,7 @@ def run_as_one(schedule: Schedule) -> Mapping[int, frozenset[int]]:
     ]
     if not pairs:
         return {}
-    needs = Needs(schedule)
+    needs = Dependencies(schedule)
     found: defaultdict[int, set[int]] = defaultdict(set)
     for action in pairs:
         if next(needs.departures(action), None) is None:

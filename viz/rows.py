@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..schedules import Action, Collective, Message, MessageKind, Op, RankTrace, Timeline
-from ..schedules.dependencies import Delivery, Needs
+from ..schedules.dependencies import Delivery, Dependencies
 from .palette import COLLECTIVE_HUES, MESSAGE_HUES, OTHER_HUE, RGB, box_colour
 
 
@@ -90,7 +90,7 @@ def assign_lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
 
 def find_arrows(timeline: Timeline) -> list[Delivery]:
     """The messages of a timeline whose makers stand in it, in the order of the users' ranks and programs."""
-    needs = Needs(timeline.schedule)
+    needs = Dependencies(timeline.schedule)
     made = {what for trace in timeline.ranks for what, _, _ in trace.compute}
     return [
         delivery

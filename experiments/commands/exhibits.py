@@ -23,7 +23,7 @@ from typing import Any
 from ...partition import Plan
 from ...partition.plans.shown import exhibit_of_plan
 from ...schedules import FAMILIES, Schedule, Timeline, simulate
-from ...schedules.custom.own import FORMS
+from ...schedules.custom.user_schedules import FORMS
 from ...schedules.families.registry import family
 from ...schedules.traces.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from ...schedules import FAMILIES, Costs, Schedule, build, check, family
-from ...schedules.custom.own import FORMS
+from ...schedules.custom.user_schedules import FORMS
 from ..options import is_file, plain_help, read_schedule
 
 NAMES = ", ".join(FAMILIES)

@@ -14,7 +14,7 @@ import tyro
 
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
-from ...schedules.custom.own import FORMS
+from ...schedules.custom.user_schedules import FORMS
 from ...schedules.wording import count
 from ..options import GptOptions, given, is_file, is_function, plain_help, read_schedule, read_tensor_parallel
 from .run_folder import LATEST, RUNS

@@ -26,7 +26,7 @@ from ...partition.plans.plan import Plan
 from ...partition.plans.to_schedule import schedule_of
 from ...partition.profile import Profile
 from ...partition.search.plan import plan
-from ...schedules import Costs, Links, Op, Schedule, Sum, Way, simulate
+from ...schedules import AllReduce, Costs, Link, Links, Op, Schedule, simulate
 from ...schedules.transform import defer_updates
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
@@ -241,16 +241,16 @@ def _source(devices: int) -> TransformerSource:
     return TransformerSource(transformer=MODELS[devices][0], device=DeviceModel.preset("A100-80GB"), cluster=cluster)
 
 
-def _way(src: int, dst: int, where: Sequence[Region]) -> Way:
+def _way(src: int, dst: int, where: Sequence[Region]) -> Link:
     a, b = where[src], where[dst]
     if a is b:  # every device of a node has a card of its own
-        return Way(latency=_LOCAL_LATENCY, seconds_per_byte=1 / (NODE * _LOCAL_BANDWIDTH), sending=src, receiving=dst)
-    return Way(
+        return Link(latency=_LOCAL_LATENCY, seconds_per_byte=1 / (NODE * _LOCAL_BANDWIDTH), sending=src, receiving=dst)
+    return Link(
         latency=a.latency(b), seconds_per_byte=1 / min(a.card, b.card), sending=("card", src), receiving=("card", dst)
     )
 
 
-def _ways(schedule: Schedule, where: Sequence[Region]) -> Mapping[tuple[int, int], Way]:
+def _ways(schedule: Schedule, where: Sequence[Region]) -> Mapping[tuple[int, int], Link]:
     """Between all ranks that exchange a message or stand beside each other in a sum."""
     pairs = {(a, b) for owners in schedule.owners for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)}
     for src, dst, _ in schedule.stage_edges:
@@ -260,12 +260,12 @@ def _ways(schedule: Schedule, where: Sequence[Region]) -> Mapping[tuple[int, int
     return {(a, b): _way(a, b, where) for a, b in pairs}
 
 
-def _sum(stage: int, ranks: Sequence[int], where: Sequence[Region], held: float, *, divided: bool) -> Sum:
+def _sum(stage: int, ranks: Sequence[int], where: Sequence[Region], held: float, *, divided: bool) -> AllReduce:
     seconds = _sum_seconds(ranks, where, held)
     around = tuple(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
     # Where each rank updates a part, half of the rounds bring the weights together behind the update.
     gather = seconds / 2 if divided else 0.0
-    return Sum(stage=stage, seconds=seconds - gather, gather=gather, ways=around)
+    return AllReduce(stage=stage, seconds=seconds - gather, gather=gather, ways=around)
 
 
 def _sum_seconds(ranks: Sequence[int], where: Sequence[Region], held: float) -> float:

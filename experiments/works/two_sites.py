@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...partition.strict import fail
-from ...schedules import Costs, Links, Op, Schedule, Timeline, Way, build, simulate
+from ...schedules import Costs, Link, Links, Op, Schedule, Timeline, build, simulate
 from ...schedules.families.registry import family
 from ...schedules.families.warmup import pair_up, plain_warmup
 from ..jobs.case import Case
@@ -102,7 +102,7 @@ def links_of(num_ranks: int, latency: float, *, local: float = _LOCAL) -> Links:
     half = num_ranks // 2
     pairs = {(a, b) for a in range(num_ranks) for b in ((a + 1) % num_ranks, (a - 1) % num_ranks)}
     return Links(
-        network={(a, b): Way(latency=local if (a < half) == (b < half) else latency) for a, b in sorted(pairs)}
+        network={(a, b): Link(latency=local if (a < half) == (b < half) else latency) for a, b in sorted(pairs)}
     )
 
 

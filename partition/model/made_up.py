@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .fakes import original_of
 from .memory import memory_of
-from .untouched import Kept
+from .untouched import StateSnapshot
 
 _READS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -54,7 +54,7 @@ def call_for_shapes(
     if detect_fake_mode((args, named)) is None:
         return run(*args, **named)
     devices = [x.device for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
-    kept = Kept([module], device=devices[0] if devices else torch.device("cpu"))
+    kept = StateSnapshot([module], device=devices[0] if devices else torch.device("cpu"))
     objects = list(_contents((args, named), set()))
     try:
         return run(*args, **named)

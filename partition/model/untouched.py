@@ -40,21 +40,21 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Iterator[Kept]:
+def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Iterator[StateSnapshot]:
     """Within: these modules and functions may run; afterwards they, and the random generators, are as they were.
 
     Arguments:
         device: of the run, whose generator counts beside the CPU's.
         buffers: whether their values are kept; not needed where others stand in for them.
     """
-    kept = Kept(roots, device=device, buffers=buffers)
+    kept = StateSnapshot(roots, device=device, buffers=buffers)
     try:
         yield kept
     finally:
         kept.restore()
 
 
-class Kept:
+class StateSnapshot:
     """All that some modules or functions reach, and the random generators, as they are when this is made."""
 
     def __init__(self, roots: Collection[object], *, device: torch.device, buffers: bool = True) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ...schedules.ir import Schedule
 from ...schedules.shown import Displayable
 from ...schedules.timing.costs import Costs
-from ...schedules.timing.links import Links, PlaceNetwork, Sum, Way
+from ...schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import count, duration
 from ..memory import MemoryUse
@@ -120,15 +120,15 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
     """Reads `_links_as_json`'s form; each place of one rank."""
     if record is None:
         return None
-    routes: dict[tuple[int, int], Way] = {}
+    routes: dict[tuple[int, int], Link] = {}
     for route in record.objects("routes"):
         first, second = route.whole_numbers("places", least=0, length=2)
-        routes[first, second] = Way(latency=route.number("latency"), seconds_per_byte=route.number("seconds_per_byte"))
+        routes[first, second] = Link(latency=route.number("latency"), seconds_per_byte=route.number("seconds_per_byte"))
         route.done()
     sums = []
     for each in record.objects("sums"):
         stage, seconds, gather = each.whole("stage"), each.number("seconds"), each.number("gather")
-        sums.append(Sum(stage=stage, seconds=seconds, gather=gather, ways=None))
+        sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None))
         each.done()
     sizes = record.items("activation_bytes")
     record.done()
@@ -214,7 +214,7 @@ def _links_of(traffic: _Traffic, positions: Sequence[int]) -> Links | None:
     if not traffic:
         return None
     routes = {
-        (min(pair), max(pair)): Way(latency=each["latency"], seconds_per_byte=each["seconds_per_byte"])
+        (min(pair), max(pair)): Link(latency=each["latency"], seconds_per_byte=each["seconds_per_byte"])
         for pair, each in zip(pairwise(positions), traffic[:-1], strict=False)  # a plan refuses other numbers
         if pair[0] != pair[1]
     }
@@ -222,7 +222,7 @@ def _links_of(traffic: _Traffic, positions: Sequence[int]) -> Links | None:
         network=PlaceNetwork(places=tuple((p,) for p in range(max(positions) + 1)), routes=routes),
         activation_bytes=[each["message_bytes"] for each in traffic[:-1]],
         sums=tuple(
-            Sum(stage=stage, seconds=each["sum_seconds"], gather=each["gather_seconds"], ways=None)
+            AllReduce(stage=stage, seconds=each["sum_seconds"], gather=each["gather_seconds"], ways=None)
             for stage, each in enumerate(traffic)
             if each["sum_seconds"] > 0
         ),

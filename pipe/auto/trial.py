@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives, Guard, PipelineError, World, make_guard
-from ...partition.model.untouched import Kept
+from ...partition.model.untouched import StateSnapshot
 from ...partition.plans.as_text import CHOSEN, describe
 from ...partition.plans.plan import Plan
 from ...partition.plans.simulated import with_measured
@@ -213,7 +213,7 @@ class Trials:
     def _as_found(self) -> Iterator[None]:
         """Within, user code may run; afterwards gradients, generators and what it reaches are as they were."""
         settings, hook = self._settings, sys.excepthook
-        kept = Kept([self._model, *settings.user_code], device=settings.device)
+        kept = StateSnapshot([self._model, *settings.user_code], device=settings.device)
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None  # a loss may compute with the user's own parameters
@@ -237,7 +237,7 @@ class Trials:
             except Exception as error:
                 return None, f"{name} cannot be copied: {type(error).__name__}: {error}"
         model, loss, scaler = copied
-        if Kept((model, loss), device=settings.device).reaches(list(self._model.parameters())):
+        if StateSnapshot((model, loss), device=settings.device).reaches(list(self._model.parameters())):
             return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
         for parameter in model.parameters():
             parameter.grad = None

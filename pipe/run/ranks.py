@@ -29,7 +29,7 @@ from ..context import Run
 from ..stage.build import CutModel
 from ..stage.compiled import Compiled, refuse_backward
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
-from ..stage.reruns import Reruns
+from ..stage.reruns import CheckpointedModules
 from ..stage.stage import LossOf, LossValue, Stage
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
@@ -138,7 +138,7 @@ class Ranks:
                 module=stage.module,
                 loss_of=loss_of if s == schedule.num_stages - 1 else None,
                 runs_again=layout.recompute.stages[s] == "full",
-                reruns=Reruns(rules, self._run.seeder),
+                reruns=CheckpointedModules(rules, self._run.seeder),
                 compiled=Compiled(compile, stage.units, rules),
                 weights=self.update.versions_of(rank, s),
             )

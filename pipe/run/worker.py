@@ -36,7 +36,7 @@ from ..context import Run
 from ..guards.presence import Gradients, pack, unpack
 from ..shards.tensor_group import settled
 from ..stage.moving import Host
-from ..stage.slices import KeptSlices
+from ..stage.slices import KVCache
 from ..stage.stage import Stage
 from ..stage.wiring import Mode
 from ..update.interface import RankUpdate
@@ -110,7 +110,7 @@ class Worker(ABC):
         self._device = run.settings.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
-        self._slices = KeptSlices(schedule.num_slices) if schedule.num_slices > 1 else None
+        self._slices = KVCache(schedule.num_slices) if schedule.num_slices > 1 else None
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, mode) for s in stages}

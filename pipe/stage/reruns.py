@@ -61,7 +61,7 @@ Keeps = Callable[..., bool]  # (torch.utils.checkpoint.SelectiveCheckpointContex
 _KEEPING = (True, torchs.CheckpointPolicy.MUST_SAVE, torchs.CheckpointPolicy.PREFER_SAVE)
 
 
-class Reruns(Calls):
+class CheckpointedModules(Calls):
     """The modules of one stage on one rank that run again."""
 
     def __init__(self, rules: Mapping[nn.Module, NamedRule], seeder: Seeder) -> None:

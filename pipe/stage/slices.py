@@ -202,7 +202,7 @@ def _lost_gradient(waiting: int, span: TokenSpan) -> str:
     )
 
 
-class KeptSlices:
+class KVCache:
     """Keys and values that the stages of one rank keep, by stage and microbatch."""
 
     def __init__(self, num_slices: int) -> None:

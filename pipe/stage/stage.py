@@ -28,7 +28,7 @@ from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
 from .compiled import Compiled
 from .moving import Activations, tensors_of
-from .reruns import KeptInputs, Reruns, no_checkpoints_inside
+from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions
 
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
@@ -81,7 +81,7 @@ class Stage:
         module: nn.Module,
         loss_of: LossOf | None,
         runs_again: bool,
-        reruns: Reruns,
+        reruns: CheckpointedModules,
         compiled: Compiled,
         weights: WeightVersions | None = None,
     ) -> None:

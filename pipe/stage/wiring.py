@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...comm import TensorSpec
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...schedules import Edge, Message, MessageKind, Schedule, check
-from ...schedules.dependencies import Needs, Wire
+from ...schedules.dependencies import Dependencies, Wire
 from ..guards.presence import OutputSpecs, flag_spec
 from .shapes import Inferred, InferredStages, Signature
 
@@ -59,7 +59,7 @@ class Mode:
         self.inference = inference
         self.schedule = schedule.with_edges(_edges(stages, specs))
         check(self.schedule)
-        self.wires = tuple(Needs(self.schedule).wires)
+        self.wires = tuple(Dependencies(self.schedule).wires)
         self.wants_grad = [
             tuple(r.producer != MODEL_INPUT and specs[r.producer][r.slot].requires_grad for r in module.inputs)
             for module in stages

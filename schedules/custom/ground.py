@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, groupby, pairwise
 from typing import Any
 
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import LAST_USES, Action, Op, Relation, Schedule, ScheduleError
 from .notation import Filter, InFlight, InOrder, InTurns, OnlyIf, Predicate, Rule, check_number
 
@@ -57,7 +57,7 @@ class Ground:
         self.schedule = filled
         self.split_backward = split_backward
         self.rank = {action: rank for rank, program in enumerate(programs) for action in program}
-        needs = Needs(filled)
+        needs = Dependencies(filled)
         self.needs = {action: needs.of(action) for action in self.rank}
         if self.updates:
             self._add_updates()

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from ..collectives import place_collectives
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import BACKWARD_OPS, MOVE_OPS, Action, Collective, Op
 from ..messages import Message
 from ..rules.versions import derive_versions
@@ -131,7 +131,7 @@ class _PathWalk:
         self._timeline = timeline
         self._schedule = timeline.schedule
         self._origin = timeline.start
-        self._needs = Needs(timeline.schedule)
+        self._needs = Dependencies(timeline.schedule)
         self._compute = [rank.compute for rank in timeline.ranks]
         self._place = [{span.what: at for at, span in enumerate(spans)} for spans in self._compute]
         self._arrived = [{span.what: span for span in rank.comm} for rank in timeline.ranks]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..check import check, check_lowered
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import Action, Op, Schedule, ScheduleError
 from ..messages import Message, Sharing, Transfer
 from ..program import Lowered, RankProgram, Step, Work, check_calls, indices_a_batch, parts_of
@@ -325,7 +325,7 @@ def cut_behind_warm_up(schedule: Schedule, *, sharing: Sharing) -> WarmUp:
 
 def _warm_up_lengths(schedule: Schedule) -> list[int]:
     """Per rank, how many actions stand in front of its first that is no forward, or that needs one which is not."""
-    needs = Needs(schedule)
+    needs = Dependencies(schedule)
     lengths = [next((i for i, a in enumerate(own) if a.op is not Op.F), len(own)) for own in schedule.programs]
     outside = {action for own, length in zip(schedule.programs, lengths, strict=True) for action in own[length:]}
     changed = True

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..collectives import place_collectives
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
@@ -108,7 +108,7 @@ class _Exchange:
             self.inputs[receiver].setdefault(consumed_by, []).append(message)
 
     def _find(self) -> None:
-        needs = Needs(self.schedule)
+        needs = Dependencies(self.schedule)
         for rank, work in enumerate(self.work):
             loss_behind = _last_forwards(self.schedule, rank) if self.sharing.loss else {}
             for step in work:

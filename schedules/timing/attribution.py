@@ -9,7 +9,7 @@ The gap before an optimizer step is drain while another rank still computes, upd
 
 from __future__ import annotations
 
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import Action, Op
 from ..messages import Message
 from .timeline import Idle, RankTrace, Timeline
@@ -17,7 +17,7 @@ from .timeline import Idle, RankTrace, Timeline
 
 def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     """Per rank, the gap before each action that has one; works alike on simulated and measured timelines."""
-    needs, is_flush = Needs(timeline.schedule), timeline.schedule.has_epilogue
+    needs, is_flush = Dependencies(timeline.schedule), timeline.schedule.has_epilogue
     spans = [span for rank in timeline.ranks for span in rank.compute]
     made_at = {what: end for what, _, end in spans}
     moves = {span.what: span for rank in timeline.ranks for span in rank.moves}

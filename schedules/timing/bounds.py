@@ -9,7 +9,7 @@ from dataclasses import replace
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from ..dependencies import Needs, Wire
+from ..dependencies import Dependencies, Wire
 from ..ir import Op, Schedule
 from ..messages import MessageKind
 from .costs import Costs, CostTable
@@ -141,7 +141,7 @@ class _Ways:
 
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
         self.schedule, self.table, self.links = schedule, table, links
-        wires = Needs(schedule).wires
+        wires = Dependencies(schedule).wires
         self.kinds, self.kind_of = _kinds(table, schedule.total_indices)
         self.counts = [
             Counter((op, s, 0 if op is Op.U else self.kind_of[k]) for s, op, k in program)

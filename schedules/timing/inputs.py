@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from ..ir import COMPUTE_OPS, Op, Schedule
 from .costs import COST_OF_OP, Costs, Row, by_stage, columns, together
-from .links import Links, PlaceNetwork, Way
-from .wiring import Passage, ScheduleWiring
+from .links import Link, Links, PlaceNetwork
+from .wiring import MessageRoute, ScheduleWiring
 
 
 class Cause(StrEnum):
@@ -79,13 +79,13 @@ class Input(NamedTuple):
 Values = Mapping[Input, float]
 
 
-class Passages:
+class Routes:
     """Ways of messages between ranks in a schedule, as its costs and links have them."""
 
     def __init__(self, schedule: Schedule, costs: Costs, links: Links | None) -> None:
         self._latency = costs.table_for(schedule).latency
         wiring = ScheduleWiring(schedule, costs.table_for(schedule), links)
-        self.by_pair: dict[tuple[int, int], list[Passage]] = {}
+        self.by_pair: dict[tuple[int, int], list[MessageRoute]] = {}
         for each in wiring.passages:
             self.by_pair.setdefault((each.sender, each.receiver), []).append(each)
         self.sums = {each.stages: each.seconds for each in wiring.meetings if each.op is Op.REDUCE_GRAD}
@@ -108,7 +108,7 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
     messages on free links."""
     table = costs.free_of_overhead.table_for(schedule)
     overhead = around_actions(costs, schedule.num_stages)
-    ways = Passages(schedule, costs, links)
+    ways = Routes(schedule, costs, links)
     found: dict[Input, float] = {}
     for rank, program in enumerate(schedule.compute_programs):
         own: dict[tuple[Op, int], list[float]] = defaultdict(list)
@@ -149,10 +149,10 @@ def calibrate(
     found = _with_costs(schedule, costs, links, seen)
     messages = {(each.at[0], each.at[1]): seconds for each, seconds in seen.items() if each.kind == "message"}
     if messages and queueing:
-        links = _with_slower_routes(Passages(schedule, costs, links), links, messages)
+        links = _with_slower_routes(Routes(schedule, costs, links), links, messages)
     elif messages:
         found = replace(found, latency=0.0)  # it stands in the ways
-        links = _with_free_ways(Passages(schedule, costs, links), links, messages)
+        links = _with_free_ways(Routes(schedule, costs, links), links, messages)
     return found, None if links is None else _with_sums(links, seen, queueing=queueing)
 
 
@@ -224,7 +224,7 @@ def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
     }
 
 
-def _with_slower_routes(passages: Passages, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links | None:
+def _with_slower_routes(passages: Routes, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links | None:
     """Routes that take as many times longer as messages between their places did, on a mean."""
     if links is None or not isinstance(network := links.network, PlaceNetwork):
         return links
@@ -243,13 +243,13 @@ def _with_slower_routes(passages: Passages, links: Links | None, seen: Mapping[t
     return replace(links, network=replace(network, routes=routes))
 
 
-def _with_free_ways(passages: Passages, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links:
+def _with_free_ways(passages: Routes, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links:
     """Ways that take what was seen, and that no two messages share."""
-    ways: dict[tuple[int, int], Way] = {}
+    ways: dict[tuple[int, int], Link] = {}
     for pair in passages.by_pair:
-        way = Way() if links is None else links.way(*pair)
+        way = Link() if links is None else links.way(*pair)
         delayed = replace(way, latency=way.latency + passages.delay(pair))
-        ways[pair] = Way(latency=seen[pair]) if pair in seen else delayed
+        ways[pair] = Link(latency=seen[pair]) if pair in seen else delayed
     if links is None:
         return Links(network=ways)
     around = {pair for each in links.sums for pair in each.ways or ()} - ways.keys()

@@ -28,7 +28,7 @@ def _check(**numbers: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Link:
     """A way from one rank to another, in one direction.
 
     Arguments:
@@ -52,7 +52,7 @@ class LinkLevel:
 
     Arguments:
         num_ranks: consecutive ranks of a group.
-        latency, seconds_per_byte: see `Way`.
+        latency, seconds_per_byte: see `Link`.
         ranks_per_card: consecutive ranks that share one network card on these ways; None: each pair has its own link.
     """
 
@@ -67,16 +67,16 @@ class LinkLevel:
             if not ((value is None and name == "ranks_per_card") or (isinstance(value, int) and value >= 1)):
                 raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
 
-    def way(self, src: int, dst: int) -> Way:
+    def way(self, src: int, dst: int) -> Link:
         """The way from rank to rank."""
         if self.ranks_per_card is None:
-            return Way(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
+            return Link(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
         sending, receiving = ((self.num_ranks, rank // self.ranks_per_card) for rank in (src, dst))
-        return Way(latency=self.latency, seconds_per_byte=self.seconds_per_byte, sending=sending, receiving=receiving)
+        return Link(latency=self.latency, seconds_per_byte=self.seconds_per_byte, sending=sending, receiving=receiving)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
+class AllReduce:
     """Gradients of a stage that several ranks add up in front of each of its updates.
 
     It is ready when the last rank of the stage begins it (behind its backwards of the update group, see `collectives`);
@@ -113,7 +113,7 @@ class PlaceNetwork:
     """
 
     places: tuple[tuple[int, ...], ...]
-    routes: Mapping[tuple[int, int], Way]
+    routes: Mapping[tuple[int, int], Link]
     _place: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,12 +126,12 @@ class PlaceNetwork:
         pair = (min(here, there), max(here, there))
         return pair if pair in self.routes else None
 
-    def way(self, src: int, dst: int) -> Way | None:
+    def way(self, src: int, dst: int) -> Link | None:
         pair = self.pair(src, dst)
         return None if pair is None else replace(self.routes[pair], sending=src, receiving=dst)
 
 
-Network = Way | Sequence[LinkLevel] | Mapping[tuple[int, int], Way] | PlaceNetwork
+Network = Link | Sequence[LinkLevel] | Mapping[tuple[int, int], Link] | PlaceNetwork
 Bytes = float | Sequence[float]
 
 
@@ -157,7 +157,7 @@ class Links:
     network: Network
     activation_bytes: Bytes = 0.0
     gradient_bytes: Bytes | None = None
-    sums: tuple[Sum, ...] = ()
+    sums: tuple[AllReduce, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("activation_bytes", "gradient_bytes"):
@@ -166,7 +166,7 @@ class Links:
                 _check(**{name: number})
             if isinstance(given, Iterable):
                 object.__setattr__(self, name, tuple(given))
-        if not isinstance(self.network, Way | Mapping | PlaceNetwork):
+        if not isinstance(self.network, Link | Mapping | PlaceNetwork):
             sizes = [level.num_ranks for level in self.network]
             if not sizes or any(b % a for a, b in pairwise(sizes)):
                 raise ValueError(f"levels of {sizes} ranks: expected at least one, each a multiple of the one before")
@@ -179,10 +179,10 @@ class Links:
         assert isinstance(self.network, PlaceNetwork)
         return replace(self, network=replace(self.network, places=tuple(map(tuple, places))))
 
-    def way(self, src: int, dst: int) -> Way:
+    def way(self, src: int, dst: int) -> Link:
         """The way from rank `src` to rank `dst`; ValueError where there is none."""
         match self.network:
-            case Way():
+            case Link():
                 return self.network
             case PlaceNetwork():
                 if (way := self.network.way(src, dst)) is not None:
@@ -202,7 +202,7 @@ class Links:
         cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
         return [(src, dst), *cards]
 
-    def channels_of_sum(self, each: Sum, ranks: Iterable[int]) -> list[Hashable]:
+    def channels_of_sum(self, each: AllReduce, ranks: Iterable[int]) -> list[Hashable]:
         """Names of what a sum of these ranks occupies, and the weights that are gathered after it."""
         if each.ways is None:
             return [(side, rank) for rank in ranks for side in ("out", "in")]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..program import run_as_one
 from .attribution import find_gaps
@@ -161,7 +161,7 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
 def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, float, bool]]:
     """Messages that were waited for: (sender, receiver), the stage that made it, seconds from then until its user
     began, and whether its receiver waited from before it was made: else only those that were late are seen."""
-    needs = Needs(timeline.schedule)
+    needs = Dependencies(timeline.schedule)
     made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
     for trace in timeline.ranks:
         arrived = {message: (start, end) for message, start, end in trace.comm}

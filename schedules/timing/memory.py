@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op
 from ..liveness import message_changes
 from ..lowering.lower import lower
@@ -127,7 +127,7 @@ def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[Mem
     schedule = timeline.schedule
     if len(stages) != schedule.num_stages:
         raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected one a stage")
-    needs = Needs(schedule)
+    needs = Dependencies(schedule)
     versions = timeline.peak_versions if schedule.is_asynchronous else (1,) * schedule.num_ranks
     return tuple(
         _Rank(timeline, program, stages, needs, num_versions=max(1, kept)).curve()
@@ -142,7 +142,13 @@ class _Rank:
     """Changes of what one rank holds, in the order of its program."""
 
     def __init__(
-        self, timeline: Timeline, program: RankProgram, stages: Sequence[StageBytes], needs: Needs, *, num_versions: int
+        self,
+        timeline: Timeline,
+        program: RankProgram,
+        stages: Sequence[StageBytes],
+        needs: Dependencies,
+        *,
+        num_versions: int,
     ) -> None:
         self._timeline, self._program, self._stages, self._needs = timeline, program, stages, needs
         self._trace = timeline.ranks[program.rank]

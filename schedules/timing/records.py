@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.course import Course
 from ..messages import STAGE_KINDS, Message
@@ -53,7 +53,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     rank, or from when this one began to wait where that is later, until they were there. One that came early was not
     seen to arrive, and what was under way while the rank computed may have been there long before it was waited for.
     """
-    needs = Needs(schedule)
+    needs = Dependencies(schedule)
     known = [_NOTHING if record is None else record for record in records]
     made_at = {span.what: span.end + record.offset for record in known for span in record.compute}
     ranks = []

@@ -16,17 +16,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..collectives import place_collectives
-from ..dependencies import Needs, Wire
+from ..dependencies import Dependencies, Wire
 from ..ir import BACKWARD_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
 from ..rules.versions import derive_versions
 from .costs import CostTable
-from .links import Links, Sum, Way, wire_bytes
+from .links import AllReduce, Link, Links, wire_bytes
 
 OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
-_FREE = Way()
+_FREE = Link()
 
 
-class Passage(NamedTuple):
+class MessageRoute(NamedTuple):
     """The way of messages of one size from rank `sender` to rank `receiver`.
 
     They take the latency of `stage`, which sends, on top of that of the way; `channels` by number.
@@ -36,7 +36,7 @@ class Passage(NamedTuple):
     receiver: int
     stage: int
     num_bytes: float
-    way: Way
+    way: Link
     channels: tuple[int, ...]
 
 
@@ -95,7 +95,7 @@ class ScheduleWiring:
         self.num_indices = schedule.total_indices
         self.inputs: list[list[int]] = [[] for _ in range(len(OPS) * self.num_stages)]
         self.outputs: list[list[Output]] = [[] for _ in self.inputs]
-        self.passages: list[Passage] = []
+        self.passages: list[MessageRoute] = []
         self.meetings: list[Meeting] = []
         self.actions = schedule.compute_programs
         self.begins: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
@@ -105,7 +105,7 @@ class ScheduleWiring:
         self._channels: dict[Hashable, int] = {}
         self.links = links
         self.programs = self._encode()
-        needs = Needs(schedule)
+        needs = Dependencies(schedule)
         self._lay_wires(needs)
         self._arrange_meetings(table)
         if needs.moves:
@@ -142,7 +142,7 @@ class ScheduleWiring:
 
     # --- messages ---
 
-    def _lay_wires(self, needs: Needs) -> None:
+    def _lay_wires(self, needs: Dependencies) -> None:
         """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
         owners = self.schedule.owners
         sizes = {} if self.links is None else wire_bytes(self.schedule, self.links, needs.wires)
@@ -171,10 +171,10 @@ class ScheduleWiring:
     def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
         way = _FREE if self.links is None else self.links.way(src, dst)
         channels = () if self.links is None else self._number(self.links.channels(src, dst))
-        self.passages.append(Passage(src, dst, stage, num_bytes, way, channels))
+        self.passages.append(MessageRoute(src, dst, stage, num_bytes, way, channels))
         return len(self.passages) - 1
 
-    def _last(self, wire: Wire, needs: Needs) -> tuple[int, ...] | None:
+    def _last(self, wire: Wire, needs: Dependencies) -> tuple[int, ...] | None:
         if len(wire.makers) == 1:
             return None
         makers = [needs.maker(wire.message(k)) for k in range(self.num_indices)]
@@ -184,7 +184,7 @@ class ScheduleWiring:
 
     def _arrange_meetings(self, table: CostTable) -> None:
         schedule = self.schedule
-        sums: Sequence[Sum] = () if self.links is None else self.links.sums
+        sums: Sequence[AllReduce] = () if self.links is None else self.links.sums
         for each in sums:
             if not 0 <= each.stage < self.num_stages:
                 raise ValueError(f"a sum of stage {each.stage}: expected a stage from 0 to {self.num_stages - 1}")
@@ -212,7 +212,7 @@ class ScheduleWiring:
     def _num_groups(self) -> int:
         return max(1, self.schedule.num_batches * self.schedule.groups_per_batch)
 
-    def _arrange_sums(self, by_costs: dict[tuple[int, ...], float], by_links: dict[tuple[int, ...], Sum]) -> None:
+    def _arrange_sums(self, by_costs: dict[tuple[int, ...], float], by_links: dict[tuple[int, ...], AllReduce]) -> None:
         """Updates wait for these; what links say of a stage takes the place of what costs say."""
         for stages, seconds in (by_costs | {stages: each.seconds for stages, each in by_links.items()}).items():
             linked = by_links.get(stages)
@@ -234,7 +234,7 @@ class ScheduleWiring:
                 )
             )
 
-    def _arrange_gathers(self, gathers: Sequence[Sum]) -> None:
+    def _arrange_gathers(self, gathers: Sequence[AllReduce]) -> None:
         """Weights that are gathered ahead of the batch, or behind each update: forwards on that version wait for it."""
         schedule = self.schedule
         used = derive_versions(schedule).used if gathers and not schedule.has_epilogue else {}
@@ -313,7 +313,7 @@ class ScheduleWiring:
             Meeting((stage,), Op.RELOAD, (rank,), table.reload[stage], home, fills[1], after=slots[0]),
         ]
 
-    def _around(self, each: Sum) -> tuple[int, ...]:
+    def _around(self, each: AllReduce) -> tuple[int, ...]:
         assert self.links is not None
         return self._number(self.links.channels_of_sum(each, self.schedule.owners[each.stage]))
 

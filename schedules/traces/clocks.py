@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..dependencies import Needs
+from ..dependencies import Dependencies
 from ..messages import Message
 from ..timing.timeline import Timeline
 from ..wording import count, duration
@@ -71,7 +71,7 @@ def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float
 def early_messages(timeline: Timeline) -> tuple[tuple[Message, float, float], ...]:
     """Messages that were used, by the clock of their receiver, before they were made, by that of their sender: by how
     many seconds, and how many of them the errors of the two clocks explain."""
-    needs = Needs(timeline.schedule)
+    needs = Dependencies(timeline.schedule)
     made_at = {what: end for rank in timeline.ranks for what, _, end in rank.compute}
     errors = timeline.clock_error or (0.0,) * len(timeline.ranks)
     return tuple(

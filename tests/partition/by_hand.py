@@ -14,7 +14,7 @@ from typing import Any
 from support.inside import replicate
 
 from stagewright.partition import Cluster, Node, Plan, Profile
-from stagewright.schedules import Costs, Links, Op, Sum, Way, build, simulate
+from stagewright.schedules import AllReduce, Costs, Link, Links, Op, build, simulate
 
 from .small import hops_around, ring
 
@@ -125,15 +125,15 @@ def network(
     for each, (latency, seconds) in zip(pairs, hops, strict=True):
         for a, b in (pair for pair in each if pair[0] != pair[1]):
             for src, dst in ((a, b), (b, a)):
-                ways[src, dst] = Way(latency=latency, seconds_per_byte=seconds, sending=src, receiving=dst)
+                ways[src, dst] = Link(latency=latency, seconds_per_byte=seconds, sending=src, receiving=dst)
     sums = []
     for s, (members, seconds, gather) in enumerate(zip(groups, rings, gathers, strict=True)):
         if seconds == 0:
             continue  # no weights, no sum that would queue
         around = tuple(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else ()
         for src, dst in around:
-            ways.setdefault((src, dst), Way(sending=src, receiving=dst))
-        sums.append(Sum(stage=s, seconds=seconds, gather=gather, ways=around))
+            ways.setdefault((src, dst), Link(sending=src, receiving=dst))
+        sums.append(AllReduce(stage=s, seconds=seconds, gather=gather, ways=around))
     return Links(network=ways, activation_bytes=tuple(crossing), sums=tuple(sums))
 
 

@@ -21,7 +21,7 @@ from support.inside import (
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition, plan
-from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
+from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
 
 CLUSTER = Cluster.parse("4:net=10B/s@1s")
 NODES = (
@@ -103,8 +103,8 @@ def test_replicas_without_a_flush() -> None:
     evaluation, found = evaluated("2bw", (2, 1))
     schedule = defer_updates(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
     pairs = [(0, 2), (1, 2), (2, 0), (2, 1), (0, 1), (1, 0)]
-    ways = {pair: Way(latency=1, seconds_per_byte=1 / 10, sending=pair[0], receiving=pair[1]) for pair in pairs}
-    gradients = Sum(stage=0, seconds=2 * (1 + 20 / 2 / 10), ways=((0, 1), (1, 0)))
+    ways = {pair: Link(latency=1, seconds_per_byte=1 / 10, sending=pair[0], receiving=pair[1]) for pair in pairs}
+    gradients = AllReduce(stage=0, seconds=2 * (1 + 20 / 2 / 10), ways=((0, 1), (1, 0)))
     links = Links(network=ways, activation_bytes=5, sums=(gradients,))
     timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2]), links)
     assert found.simulated_seconds == pytest.approx(timeline.batch_seconds)

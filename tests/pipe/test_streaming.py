@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import RULES, Arguments, Compiled, Reruns, Seeder, Stage, WeightVersions, first_run, given_stages
+from support.inside import (
+    RULES,
+    Arguments,
+    CheckpointedModules,
+    Compiled,
+    Seeder,
+    Stage,
+    WeightVersions,
+    first_run,
+    given_stages,
+)
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import nn
@@ -292,7 +302,7 @@ def test_an_embedding_that_writes_into_its_weight_is_refused(kind: type[nn.Embed
     stream(stages=[first, nn.Linear(WIDTH, WIDTH)], schedule=schedule, example_inputs=(torch.zeros(4, 2).long(),))
 
 
-class Kept(nn.Module):
+class StateSnapshot(nn.Module):
     """Keeps a view of its weight from one forward to the next."""
 
     def __init__(self) -> None:
@@ -307,7 +317,7 @@ class Kept(nn.Module):
 @pytest.mark.parametrize("schedule", ["2bw", "paci"])
 def test_a_parameter_that_a_forward_does_not_take_from_its_module(schedule: str) -> None:
     """On the last stage no update comes between its forward and its backward, of which torch would complain."""
-    pipe = stream(schedule, stages=[nn.Linear(WIDTH, WIDTH), Kept()])
+    pipe = stream(schedule, stages=[nn.Linear(WIDTH, WIDTH), StateSnapshot()])
 
     def train() -> None:
         pipe.train_step(X, Y)
@@ -413,7 +423,7 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
         module=module.module,
         loss_of=None,
         runs_again=False,
-        reruns=Reruns({}, Seeder(0, torch.device("cpu"))),
+        reruns=CheckpointedModules({}, Seeder(0, torch.device("cpu"))),
         compiled=Compiled(None, [], {}),
         weights=weights,
     )

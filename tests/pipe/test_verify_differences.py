@@ -129,7 +129,7 @@ def test_every_process_is_told(gloo: Pool) -> None:
         assert "module 'odd' has a backward hook" in told
 
 
-class Sum(nn.Module):
+class AllReduce(nn.Module):
     """Moves a buffer that no state dict has."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def buffers_over_processes() -> str:
         "loss_fn": functional.mse_loss,
         "verify": True,
     }
-    pipe = PipelineModule(chain(Sum()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    pipe = PipelineModule(chain(AllReduce()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         pipe.train_step(x, x)

@@ -69,7 +69,7 @@ class TwiceBias(ParallelStyle):
         part = module.weight.data.chunk(device_mesh.size(), 1)[device_mesh.get_local_rank()]
         module.register_parameter("weight", nn.Parameter(part.clone()))
 
-        class Sum(torch.autograd.Function):
+        class AllReduce(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, x: Tensor) -> Tensor:
                 x = x.clone()
@@ -80,7 +80,7 @@ class TwiceBias(ParallelStyle):
             def backward(ctx: Any, *gradients: Tensor) -> Tensor:
                 return gradients[0]
 
-        module.register_forward_hook(lambda _, args, out: Sum.apply(out))
+        module.register_forward_hook(lambda _, args, out: AllReduce.apply(out))
         return module
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stagewright.schedules import Action, Costs, Links, Op, Schedule, Sum, Way
+from stagewright.schedules import Action, AllReduce, Costs, Link, Links, Op, Schedule
 
 from .reference import GRADIENT, last_of, seconds, together
 
@@ -93,10 +93,10 @@ class Run:
         through = self.occupy(self.parts(src, dst), now, size * way.seconds_per_byte)
         self.arrivals[key] = (now, through + way.latency + latency[key[1]])
 
-    def sum(self, each: Sum, now: float) -> float:
+    def sum(self, each: AllReduce, now: float) -> float:
         return self.occupy({part for src, dst in each.ways for part in self.parts(src, dst)}, now, each.seconds)
 
-    def way(self, src: int, dst: int) -> Way:
+    def way(self, src: int, dst: int) -> Link:
         assert isinstance(self.links.network, dict)
         return self.links.network[src, dst]
 

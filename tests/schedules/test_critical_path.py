@@ -15,18 +15,18 @@ from support.sizes import fitting
 from stagewright.schedules import (
     FAMILIES,
     Action,
+    AllReduce,
     Collective,
     Costs,
     CriticalPath,
+    Link,
     Links,
     Message,
     PathKind,
     RankTrace,
     Schedule,
     Span,
-    Sum,
     Timeline,
-    Way,
     build,
     critical_path,
     simulate,
@@ -138,7 +138,9 @@ def test_a_slow_rank_is_the_path() -> None:
 def test_sums_and_gathers_over_replicas() -> None:
     """Stage 1 on two ranks: the sum of its gradients, and the weights that are gathered behind the update."""
     schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(1, 2))
-    links = Links(network=Way(latency=0.25), sums=(Sum(stage=1, seconds=8.0, gather=4.0, ways=((1, 2), (2, 1))),))
+    links = Links(
+        network=Link(latency=0.25), sums=(AllReduce(stage=1, seconds=8.0, gather=4.0, ways=((1, 2), (2, 1))),)
+    )
     path = check_tiles(simulate(schedule, Costs(forward=1.0, update=0.5), links))
     assert [step.kind for step in path.steps[-3:]] == [PathKind.SUM, PathKind.UPDATE, PathKind.GATHER]
     assert path.by_sum == {(1,): 8.0}
@@ -149,8 +151,8 @@ def test_sums_and_gathers_over_replicas() -> None:
 
 def test_weights_gathered_ahead_of_the_batch() -> None:
     schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(1, 2))
-    each = Sum(stage=1, seconds=0.0, gather=30.0, unshards=True, ways=((1, 2), (2, 1)))
-    path = check_tiles(simulate(schedule, Costs(forward=1.0), Links(network=Way(), sums=(each,))))
+    each = AllReduce(stage=1, seconds=0.0, gather=30.0, unshards=True, ways=((1, 2), (2, 1)))
+    path = check_tiles(simulate(schedule, Costs(forward=1.0), Links(network=Link(), sums=(each,))))
     assert path.steps[0].kind is PathKind.GATHER
     assert path.by_kind[PathKind.GATHER] == 30.0
 
@@ -158,7 +160,7 @@ def test_weights_gathered_ahead_of_the_batch() -> None:
 @pytest.mark.parametrize("gather", [0.0, 6.0])
 def test_streams_wait_for_sums_and_gathers(gather: float) -> None:
     schedule = build("2bw", num_ranks=3, num_microbatches=4, replicas=(1, 2), num_batches=4)
-    links = Links(network=Way(), sums=(Sum(stage=1, seconds=6.0, gather=gather, ways=((1, 2), (2, 1))),))
+    links = Links(network=Link(), sums=(AllReduce(stage=1, seconds=6.0, gather=gather, ways=((1, 2), (2, 1))),))
     path = check_tiles(simulate(schedule, Costs(forward=1.0, update=0.5), links))
     assert path.by_kind[PathKind.SUM] > 0
     assert (PathKind.GATHER in path.by_kind) == (gather > 0)

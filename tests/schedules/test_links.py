@@ -13,8 +13,10 @@ from support.inside import PlaceNetwork, derive_versions
 
 from stagewright.schedules import (
     Action,
+    AllReduce,
     Collective,
     Costs,
+    Link,
     LinkLevel,
     Links,
     Message,
@@ -22,8 +24,6 @@ from stagewright.schedules import (
     Op,
     Schedule,
     Span,
-    Sum,
-    Way,
     attribute_idle,
     build,
     lower_bound,
@@ -37,9 +37,9 @@ ACT, GRAD = MessageKind.ACT, MessageKind.GRAD
 
 
 @st.composite
-def ways(draw: DrawFn) -> Way:
+def ways(draw: DrawFn) -> Link:
     card = st.none() | st.integers(0, 1)
-    return Way(latency=draw(quarters), seconds_per_byte=draw(quarters), sending=draw(card), receiving=draw(card))
+    return Link(latency=draw(quarters), seconds_per_byte=draw(quarters), sending=draw(card), receiving=draw(card))
 
 
 @st.composite
@@ -54,7 +54,7 @@ def links_for(draw: DrawFn, schedule: Schedule) -> Links:
         network={pair: draw(ways()) for pair in pairs},
         activation_bytes=draw(sizes),
         gradient_bytes=draw(sizes),
-        sums=tuple(Sum(stage=stage, seconds=draw(quarters), ways=draw(some_ways)) for stage in sorted(stages)),
+        sums=tuple(AllReduce(stage=stage, seconds=draw(quarters), ways=draw(some_ways)) for stage in sorted(stages)),
     )
 
 
@@ -122,14 +122,14 @@ def test_updates_wait_for_sums(case: tuple[Schedule, Costs, Links], norm: float 
 @given(cases())
 def test_links_without_limit_are_latencies(case: tuple[Schedule, Costs, Links]) -> None:
     schedule, costs, links = case
-    free = replace(links, network=Way(sending=0, receiving=0), sums=())
+    free = replace(links, network=Link(sending=0, receiving=0), sums=())
     timeline = simulate(schedule, costs, free)
     plain = simulate(schedule, costs)
     assert [t.compute for t in timeline.ranks] == [t.compute for t in plain.ranks]
     if any(costs.latency):  # type: ignore[arg-type]
         assert timeline == plain
     one = simulate(schedule, replace(costs, latency=2.5))
-    other = simulate(schedule, replace(costs, latency=0.0), replace(free, network=Way(latency=2.5)))
+    other = simulate(schedule, replace(costs, latency=0.0), replace(free, network=Link(latency=2.5)))
     assert one == other
 
 
@@ -166,7 +166,7 @@ def test_messages_of_one_link_queue() -> None:
     rank 1 |             F0    F1     at 4.5, 7.5, 10.5
     """
     schedule = build("gpipe", num_ranks=2, num_microbatches=3).forward_only()
-    links = Links(network=Way(latency=0.5, seconds_per_byte=0.25), activation_bytes=12.0)
+    links = Links(network=Link(latency=0.5, seconds_per_byte=0.25), activation_bytes=12.0)
     timeline = simulate(schedule, Costs(forward=1.0), links)
     assert [s.start for s in timeline.ranks[1].compute] == [4.5, 7.5, 10.5]
     assert timeline.ranks[1].comm == tuple(  # from ready to arrived: the queue is seen
@@ -178,7 +178,7 @@ def test_messages_of_one_link_queue() -> None:
 
 def test_both_directions_of_a_pair_are_two_links() -> None:
     schedule = by_hand("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", microbatches=2)
-    links = Links(network=Way(seconds_per_byte=1.0), activation_bytes=4.0, gradient_bytes=2.0)
+    links = Links(network=Link(seconds_per_byte=1.0), activation_bytes=4.0, gradient_bytes=2.0)
     # Activations 1-5 and 5-9; 1F0 5-6, 1B0 6-7, its gradient 7-9 while the second activations are under way.
     assert starts_of(schedule, Costs(forward=1.0, backward=1.0), links) == {
         **{"0F0": 0, "0F1": 1, "1F0": 5, "1B0": 6, "0B0": 9},
@@ -205,9 +205,9 @@ def test_the_level_is_the_innermost_that_joins_two_ranks() -> None:
         LinkLevel(num_ranks=8, seconds_per_byte=3.0, latency=1.0, ranks_per_card=1),
     )
     links = Links(network=levels)
-    assert links.way(2, 3) == Way(seconds_per_byte=1.0)
-    assert links.way(1, 2) == Way(seconds_per_byte=2.0, sending=(4, 0), receiving=(4, 1))
-    assert links.way(7, 0) == Way(seconds_per_byte=3.0, latency=1.0, sending=(8, 7), receiving=(8, 0))
+    assert links.way(2, 3) == Link(seconds_per_byte=1.0)
+    assert links.way(1, 2) == Link(seconds_per_byte=2.0, sending=(4, 0), receiving=(4, 1))
+    assert links.way(7, 0) == Link(seconds_per_byte=3.0, latency=1.0, sending=(8, 7), receiving=(8, 0))
     with pytest.raises(ValueError, match="no way from rank 7 to rank 8"):
         links.way(7, 8)
     assert links.way(5, 4).sending is None
@@ -229,8 +229,8 @@ def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
     """
     schedule = by_hand("0F0 1F0 1B0 0B0", microbatches=1, placement=[[0, 1]])
     costs = Costs(forward=1.0, backward=2.0, update=0.5)
-    both = (Sum(stage=0, seconds=2.0, ways=((0, 1),)), Sum(stage=1, seconds=3.0, ways=((0, 1),)))
-    links = Links(network=Way(seconds_per_byte=1.0), sums=both)
+    both = (AllReduce(stage=0, seconds=2.0, ways=((0, 1),)), AllReduce(stage=1, seconds=3.0, ways=((0, 1),)))
+    links = Links(network=Link(seconds_per_byte=1.0), sums=both)
     timeline = simulate(schedule, costs, links)
     # 1B0 ends at 4, 0B0 at 6. The sum of stage 1 takes 4 to 7, that of stage 0 then 7 to 9.
     assert [(str(s.what), s.start) for s in timeline.ranks[0].compute[4:]] == [("0U0", 9.0), ("1U0", 9.5)]
@@ -242,8 +242,8 @@ def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
 
 def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=3, replicas=(2,))
-    links = Links(network=Way(seconds_per_byte=0.5, latency=0.25))
-    ring = Sum(stage=0, seconds=2.5, ways=((0, 1), (1, 0)))
+    links = Links(network=Link(seconds_per_byte=0.5, latency=0.25))
+    ring = AllReduce(stage=0, seconds=2.5, ways=((0, 1), (1, 0)))
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0), replace(links, sums=(ring,)))
     assert [trace.compute[-1] for trace in timeline.ranks] == [Span(Action(0, Op.U, 0), 8.5, 8.5)] * 2
     both = Collective((0,), Op.REDUCE_GRAD, 0)  # rank 1 has one microbatch of the three
@@ -255,7 +255,7 @@ def test_the_global_norm_waits_for_all_sums() -> None:
     """Rank 0 ends its backward at 6 and rank 1 at 4; the sum of stage 1 is through at 9, then the norm."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     costs = Costs(forward=1.0, backward=2.0, update=0.5, norm=0.25)
-    links = Links(network=Way(), sums=(Sum(stage=1, seconds=5.0),))
+    links = Links(network=Link(), sums=(AllReduce(stage=1, seconds=5.0),))
     timeline = simulate(schedule, costs, links)
     assert [trace.compute[-1].start for trace in timeline.ranks] == [9.25, 9.25]
     assert lower_bound(schedule, costs, links) == timeline.makespan == 9.75
@@ -264,21 +264,21 @@ def test_the_global_norm_waits_for_all_sums() -> None:
 def test_the_bound_takes_the_quickest_way_of_replicas() -> None:
     """Microbatch 0 comes to rank 2 at once, microbatch 1 from another replica 9 later: one forward ends before that."""
     schedule = by_hand("0F0", "0F1", "1F0 1F1", microbatches=2, placement=[[0], [0], [1]])
-    links = Links(network={(0, 2): Way(), (1, 2): Way(latency=9.0)})
+    links = Links(network={(0, 2): Link(), (1, 2): Link(latency=9.0)})
     assert lower_bound(schedule, Costs(forward=1.0), links) == 11.0
     assert simulate(schedule, Costs(forward=1.0), links).makespan == 11.0
 
 
 def test_a_sum_in_a_stream_holds_up_the_update_alone() -> None:
     schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
-    links = Links(network=Way(), sums=(Sum(stage=0, seconds=1.5),))
+    links = Links(network=Link(), sums=(AllReduce(stage=0, seconds=1.5),))
     starts = starts_of(schedule, Costs(forward=1.0, backward=2.0, update=0.5), links)
     assert starts == {"0F0": 0, "0B0": 1, "0U0": 4.5, "0F1": 5, "0B1": 6, "0U1": 9.5}
 
 
 def test_an_evaluation_sums_nothing() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2).forward_only()
-    links = Links(network=Way(), sums=(Sum(stage=0, seconds=5.0),))
+    links = Links(network=Link(), sums=(AllReduce(stage=0, seconds=5.0),))
     assert simulate(schedule, Costs(), links).makespan == 3.0
 
 
@@ -288,9 +288,9 @@ def test_an_evaluation_sums_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Way(latency=-1.0), "latency=-1.0: expected a finite number, at least 0"),
-        (lambda: Way(seconds_per_byte=float("nan")), "seconds_per_byte=nan: expected a finite number"),
-        (lambda: Sum(stage=0, seconds=float("inf")), "seconds=inf: expected a finite number"),
+        (lambda: Link(latency=-1.0), "latency=-1.0: expected a finite number, at least 0"),
+        (lambda: Link(seconds_per_byte=float("nan")), "seconds_per_byte=nan: expected a finite number"),
+        (lambda: AllReduce(stage=0, seconds=float("inf")), "seconds=inf: expected a finite number"),
         (lambda: LinkLevel(num_ranks=0), "num_ranks=0: expected a whole number, at least 1"),
         (lambda: LinkLevel(num_ranks=2, ranks_per_card=0), "ranks_per_card=0: expected a whole number, at least 1"),
         (lambda: Links(network=()), r"levels of \[\] ranks: expected at least one"),
@@ -298,10 +298,10 @@ def test_an_evaluation_sums_nothing() -> None:
             lambda: Links(network=(LinkLevel(num_ranks=2), LinkLevel(num_ranks=3))),
             r"levels of \[2, 3\] ranks: expected at least one, each a multiple of the one before",
         ),
-        (lambda: Links(network=Way(), activation_bytes=-1), "activation_bytes=-1: expected a finite number"),
-        (lambda: Links(network=Way(), gradient_bytes=[1, "2"]), "gradient_bytes='2': expected a finite number"),
+        (lambda: Links(network=Link(), activation_bytes=-1), "activation_bytes=-1: expected a finite number"),
+        (lambda: Links(network=Link(), gradient_bytes=[1, "2"]), "gradient_bytes='2': expected a finite number"),
         (
-            lambda: Links(network=Way(), sums=(Sum(stage=1, seconds=1.0),) * 2),
+            lambda: Links(network=Link(), sums=(AllReduce(stage=1, seconds=1.0),) * 2),
             r"sums of the stages \[1, 1\]: expected at most one a stage",
         ),
     ],
@@ -314,12 +314,15 @@ def test_mistakes(make: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        (Links(network=Way(), activation_bytes=[1.0, 2.0]), "activation_bytes has 2 numbers for 1 edges"),
-        (Links(network=Way(), activation_bytes=[1.0], gradient_bytes=[]), "gradient_bytes has 0 numbers for 1 edges"),
-        (Links(network={(0, 1): Way()}), "no way from rank 1 to rank 0: expected one in the network"),
-        (Links(network=Way(), sums=(Sum(stage=2, seconds=1.0),)), "a sum of stage 2: expected a stage from 0 to 1"),
+        (Links(network=Link(), activation_bytes=[1.0, 2.0]), "activation_bytes has 2 numbers for 1 edges"),
+        (Links(network=Link(), activation_bytes=[1.0], gradient_bytes=[]), "gradient_bytes has 0 numbers for 1 edges"),
+        (Links(network={(0, 1): Link()}), "no way from rank 1 to rank 0: expected one in the network"),
         (
-            Links(network={(0, 1): Way(), (1, 0): Way()}, sums=(Sum(stage=0, seconds=1.0, ways=((0, 5),)),)),
+            Links(network=Link(), sums=(AllReduce(stage=2, seconds=1.0),)),
+            "a sum of stage 2: expected a stage from 0 to 1",
+        ),
+        (
+            Links(network={(0, 1): Link(), (1, 0): Link()}, sums=(AllReduce(stage=0, seconds=1.0, ways=((0, 5),)),)),
             "no way from rank 0 to rank 5",
         ),
         ([], r"links=\[\]: expected Links\(\.\.\.\), or None"),
@@ -334,12 +337,12 @@ def test_updated_weights_are_gathered_behind_each_update_or_ahead_of_the_batch()
     """Two replicas of a stage, each with F B of its own microbatch: 3 s, a sum of 1 s, an update of 0.5 s."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,))
     costs = Costs(forward=1.0, backward=2.0, update=0.5)
-    around = Sum(stage=0, seconds=1.0, gather=2.0, ways=((0, 1), (1, 0)))
+    around = AllReduce(stage=0, seconds=1.0, gather=2.0, ways=((0, 1), (1, 0)))
     unshard = Collective((0,), Op.UNSHARD, 0)
-    behind = simulate(schedule, costs, Links(network=Way(), sums=(around,)))
+    behind = simulate(schedule, costs, Links(network=Link(), sums=(around,)))
     assert Span(unshard, 4.5, 6.5) in behind.ranks[0].collectives
     assert behind.makespan == 6.5
-    ahead = simulate(schedule, costs, Links(network=Way(), sums=(replace(around, unshards=True),)))
+    ahead = simulate(schedule, costs, Links(network=Link(), sums=(replace(around, unshards=True),)))
     assert Span(unshard, 0.0, 2.0) in ahead.ranks[0].collectives
     assert ahead.ranks[0].compute[0] == Span(Action(0, Op.F, 0), 2.0, 3.0)
     assert ahead.ranks[0].compute[-1].end == 6.5  # the start of the first forward begins the makespan
@@ -348,8 +351,8 @@ def test_updated_weights_are_gathered_behind_each_update_or_ahead_of_the_batch()
 def test_a_stream_waits_for_the_weights_of_the_version_that_it_uses() -> None:
     schedule = build("pipedream", num_ranks=2, num_microbatches=2, replicas=(2,))
     costs = Costs(forward=1.0, backward=2.0)
-    around = Sum(stage=0, seconds=0.0, gather=2.0, ways=((0, 1), (1, 0)))
-    timeline = simulate(schedule, costs, Links(network=Way(), sums=(around,)))
+    around = AllReduce(stage=0, seconds=0.0, gather=2.0, ways=((0, 1), (1, 0)))
+    timeline = simulate(schedule, costs, Links(network=Link(), sums=(around,)))
     spans = {span.what: span for rank in timeline.ranks for span in rank.compute}
     used = derive_versions(schedule).used
     for (stage, k), version in used.items():
@@ -366,8 +369,8 @@ def test_places_of_a_pipeline_are_ways_with_a_card_a_rank(replicas: tuple[int, .
     """To the last bit: the ways of all pairs of ranks between two places, and sums that go around them."""
     schedule = build("1f1b", num_ranks=sum(replicas), num_microbatches=7, replicas=replicas)
     costs = Costs(forward=[1.0, 1.3, 0.7], backward=[2.1, 1.9, 2.3], update=0.5)
-    routes = {(0, 1): Way(latency=0.3, seconds_per_byte=0.7), (1, 2): Way(latency=0.1, seconds_per_byte=0.9)}
-    ways: dict[tuple[int, int], Way] = {}
+    routes = {(0, 1): Link(latency=0.3, seconds_per_byte=0.7), (1, 2): Link(latency=0.1, seconds_per_byte=0.9)}
+    ways: dict[tuple[int, int], Link] = {}
     for (a, b), way in routes.items():
         for src, dst in [(src, dst) for src in schedule.owners[a] for dst in schedule.owners[b]]:
             ways[src, dst] = replace(way, sending=src, receiving=dst)
@@ -375,8 +378,8 @@ def test_places_of_a_pipeline_are_ways_with_a_card_a_rank(replicas: tuple[int, .
     sums = []
     for stage, ranks in enumerate(schedule.owners):
         around = tuple(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-        ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around}
-        sums.append(Sum(stage=stage, seconds=1.1, gather=0.4, ways=around))
+        ways |= {(src, dst): Link(sending=src, receiving=dst) for src, dst in around}
+        sums.append(AllReduce(stage=stage, seconds=1.1, gather=0.4, ways=around))
     pairs = Links(network=ways, activation_bytes=[1.7, 0.6], sums=tuple(sums))
     alone = Links(
         network=PlaceNetwork(places=((0,), (1,), (2,)), routes=routes),

@@ -11,6 +11,7 @@ from support.random_moves import with_random_moves
 from stagewright.schedules import (
     Action,
     Costs,
+    Link,
     Links,
     Op,
     PathKind,
@@ -18,7 +19,6 @@ from stagewright.schedules import (
     ScheduleError,
     StageBytes,
     Timeline,
-    Way,
     attribute_idle,
     build,
     check,
@@ -51,7 +51,7 @@ def test_the_grid_has_a_row_of_moves() -> None:
 
 def test_when_moves_begin_and_end_by_hand() -> None:
     """F 1, B 2, 0.5 to the host and 3 back, messages 0.1 + 0.1."""
-    links = Links(network=Way(seconds_per_byte=1.0), activation_bytes=0.1)
+    links = Links(network=Link(seconds_per_byte=1.0), activation_bytes=0.1)
     timeline = simulate(two_ranks(), Costs(offload=0.5, reload=3.0, latency=0.1), links)
     own, others = ({str(what): (start, end) for what, start, end in rank.moves} for rank in timeline.ranks)
     compute = {str(s.what): s.start for rank in timeline.ranks for s in rank.compute}
@@ -113,7 +113,7 @@ def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None
         slow = simulate(
             schedule,
             Costs(forward=1.0, input_grad=1.0, weight_grad=0.7, latency=0.1, offload=0.6, reload=0.9),
-            Links(network=Way(seconds_per_byte=1.0), activation_bytes=0.2),
+            Links(network=Link(seconds_per_byte=1.0), activation_bytes=0.2),
         )
         assert slow.makespan >= free.makespan - 1e-9
         for timeline in (free, slow):

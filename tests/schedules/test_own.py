@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.inside import Constraints, F, UserCodeError, find_own, in_flight, sizes_of
+from support.inside import Constraints, F, UserCodeError, find_user_schedule, in_flight, sizes_of
 
 from stagewright.schedules import Schedule, ScheduleError, build, check
 
@@ -82,7 +82,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def built(what: Any, **sizes: int | None) -> Schedule:
-    own = find_own(what, option="schedule=")
+    own = find_user_schedule(what, option="schedule=")
     assert own is not None
     return own.build(sizes or SIZES)
 
@@ -104,7 +104,7 @@ def test_every_form_meets_the_same_checker(mine: Path) -> None:
     assert built(lambda: constraints).programs == one_and_one.programs
     assert built(one_and_one) is one_and_one
     assert sizes_of(one_and_one)["num_ranks"] == 3
-    assert find_own("1f1b", option="schedule=") is None
+    assert find_user_schedule("1f1b", option="schedule=") is None
 
 
 BAD: dict[str, tuple[type[Exception], str]] = {
@@ -155,4 +155,4 @@ def test_sizes_that_nobody_gives(mine: Path) -> None:
     with pytest.raises(
         ValueError, match=r"schedule=3: expected a name, a Schedule, Constraints, a function, or FILE\.csv"
     ):
-        find_own(3, option="schedule=")  # type: ignore[arg-type]
+        find_user_schedule(3, option="schedule=")  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
+    AllReduce,
     Costs,
+    Link,
     Links,
     Op,
     PredictionCheck,
     Schedule,
-    Sum,
-    Way,
     build,
     check_prediction,
     simulate,
@@ -84,11 +84,11 @@ def linked(replicas: tuple[int, ...] = (2, 1), num_microbatches: int = 8) -> tup
     schedule = build("1f1b", num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=replicas)
     costs = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], overhead=0.125, update=0.5, norm=0.25, around=0.5)
     pairs = {(a, b) for a in range(sum(replicas)) for b in range(sum(replicas)) if a != b}
-    network = {(a, b): Way(latency=0.25, seconds_per_byte=0.125, sending=a, receiving=b) for a, b in pairs}
+    network = {(a, b): Link(latency=0.25, seconds_per_byte=0.125, sending=a, receiving=b) for a, b in pairs}
     return (
         schedule,
         costs,
-        Links(network=network, activation_bytes=2.0, sums=(Sum(stage=0, seconds=1.0, ways=((0, 1),)),)),
+        Links(network=network, activation_bytes=2.0, sums=(AllReduce(stage=0, seconds=1.0, ways=((0, 1),)),)),
     )
 
 
@@ -265,7 +265,7 @@ def test_what_queued_does_not_queue_again() -> None:
     """A sum stands on the cards of the last gradients: measured, both have their waits in them."""
     schedule, costs, links = linked((1, 2))
     ring = ((1, 2), (2, 1))
-    sums = (Sum(stage=1, seconds=3.0, ways=ring),)
+    sums = (AllReduce(stage=1, seconds=3.0, ways=ring),)
     links = replace(links, sums=sums)
     predicted = simulate(schedule, costs, links)
     true = replace(links, sums=(replace(sums[0], seconds=6.0),))
@@ -311,8 +311,8 @@ def replicas_in_chunks(share: float) -> tuple[Schedule, Costs, Links]:
     """Two replicas with three chunks: sums of the last ones go on beside backwards of the first."""
     schedule = replicate(build("interleaved", num_ranks=1, num_microbatches=4, num_chunks=3), 2)
     costs = Costs(forward=1.0, backward=[2.0, 2.5, 3.0], update=[0.5, 0.25, 0.5], norm=0.25, sum_busy=share)
-    sums = tuple(Sum(stage=stage, seconds=1.0, ways=((0, 1), (1, 0))) for stage in range(3))
-    return schedule, costs, Links(network=Way(latency=0.125), sums=sums)
+    sums = tuple(AllReduce(stage=stage, seconds=1.0, ways=((0, 1), (1, 0))) for stage in range(3))
+    return schedule, costs, Links(network=Link(latency=0.125), sums=sums)
 
 
 @pytest.mark.parametrize(("planned", "true"), [(0.0, 0.0), (0.5, 0.5), (0.0, 0.75), (1.0, 0.25)])

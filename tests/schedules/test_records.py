@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.inside import NOTHING_SHARED, Needs, RankRecord, assemble_stream, assemble_timeline, find_gaps, make_course
+from support.inside import (
+    NOTHING_SHARED,
+    Dependencies,
+    RankRecord,
+    assemble_stream,
+    assemble_timeline,
+    find_gaps,
+    make_course,
+)
 
 from stagewright.schedules import (
     Action,
@@ -30,7 +38,7 @@ from stagewright.schedules import (
 
 def records_of(timeline: Timeline, *, ahead: Sequence[float] = ()) -> list[RankRecord]:
     """Records that the ranks of a simulated run would have made, each by a clock so far ahead of rank 0's [s]."""
-    needs = Needs(timeline.schedule)
+    needs = Dependencies(timeline.schedule)
     clocks = ahead or [0.0] * len(timeline.ranks)
     arrived = {span.what: span.end for trace in timeline.ranks for span in trace.comm}
     records = []

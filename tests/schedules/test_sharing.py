@@ -11,7 +11,7 @@ import pytest
 from support.inside import MOVE_OPS, Processor, ScheduleWiring, Taken, own_durations, place_collectives, replicate
 from support.replay_cases import cases
 
-from stagewright.schedules import Action, Collective, Costs, Links, Op, Sum, Way, build, lower_bound, simulate
+from stagewright.schedules import Action, AllReduce, Collective, Costs, Link, Links, Op, build, lower_bound, simulate
 
 from . import reference
 
@@ -77,8 +77,11 @@ def test_updates_share_the_processor_with_sums_and_gathers() -> None:
     schedule = replicate(build("interleaved", num_ranks=1, num_microbatches=1, num_chunks=2), 2)
     around = ((0, 1), (1, 0))
     links = Links(
-        network=Way(),
-        sums=(Sum(stage=0, seconds=2.0, gather=4.0, ways=around), Sum(stage=1, seconds=8.0, gather=4.0, ways=around)),
+        network=Link(),
+        sums=(
+            AllReduce(stage=0, seconds=2.0, gather=4.0, ways=around),
+            AllReduce(stage=1, seconds=8.0, gather=4.0, ways=around),
+        ),
     )
     costs = Costs(forward=1.0, backward=[2.0, 2.0], update=[2.0, 3.0], sum_busy=0.5)
     found = simulate(schedule, costs, links)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.inside import Needs, replicate
+from support.inside import Dependencies, replicate
 
 from stagewright.schedules import (
     Action,
@@ -34,7 +34,7 @@ def of_text(*programs: str, num_slices: int, num_microbatches: int = 1) -> Sched
 def test_needs_of_slices() -> None:
     """Forwards from the first slice on, backwards from the last: of one microbatch, on the same stage, split or not."""
     schedule = of_text("0F0 0F1 0F2 0F3 0B1 0I0 0W0 0I3 0W3 0B2", num_slices=2, num_microbatches=2)
-    needs = {str(action): " ".join(map(str, Needs(schedule).of(action))) for action in schedule.programs[0]}
+    needs = {str(action): " ".join(map(str, Dependencies(schedule).of(action))) for action in schedule.programs[0]}
     assert [needs[f"0F{index}"] for index in range(4)] == ["", "0F0", "", "0F2"]
     assert [needs["0B1"], needs["0I0"], needs["0I3"], needs["0B2"]] == ["0F1", "0F0 0B1", "0F3", "0F2 0I3"]
     check(schedule)

@@ -9,7 +9,7 @@ from random import Random
 from statistics import fmean
 
 import pytest
-from support.inside import LEAST_STEPS, Needs, RankRecord, TimedAction, assemble_timeline
+from support.inside import LEAST_STEPS, Dependencies, RankRecord, TimedAction, assemble_timeline
 from support.noisy_machine import Machine
 from support.replay_cases import cases
 
@@ -177,7 +177,7 @@ class Network:
 
     def draw(self) -> Timeline:
         """One step as its ranks record it: each waits for its message, then for the sums and the norm."""
-        table, needs = self.COSTS.table_for(self.SCHEDULE), Needs(self.SCHEDULE)
+        table, needs = self.COSTS.table_for(self.SCHEDULE), Dependencies(self.SCHEDULE)
         ends: dict[Action, float] = {}
         ways: dict[Message, float] = {}
         lanes: list[list[Span[Action]]] = [[] for _ in self.SCHEDULE.programs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.inside import Needs, Sharing, replicate
+from support.inside import Dependencies, Sharing, replicate
 
 from stagewright.schedules import (
     Action,
@@ -39,7 +39,7 @@ def seconds_of_pairs(schedule: Schedule, costs: dict[Op, float]) -> float:
             else:
                 groups.append([action])
         pairs.append(groups)
-    needs, ends, free = Needs(schedule), dict[Action, float](), [0.0] * schedule.num_ranks
+    needs, ends, free = Dependencies(schedule), dict[Action, float](), [0.0] * schedule.num_ranks
     while any(pairs):
         for rank, groups in enumerate(pairs):
             while groups and all(n in ends or n in groups[0] for a in groups[0] for n in needs.of(a)):

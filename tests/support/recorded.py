@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from stagewright.schedules import Action, Op, Timeline
-from support.inside import Needs, RankRecord, assemble_timeline, run_as_one
+from support.inside import Dependencies, RankRecord, assemble_timeline, run_as_one
 
 
 def records_of(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> list[RankRecord]:
     """Actions without what is around them, by stage, and waits; half of what is around the step on either side."""
-    schedule, needs, records = truth.schedule, Needs(truth.schedule), []
+    schedule, needs, records = truth.schedule, Dependencies(truth.schedule), []
     around = [overhead] * schedule.num_stages if isinstance(overhead, float) else overhead
     joined = run_as_one(schedule)
     for trace in truth.ranks:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from stagewright.schedules import FAMILIES, Action, Costs, Edge, Links, Op, Schedule, Sum, Way, build
+from stagewright.schedules import FAMILIES, Action, AllReduce, Costs, Edge, Link, Links, Op, Schedule, build
 from support.inside import chain, defer_updates, replicate
 
 from .random_moves import with_random_moves
@@ -185,7 +185,7 @@ def _links(random: Random, schedule: Schedule) -> Links:
     cards = random.choice([1, 2, 5])
     each_pair = [(src, dst) for src in ranks for dst in ranks if src != dst]
     ways = {
-        pair: Way(
+        pair: Link(
             latency=random.choice([0.0, random.uniform(0.0, 1.0)]),
             seconds_per_byte=random.uniform(0.0, 2.0),
             sending=random.choice([None, pair[0] % cards]),
@@ -202,7 +202,7 @@ def _links(random: Random, schedule: Schedule) -> Links:
             may_unshard = gather > 0 and schedule.has_epilogue and schedule.name != "random"
             unshards = may_unshard and random.random() < 0.5
             seconds = random.uniform(0.0, random.choice([2.0, 10.0]))
-            sums.append(Sum(stage=stage, seconds=seconds, ways=around, gather=gather, unshards=unshards))
+            sums.append(AllReduce(stage=stage, seconds=seconds, ways=around, gather=gather, unshards=unshards))
     return Links(
         network=ways,
         activation_bytes=_seconds(random, edges),

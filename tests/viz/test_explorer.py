@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.inside import CAUSE_HUES, OP_HUES
 
-from stagewright.schedules import Costs, Links, Op, RankTrace, StageBytes, Timeline, Way, build, simulate
+from stagewright.schedules import Costs, Link, Links, Op, RankTrace, StageBytes, Timeline, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep, explorer_html
 
 COSTS = Costs(forward=1.0, backward=2.0)
@@ -14,7 +14,7 @@ COSTS = Costs(forward=1.0, backward=2.0)
 def example(name="1f1b", *, num_ranks=2, num_microbatches=4, steps=(), known=False, **options):
     """A prediction, steps of a run whose backwards take ever longer, and memory where it is `known`."""
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
-    links = Links(network=Way(latency=0.25), activation_bytes=3e6)
+    links = Links(network=Link(latency=0.25), activation_bytes=3e6)
     measured = tuple(
         MeasuredStep(
             step, replace(simulate(schedule, Costs(forward=1.0, backward=2.0 + step, latency=0.5)), measured=True)

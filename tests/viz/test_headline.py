@@ -18,7 +18,7 @@ from support.inside import (
 )
 from support.inside import expected_least_seconds as least_seconds
 
-from stagewright.schedules import FAMILIES, Costs, Links, StepSamples, Timeline, Way, build, lower_bound, simulate
+from stagewright.schedules import FAMILIES, Costs, Link, Links, StepSamples, Timeline, build, lower_bound, simulate
 from stagewright.viz import Exhibit, FigureStyle, MeasuredStep
 
 COSTS = Costs(forward=1.0, backward=2.0)
@@ -58,7 +58,7 @@ def test_figures_of_a_run() -> None:
     """Three steps: their median; the bound takes links and the optimizer into account."""
     schedule = build("1f1b", num_ranks=4, num_microbatches=8)
     costs = Costs(forward=[1.0, 1.0, 1.0, 2.0], backward=2.0, update=0.5)
-    links = Links(network=Way(latency=0.5))
+    links = Links(network=Link(latency=0.5))
     predicted = simulate(schedule, costs, links)
     steps = tuple(MeasuredStep(n, slowed(predicted, factor)) for n, factor in ((3, 1.5), (23, 2.0), (43, 1.25)))
     found = by_label(Exhibit(name="run", predicted=predicted, measured=steps, costs=costs, links=links))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.inside import builder_of, defer_updates, on_ranks, replicate, whatif_data
 
-from stagewright.schedules import FAMILIES, Costs, Edge, Links, Schedule, Sum, Way, build, simulate
+from stagewright.schedules import FAMILIES, AllReduce, Costs, Edge, Link, Links, Schedule, build, simulate
 from stagewright.viz import Exhibit
 
-LINKS = Links(network=Way(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
+LINKS = Links(network=Link(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
 
 
 def exhibit(schedule: Schedule, costs: Costs, links: Links | None = None) -> Exhibit:
@@ -59,7 +59,7 @@ def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> N
     ]
     move(looked, "Forward F", 2)
     move(looked, "Bandwidth", 0.5)
-    slower = replace(LINKS, network=Way(latency=0.25, seconds_per_byte=2e-7))
+    slower = replace(LINKS, network=Link(latency=0.25, seconds_per_byte=2e-7))
     timeline = simulate(schedule, Costs(forward=2.0, input_grad=1.25, weight_grad=1.25), slower)
     before = simulate(schedule, costs, LINKS)
     caption = "what if: Forward F \u00d7 2, Bandwidth \u00d7 0.5"
@@ -180,7 +180,7 @@ def test_a_family_is_found_again_from_its_schedule(name: str) -> None:
 def test_a_hundred_thousand_actions_are_played_in_less_than_a_second(browser: Any) -> None:
     schedule = build("1f1b", num_ranks=16, num_microbatches=3125)
     costs = Costs(forward=1.0, latency=0.1)
-    shown = exhibit(schedule, costs, replace(LINKS, sums=(Sum(stage=0, seconds=1.0),)))
+    shown = exhibit(schedule, costs, replace(LINKS, sums=(AllReduce(stage=0, seconds=1.0),)))
     looked = browser.show(shown)
     seconds = looked.evaluate(
         """() => {

@@ -22,7 +22,7 @@ from ...schedules import (
     compare,
     find_stragglers,
 )
-from ...schedules.dependencies import Needs
+from ...schedules.dependencies import Dependencies
 from ...schedules.explain.critical_path import PathKind, critical_path
 from ...schedules.messages import STAGE_KINDS, Message
 from ...schedules.rules.versions import derive_versions
@@ -256,7 +256,7 @@ class TimelineColumns:
         same = predicted is not None and predicted.schedule.stage_edges == self.schedule.stage_edges
         if links is None or not same:
             return {}
-        found = wire_bytes(self.schedule, links, Needs(self.schedule).wires)
+        found = wire_bytes(self.schedule, links, Dependencies(self.schedule).wires)
         return {wire[:3]: size for wire, size in found.items() if size > 0 and wire.kind in STAGE_KINDS}
 
 

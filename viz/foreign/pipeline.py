@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, Span, Timeline, check
-from ...schedules.dependencies import Needs
+from ...schedules.dependencies import Dependencies
 from ...schedules.ir import fitting_owners
 from ...schedules.timing.records import RankRecord, assemble_timeline
 from ..exhibit import Exhibit, MeasuredStep
@@ -375,7 +375,7 @@ def _message(schedule: Schedule, action: Action) -> Message | None:
 
 def _clocks_apart(timeline: Timeline) -> float:
     """Most by which an action ends behind the start of one that uses it, on another rank [s]."""
-    needs = Needs(timeline.schedule)
+    needs = Dependencies(timeline.schedule)
     ends = {what: end for trace in timeline.ranks for what, _, end in trace.compute}
     return max(
         (

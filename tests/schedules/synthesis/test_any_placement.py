@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import Request
 
-from stagewright.schedules import Costs, Links, MemoryLimitError, Way, build, check, simulate, synthesize
+from stagewright.schedules import Costs, Link, Links, MemoryLimitError, build, check, simulate, synthesize
 
 EACH = 40  # orders that a placement has
 
@@ -106,7 +106,7 @@ def test_a_start_goes_to_its_own_placement() -> None:
             "expected one number, or equally many of each",
         ),
         ({"memory_limit": 0.5}, "expected at least 1"),
-        ({"links": Links(network=Way(), activation_bytes=[1.0])}, "activation_bytes with several numbers"),
+        ({"links": Links(network=Link(), activation_bytes=[1.0])}, "activation_bytes with several numbers"),
     ],
 )
 def test_mistakes(options: dict[str, Any], message: str) -> None:

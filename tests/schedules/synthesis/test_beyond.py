@@ -13,13 +13,13 @@ from support.inside import BACKWARD_OPS, LAST_USES
 from stagewright.schedules import (
     Action,
     Costs,
+    Link,
     Links,
     MemoryLimitError,
     Op,
     Schedule,
     Synthesis,
     Timeline,
-    Way,
     build,
     check,
     simulate,
@@ -127,7 +127,7 @@ def test_they_never_make_it_worse(data: st.DataObject) -> None:
     )
     least = 1 if placement in ("plain", "any") else 2
     limit = least + data.draw(st.integers(0, 2))
-    links = Links(network=Way(seconds_per_byte=data.draw(st.sampled_from([0.1, 1.0]))))
+    links = Links(network=Link(seconds_per_byte=data.draw(st.sampled_from([0.1, 1.0]))))
     links = data.draw(st.sampled_from([None, links]))
     more: dict[str, Any] = {"moves": ["offload"]}
     if data.draw(st.booleans()):
@@ -166,7 +166,7 @@ def test_links_that_queue_leave_no_named_schedule_ahead(evaluations: int) -> Non
     """Messages of 0.9 forwards, and cards that two ranks share."""
     costs = Costs(forward=1.0, input_grad=1.25, weight_grad=0.5)
     cards = {
-        (a, b): Way(seconds_per_byte=0.9, sending=a // 2, receiving=b // 2)
+        (a, b): Link(seconds_per_byte=0.9, sending=a // 2, receiving=b // 2)
         for a in range(4)
         for b in range(4)
         if a != b

@@ -32,11 +32,11 @@ EXPECTED = (
     "action: key(action), or may(action, so_far)"
 )
 
-OwnLike: TypeAlias = "str | os.PathLike[str] | Schedule | Constraints | Callable[..., Any]"
+UserScheduleLike: TypeAlias = "str | os.PathLike[str] | Schedule | Constraints | Callable[..., Any]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class UserSchedule:
     """A schedule of the user's, before its sizes are known: a Schedule, Constraints, or a function. `words`, and the
     `option` that gave it, are for messages."""
 
@@ -124,7 +124,7 @@ class Own:
         ).solve()
 
 
-def find_own(what: OwnLike, *, option: str) -> Own | None:
+def find_user_schedule(what: UserScheduleLike, *, option: str) -> UserSchedule | None:
     """A schedule of the user's; None: it is the name of a family.
 
     Raises ValueError for a file or function that is not there, and for what is none of these forms.
@@ -134,13 +134,13 @@ def find_own(what: OwnLike, *, option: str) -> Own | None:
     if isinstance(what, str) and not is_own(what):
         return None
     if isinstance(what, str) and ":" in what and not Path(what).is_file():
-        return Own(words=what, option=option, what=load(option, what))
+        return UserSchedule(words=what, option=option, what=load(option, what))
     if isinstance(what, str | os.PathLike):
-        return Own(words=str(what), option=option, what=read_schedule(Path(what)))
+        return UserSchedule(words=str(what), option=option, what=read_schedule(Path(what)))
     if _is_ready(what):
-        return Own(words=f"schedule {what.name!r}", option=option, what=what)  # type: ignore[union-attr]
+        return UserSchedule(words=f"schedule {what.name!r}", option=option, what=what)  # type: ignore[union-attr]
     if callable(what):
-        return Own(words=getattr(what, "__name__", repr(what)), option=option, what=what)
+        return UserSchedule(words=getattr(what, "__name__", repr(what)), option=option, what=what)
     raise ValueError(f"{option}{what!r:.60}: expected a name, a Schedule, Constraints, a function, or {FORMS}")
 
 
@@ -150,7 +150,7 @@ def is_own(name: str) -> bool:
 
 
 def sizes_of(schedule: Schedule) -> dict[str, int]:
-    """Sizes that `Own.build` is asked for, read off a schedule that is there."""
+    """Sizes that `UserSchedule.build` is asked for, read off a schedule that is there."""
     return {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
