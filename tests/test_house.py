@@ -19,17 +19,17 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 63_175,
-    "library code lines": 42_939,
-    "experiments lines": 19_137,
-    "library files": 347,
-    "library classes": 646,
-    "annotated fields": 1_581,
-    "functions above 60 lines": 5,
-    "functions above 8 parameters": 17,
-    "modules with one importer": 59,
-    "circles of folders": 1,
-    "class names twice": 25,
+    "library lines": 58_358,
+    "library code lines": 40_481,
+    "experiments lines": 18_176,
+    "library files": 304,
+    "library classes": 552,
+    "annotated fields": 1_364,
+    "functions above 60 lines": 0,
+    "functions above 8 parameters": 3,
+    "modules with one importer": 18,
+    "circles of folders": 0,
+    "class names twice": 0,
 }
 
 
