@@ -83,7 +83,7 @@ class Schedule(Displayable):
         num_slices: n, of one microbatch along the sequence: slice q of microbatch k has the index k*n + q. A slice
             attends to those before it, so a stage runs F in their order and the backwards in the opposite one.
         num_batches: how many batches the program spans; 1 for every flush schedule.
-        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `weight_rules`.
+        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `rules.weight_rules`.
         update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
         edges: the stage graph; a chain where not given. Skip connections add edges.
         without_backward: stages that run their forwards alone, under no gradient, and are not updated: earlier passes

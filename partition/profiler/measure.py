@@ -65,7 +65,7 @@ def profile_model(
     attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
     buffers are counted for each: a tensor that several share, with the first. I and W are timed as they run in a
     pipeline, a little more than B together; what gives the gradients of its weights with those of its inputs
-    (`graph.split_backward` says what does) has them in I. Where a unit has no parameters, or no input wants a gradient,
+    (`model.split_backward` says what does) has them in I. Where a unit has no parameters, or no input wants a gradient,
     the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as they are.
 
     Arguments:

@@ -92,7 +92,7 @@ def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
             (module `pipedream`), which knows no memory, and fills all devices.
         schedule: "1f1b" (the default), "2bw", "paci" or "pipedream": what is in flight, and weight versions kept. Or
             "interleaved" or "looped-bfs", with V = `num_chunks` stages a rank and equal replicas (module
-            `solver.chunks`); these need `num_microbatches`.
+            `solve.chunks`); these need `num_microbatches`.
         num_microbatches: of a batch, M; the best candidates are then simulated, and the least step time wins. None:
             replicas share gradients once each of them has had a microbatch, and nothing is simulated.
         activation_compression_ratio: divides the bytes across cuts. Under "pipedream" None leaves transfers out.

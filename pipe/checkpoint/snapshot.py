@@ -264,7 +264,7 @@ def _optimizer_content(stage: StageOptimizers) -> list[Json]:
 def _generator_states() -> dict[str, Any]:
     """Where the generators of this process stand, by name, as the user's own code left them.
 
-    What the model draws depends on none of them (`stages/randomness`). What a user's loop draws for itself (noise, an
+    What the model draws depends on none of them (`guards/randomness`). What a user's loop draws for itself (noise, an
     order, augmentation without workers) goes on as it would have.
     """
     states: dict[str, Any] = {

@@ -3,7 +3,7 @@
 FILE.csv, FILE.json          a table, or all that a schedule says
 FILE.py:function             def mine(num_ranks, num_microbatches): returns a Schedule, Constraints, or one of
                              def key(action): the least goes first of what may go next
-                             def may(action, so_far): whether it may go next; see `constraints.only_if`
+                             def may(action, so_far): whether it may go next; see `custom.only_if`
 any of these objects itself
 """
 

@@ -41,7 +41,7 @@ Seconds = Callable[[EqualStages], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A schedule by name. Adding one = a file in `builders` with a builder and this record.
+    """A schedule by name. Adding one = a file in `families` with a builder and this record.
 
     Arguments:
         name: canonical, lower case.

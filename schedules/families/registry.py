@@ -22,7 +22,7 @@ _IN_ORDER = (
 
 
 def _found() -> dict[str, Family]:
-    """The families that stand in the modules of `builders`; those that `_IN_ORDER` does not name come last."""
+    """The families that stand in the modules of `families`; those that `_IN_ORDER` does not name come last."""
     modules = (import_module(f".{each.name}", builders.__name__) for each in iter_modules(builders.__path__))
     families = [each for module in modules for each in vars(module).values() if isinstance(each, Family)]
     place = {name: at for at, name in enumerate(_IN_ORDER.split())}
