@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -32,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of few files are left to the nightly run where git sees no change in those."""
+    """Left to the nightly run: tests of few files that did not change, and of sampled tests all cases but one in n."""
     changed = changed_files()
     for item in items:
         paths = [path for mark in item.iter_markers("concerns") for path in mark.args]
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} concerns {gone[0]}, which is not there: expected where it is now")
         if paths and not concerns([*paths, item.location[0]], changed):
             item.add_marker(pytest.mark.nightly)
+    number: Counter[str] = Counter()  # of the cases of a test that every day could run
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and item.get_closest_marker("nightly") is None:
+            test = item.nodeid.partition("[")[0]
+            if number[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.nightly)
+            number[test] += 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -156,7 +156,7 @@ def test_a_malformed_plan_names_file_and_field(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "plan.json"
     path.write_text('{"version": 1, "stages": []}')
     assert main(["train", "--plan", str(path)]) == 2
-    assert f"{path}: num_devices: missing: expected a whole number" in capsys.readouterr().err
+    assert f"{path}: runners_up: missing: expected a list" in capsys.readouterr().err
 
 
 def test_a_dry_run_refuses_a_plan_for_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,8 @@ def seeded(copy: Path, request: pytest.FixtureRequest) -> Iterator[Fault]:
     indirect=True,
 )
 def test_a_fault_is_caught(copy: Path, seeded: Fault) -> None:
-    options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={LONG}"]
+    """By the cases of every day."""
+    options = ["-q", "-x", "-m", "not nightly", "-p", "no:cacheprovider", f"--timeout={LONG}"]
     ended = run_in(copy, "-m", "pytest", *options, seeded.caught_by)
     failed = ended.returncode == pytest.ExitCode.TESTS_FAILED and "\nFAILED " in ended.stdout
     assert failed, f"{seeded.caught_by} does not see {seeded.new!r} in {seeded.file}:\n{ended.stdout}{ended.stderr}"

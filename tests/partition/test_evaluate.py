@@ -127,7 +127,7 @@ def test_what_is_not_simulated_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     assert partition(profile, CLUSTER).simulated_step_time is None
     found = partition(profile, Cluster.from_levels([(3, 1e9)]), schedule="pipedream", num_microbatches=3)
     assert any(note.startswith("not simulated: num_microbatches=3 with replicas=(2, 1)") for note in found.notes)
-    monkeypatch.setattr(package.partitioner, "MAX_ACTIONS", 1)
+    monkeypatch.setattr(package.search.partitioner, "MAX_ACTIONS", 1)
     found = partition(profile, CLUSTER, num_microbatches=8)
     assert found.simulated_step_time is None
     assert "not simulated: more than 1 actions a batch" in found.notes

@@ -123,6 +123,7 @@ def differences(options: dict[str, Any]) -> list[str]:
     return [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_exact(options: dict[str, Any]) -> None:
     assert differences(options) == []
@@ -140,7 +141,7 @@ class Counting:
         def counted(mine: Any, message: Any, peer: int, tensors: Any, specs: Any) -> None:
             if message.kind in (MessageKind.ACT, MessageKind.GRAD):
                 gone = sum(spec.dtype is torch.uint8 for spec in specs)  # flags
-                self.tensors[message.kind.value, mine._rank, peer, message.index] += len(tensors) - gone
+                self.tensors[message.kind.value, mine.rank, peer, message.index] += len(tensors) - gone
             if message.kind is MessageKind.ACT:
                 self.alive.setdefault(message.index, []).extend(weakref.ref(x) for x in tensors)
                 self.most_alive = max(self.most_alive, self.microbatches_alive())
@@ -152,6 +153,7 @@ class Counting:
         return sum(any(ref() is not None for ref in refs) for refs in self.alive.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (2, 3), (3, 2)])
 def test_each_tensor_crosses_each_pair_of_ranks_once(
     num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +214,7 @@ class CountedBlock(Block):
         return super().forward(before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [

@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("task", "schedule", "recompute"), CASES)
 def test_results_equal_the_reference(task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
     layout = layout_of(schedule, tmp_path, recompute)

@@ -165,6 +165,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, toleranc
 EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "case"),
@@ -403,6 +404,7 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     return loss, state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -97,6 +97,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "case",
