@@ -165,7 +165,6 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, toleranc
 EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "case"),
