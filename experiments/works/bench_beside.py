@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from ...pipe import PipelineModule
 from ...pipe.build import Pipeline
+from ...pipe.update.flush import FlushUpdate
 from ...schedules import Collective, Costs, Schedule, simulate
+from ...schedules.program import Step
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients
@@ -141,12 +143,12 @@ class _Side:
     def put_sums_behind(self) -> None:
         """Let the programs of all ranks begin their sums behind everything else."""
         update = self._built.training._update
-        execution = update._execution  # type: ignore[attr-defined]
-        programs = [replace(each, steps=sums_last(each.steps)) for each in execution.programs]
-        setattr(update, "_execution", replace(execution, programs=programs))  # noqa: B010
+        assert isinstance(update, FlushUpdate)
+        programs = [replace(each, steps=sums_last(each.steps)) for each in update._programs.programs]
+        update._programs = replace(update._programs, programs=programs)
 
 
-def sums_last(steps: Sequence[object]) -> tuple[object, ...]:
+def sums_last(steps: Sequence[Step]) -> tuple[Step, ...]:
     """The steps of a program, collectives behind all others."""
     sums = [step for step in steps if isinstance(step, Collective)]
     return (*(step for step in steps if not isinstance(step, Collective)), *sums)
