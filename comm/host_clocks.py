@@ -106,11 +106,11 @@ class HostClocks:
         pings: list[Ping] = []
         is_last = False
         while not is_last:
-            took = pings[-1].back - pings[0].sent if pings else 0.0
+            took = pings[-1][2] - pings[0][0] if pings else 0.0
             is_last = len(pings) + 1 >= (_LEAST_PINGS if took > _ENOUGH else _PINGS)
             word[0] = float(is_last)
             sent = self._now()
             dist.send(word, 0, group=self._group)
             dist.recv(word, 0, group=self._group)
-            pings.append(Ping(sent, word.item(), self._now()))
+            pings.append((sent, word.item(), self._now()))
         return read_clock(pings)

@@ -1,6 +1,7 @@
 """Timelines as pages, figures and Perfetto traces. Pure: no torch; matplotlib loads when something is drawn."""
 
-from .exhibit import Exhibit, MeasuredStep
+from ..schedules.timing.timeline import MeasuredStep
+from .exhibit import Exhibit
 from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
 from .foreign.pipeline import exhibit_of_traces

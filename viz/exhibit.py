@@ -8,23 +8,9 @@ A view asks for what it draws and leaves out what is None; `notes` say to people
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..schedules import Costs, Links, MemoryCurve, StageBytes, StepSamples, Timeline, memory_curves
-from ..schedules.wording import duration
-
-
-class MeasuredStep(NamedTuple):
-    """One traced step of a run (of a stream, the window of batches that ends with it)."""
-
-    number: int
-    timeline: Timeline
-
-    @property
-    def caption(self) -> str:
-        """Its number, and how far the clocks of its ranks may be apart."""
-        errors = self.timeline.clock_error
-        return f"measured, step {self.number}" + (f", clocks ±{duration(max(errors))}" if errors else "")
+from ..schedules.timing.timeline import MeasuredStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ rank 0 |#########|    late peer    | transfer |?|#########|      as `schedules.t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-from ..schedules import Idle, Timeline, attribute_idle
+from ..schedules import Idle, Span, Timeline, attribute_idle
 from ..schedules.timing.attribution import find_gaps
 from .palette import CAUSE_HUES, IDLE_FILL, IDLE_HATCH, OTHER_HUE, RGB, mixed, rgb
 from .scale import TOP, Scale, corners, style_rows
@@ -20,39 +20,31 @@ IdleFill = Literal["cause", "hatch"]
 _ROOM_FOR_TOTALS = 18.0  # height of a row from which on its total is written [inch / 100]
 
 
-class IdleStretch(NamedTuple):
-    """A stretch of a rank's idle time with one cause, from `start` to `end` [s]."""
-
-    cause: str
-    start: float
-    end: float
-
-
-def idle_stretches(timeline: Timeline) -> list[list[IdleStretch]]:
-    """Per rank, its idle time in order. Late peers and imbalance are one cause here: which is which shows in sums only.
+def idle_stretches(timeline: Timeline) -> list[list[Span[str]]]:
+    """Per rank, its idle time by cause, in order. Late peers and imbalance are one: which is which shows in sums only.
 
     In a window of a stream (see `is_window`) a rank's time begins and ends with its own actions. Of a rank that is
     missing nobody knows.
     """
     within = is_window(timeline)
-    found: list[list[IdleStretch]] = []
+    found: list[list[Span[str]]] = []
     for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
-        own: list[IdleStretch] = []
+        own: list[Span[str]] = []
         for what, start, _ in trace.compute:
             if what in gaps and not (within and gaps[what].warm_up):
                 own += _parts(start, {c: s for c, s in gaps[what]._asdict().items() if s > 0})
         end = trace.compute[-1].end if trace.compute else timeline.start
         if timeline.end > end and not within and len(found) not in timeline.missing:
-            own.append(IdleStretch("drain", end, timeline.end))
+            own.append(Span("drain", end, timeline.end))
         found.append(own)
     return found
 
 
-def _parts(end: float, seconds: dict[str, float]) -> Iterator[IdleStretch]:
+def _parts(end: float, seconds: dict[str, float]) -> Iterator[Span[str]]:
     """Stretches of one gap that ends at `end`; the fields of `Idle` stand in the order in which causes follow."""
     at = end - sum(seconds.values())
     for cause, length in seconds.items():
-        yield IdleStretch(cause, at, at + length)
+        yield Span(cause, at, at + length)
         at += length
 
 

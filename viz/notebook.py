@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ..schedules import Costs, Schedule, Timeline, simulate
 from ..schedules.shown import Displayable
-from .exhibit import Exhibit, MeasuredStep
+from ..schedules.timing.timeline import MeasuredStep
+from .exhibit import Exhibit
 from .explorer import explorer_html, write_explorer
 
 _MAX_ACTIONS = 10_000  # in a cell: a notebook keeps its page, about 2 MB

@@ -312,7 +312,7 @@ class _Training:
             predicted_bubble=statistics.median(predicted_bubbles) if sampled is None else sampled.bubble,
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
-            planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step.seconds,
+            planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step[0],
             planned_memory_bytes=None if plan is None else _by_process(plan.memory_bytes, len(resident)),
             resumed_at=tuple(resume["step"] for resume in folder.resumes()),
             **self.checkpoints.summary,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schedules import Timeline, simulate
+from ...schedules.timing.timeline import MeasuredStep
 from ...schedules.traces.clocks import clock_note
 from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.traces.trace_reader import find_traces, read_traces, starts_of
-from ...viz.exhibit import Exhibit, MeasuredStep
+from ...viz.exhibit import Exhibit
 
 
 def read_run(*folders: Path) -> Exhibit:
@@ -30,7 +31,7 @@ def read_run(*folders: Path) -> Exhibit:
     paths = find_traces(folders)
     traces = read_traces(paths, schedules=[] if file is None else [file.schedule])
     notes += traces.notes
-    measured = tuple(MeasuredStep(*step) for step in traces.steps)
+    measured = traces.steps
     first = next((folder for folder in folders if (folder / NAME).exists()), folders[0])
     summary = read_summary(first)
     if file is not None and file.measured is not None and not measured:

@@ -28,7 +28,6 @@ from .ranges import WITHIN
 
 if TYPE_CHECKING:
     from ...partition.plans.plan import Plan
-    from ...partition.plans.simulated import ExpectedStep
     from ...pipe import PipelineModule
     from ...pipe.batch.results import StepResult
 
@@ -158,7 +157,7 @@ def _ran(
     taken = None if spread is None else simulate_spread(pipe.schedule, costs, spread)
     simulated = simulate(pipe.schedule, costs).batch_seconds if taken is None else taken.median
     yield figure(STEP, step_planned / took)
-    yield figure(UNTRIED, _expected(untried).seconds / took)
+    yield figure(UNTRIED, _expected(untried)[0] / took)
     if plan.tried_seconds is not None:
         yield figure(TRIED, plan.tried_seconds / took)
     yield figure("work, planned / measured", planned / work)
@@ -171,7 +170,7 @@ def _ran(
     yield figure("bubble", bubble_planned, "fraction", How.SIMULATED)
 
 
-def _expected(plan: Plan) -> ExpectedStep:
+def _expected(plan: Plan) -> tuple[float, float]:
     from ...partition.plans.simulated import expected
 
     step = expected(plan)

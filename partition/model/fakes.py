@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,17 +124,14 @@ def strict_fake_mode() -> FakeTensorMode:
     return mode
 
 
-class FakeRun(NamedTuple):
-    """Fakes that a model may be called with, the classes of what it reaches; at the end, where it left tensors."""
-
-    given: Arguments
-    kinds: set[type]
-    left: Places
-
-
 @contextmanager
-def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, training: bool) -> Iterator[FakeRun]:
-    """Within, the model may be called, with arguments like those of the example, in training with a graph."""
+def on_fakes(
+    model: nn.Module, example: Arguments, *, device: torch.device, training: bool
+) -> Iterator[tuple[Arguments, set[type], Places]]:
+    """Within, the model may be called, with arguments like those of the example, in training with a graph.
+
+    Gives these arguments, the classes of what the model reaches, and, at the end, where it left tensors.
+    """
     with ExitStack() as stack:
         kept = stack.enter_context(untouched(model, device=device))
         left: Places = []
@@ -146,4 +143,4 @@ def on_fakes(model: nn.Module, example: Arguments, *, device: torch.device, trai
         stack.enter_context(torch.enable_grad() if training else torch.no_grad())
         given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
         stack.enter_context(stand_ins(model, device))
-        yield FakeRun(given, kept.kinds, left)
+        yield given, kept.kinds, left

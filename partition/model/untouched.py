@@ -58,7 +58,7 @@ class StateSnapshot:
     """All that some modules or functions reach, and the random generators, as they are when this is made."""
 
     def __init__(self, roots: Collection[object], *, device: torch.device, buffers: bool = True) -> None:
-        self._undo: list[Callable[[], object]] = [GeneratorStates(device).restore]
+        self._undo: list[Callable[[], object]] = [_generators(device)]
         seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
         if not buffers:
             modules = [root for root in roots if isinstance(root, nn.Module)]
@@ -267,19 +267,18 @@ def torch_generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-class GeneratorStates:
-    """Where all generators stand when this is made, those of the CPU and of the device."""
+def _generators(device: torch.device) -> Callable[[], None]:
+    """Puts all generators, those of the CPU and of the device, back to where they stand now."""
+    states = [(generator, generator.get_state()) for generator in torch_generators(device)]
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
 
-    def __init__(self, device: torch.device) -> None:
-        self._torch = [(generator, generator.get_state()) for generator in torch_generators(device)]
-        self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=False)
-
-    def restore(self) -> None:
-        for generator, state in self._torch:
+    def restore() -> None:
+        for generator, state in states:
             generator.set_state(state)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore
 
 
 def python_and_numpy() -> tuple[object, ...]:

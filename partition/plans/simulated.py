@@ -77,15 +77,10 @@ def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSam
     return simulate_spread(schedule, plan.costs, Spread.of_half_ranges([stage.spread for stage in plan.stages]), links)
 
 
-class ExpectedStep(NamedTuple):
-    """Expected seconds of a step of a plan [s], and its bubble."""
+def expected(plan: PlanRecord) -> tuple[float, float] | None:
+    """Expected seconds of a step of a plan [s], and its bubble.
 
-    seconds: float
-    bubble: float
-
-
-def expected(plan: PlanRecord) -> ExpectedStep | None:
-    """The middle of the steps in which actions vary; of a plan that knows nothing of that, its simulated step; None
+    The middle of the steps in which actions vary; of a plan that knows nothing of that, its simulated step; None
     where it was not simulated.
 
     Ranks that wait for each other wait for the slowest, so that this is longer than a step of which each action takes
@@ -95,8 +90,8 @@ def expected(plan: PlanRecord) -> ExpectedStep | None:
         return None
     drawn = sampled(plan)
     if drawn is None:
-        return ExpectedStep(plan.simulated_step_time, plan.bubble)
-    return ExpectedStep(drawn.median, max(0.0, drawn.bubble))
+        return plan.simulated_step_time, plan.bubble
+    return drawn.median, max(0.0, drawn.bubble)
 
 
 def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Links | None]:

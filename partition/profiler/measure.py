@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...schedules.actions import Op
 from ...schedules.messages import ALONE_BYTES
 from ..model.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
 from ..model.chain import is_sequential
@@ -306,8 +307,8 @@ def _profile(
         own = [t for key, t in tensors.items() if key not in seen or t.requires_grad]
         seen.update(tensors)
         nodes.append(_node(sample, passes, own=own, shared=shared, workspaces=workspaces, updates=updates))
-    step = passes.step
-    both = [f + b for f, b in zip(step.forward, step.backward, strict=True)]
+    forward, backward = passes.step[Op.F], passes.step[Op.B]
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
     ratio = None
     if updates is not None:
         _, states, sizes = zip(*(updates[sample.like] for sample in passes.samples), strict=True)
@@ -320,7 +321,7 @@ def _profile(
         dtype=_dtype(model, passes, autocast),
         microbatch_size=int(passes.num_samples),
         optimizer_ratio=ratio,
-        step_seconds=Estimate.of(step.forward).seconds + Estimate.of(step.backward).seconds,
+        step_seconds=Estimate.of(forward).seconds + Estimate.of(backward).seconds,
         step_spread=Estimate.of(both).spread,
         slowdown=max(1.0, typical(both) / Estimate.of(both).seconds),
     )
@@ -337,11 +338,11 @@ def _node(
 ) -> Node:
     times = passes.times[sample.like]
     first = passes.samples[sample.like]
-    backward = Estimate.of(times.backward).seconds
+    backward = Estimate.of(times[Op.B]).seconds
     input_grad, weight_grad = 0.0, 0.0
-    if times.input_grad:
-        input_grad = Estimate.of(times.input_grad).seconds
-        weight_grad = Estimate.of(times.weight_grad).seconds
+    if times[Op.I]:
+        input_grad = Estimate.of(times[Op.I]).seconds
+        weight_grad = Estimate.of(times[Op.W]).seconds
     elif passes.splits:
         input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
     sizes = [bytes_of([t]) for t in own if isinstance(t, nn.Parameter)]
@@ -355,7 +356,7 @@ def _node(
     return Node(
         name=sample.unit.name,
         description=", ".join(notes),
-        forward_seconds=Estimate.of(times.forward).seconds,
+        forward_seconds=Estimate.of(times[Op.F]).seconds,
         backward_seconds=backward,
         activation_bytes=sample.output_bytes,
         parameter_bytes=sum(sizes),
@@ -363,7 +364,7 @@ def _node(
         small_parameter_bytes=sum(size for size in sizes if size < ALONE_BYTES),
         buffer_bytes=bytes_of(t for t in own if not isinstance(t, nn.Parameter)),
         stash_bytes=sample.stash_bytes,
-        spread=Estimate.of([f + b for f, b in zip(times.forward, times.backward, strict=True)]).spread,
+        spread=Estimate.of([f + b for f, b in zip(times[Op.F], times[Op.B], strict=True)]).spread,
         input_grad_seconds=input_grad,
         weight_grad_seconds=weight_grad,
         update_seconds=0.0 if updates is None else updates[sample.like][0],

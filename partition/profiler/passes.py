@@ -10,14 +10,16 @@ Of equal units only the first runs, except where the whole runs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...schedules.actions import Op
 from ..model.fingerprint import tensor_form
 from ..model.first_run import first_run, fresh_leaves, take
 from ..model.forms import Arguments, Form, Tensors
@@ -66,16 +68,6 @@ class Sample:
         return [parameter for parameter in self.stage.module.parameters() if parameter.requires_grad]
 
 
-@dataclass(slots=True, kw_only=True)
-class PassTimes:
-    """Samples [s], one a pass, of one unit or of the whole."""
-
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    input_grad: list[float] = field(default_factory=list)
-    weight_grad: list[float] = field(default_factory=list)
-
-
 class Traffic:
     """Sums over the ranks that a cut weight lies on, since they were last taken: how many, and bytes of each rank."""
 
@@ -116,8 +108,9 @@ class Passes:
         self._clock = clock
         self.samples = self._learn(units, apart)
         self.firsts = [i for i, sample in enumerate(self.samples) if sample.like == i]
-        self.times = {i: PassTimes() for i in self.firsts}
-        self.step = PassTimes()
+        # Samples [s], one a pass: of the first of equal units, and of the whole.
+        self.times: dict[int, dict[Op, list[float]]] = {i: defaultdict(list) for i in self.firsts}
+        self.step: dict[Op, list[float]] = defaultdict(list)
         self.splits = False
 
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
@@ -201,8 +194,8 @@ class Passes:
             del outputs
         self._clock.settle()
         for index, (a, b, c, d) in marks.items() if keep else ():
-            self.times[index].forward.append(self._clock.between(a, b))
-            self.times[index].backward.append(self._clock.between(c, d))
+            self.times[index][Op.F].append(self._clock.between(a, b))
+            self.times[index][Op.B].append(self._clock.between(c, d))
 
     def run_split(self, *, keep: bool) -> None:
         """The same with I, then W, in the place of B; units that have only one of them are left out."""
@@ -229,8 +222,8 @@ class Passes:
             del leaves, outputs
         self._clock.settle()
         for index, (a, b, c) in marks.items() if keep else ():
-            self.times[index].input_grad.append(self._clock.between(a, b))
-            self.times[index].weight_grad.append(self._clock.between(b, c))
+            self.times[index][Op.I].append(self._clock.between(a, b))
+            self.times[index][Op.W].append(self._clock.between(b, c))
 
     def run_whole(self, *, keep: bool) -> None:
         """F and B of all units as one graph."""
@@ -248,8 +241,8 @@ class Passes:
         end = self._clock.stamp()
         self._clock.settle()
         if keep:
-            self.step.forward.append(self._clock.between(begin, middle))
-            self.step.backward.append(self._clock.between(middle, end))
+            self.step[Op.F].append(self._clock.between(begin, middle))
+            self.step[Op.B].append(self._clock.between(middle, end))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
 from .model import Model
 from .result import as_plan, distinct, label
-from .search import Brought, PlanSearch, Progress
+from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
@@ -181,7 +181,7 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             model, num_microbatches = evaluator.model_of(size, 1), space.global_batch // size
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
-            brought.append(Brought(search.least.of_any(name, model, num_microbatches), find))
+            brought.append((search.least.of_any(name, model, num_microbatches), find))
     every = replace(space, all_layouts=True)
     found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
         filter(runs, _in_all_orders(every, cluster)), []

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ...schedules.families.registry import family
 from ...schedules.ir import ScheduleError
@@ -36,6 +36,8 @@ _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 _Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key, number, what is looked at
 Progress = Callable[[Searched, float | None], None]
+# Configurations that bring their own cuts (unequal replicas), found when they may win.
+Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
 
 
 class _WithCuts(NamedTuple):
@@ -44,14 +46,6 @@ class _WithCuts(NamedTuple):
     configuration: Configuration
     every: list[Ends]
     is_weighed: bool = False  # the bound knows what must run again
-
-
-class Brought(NamedTuple):
-    """Configurations that bring their own cuts (unequal replicas), found when they may win; none takes less than
-    `least` [s]."""
-
-    least: float
-    find: Callable[[], Iterable[tuple[Configuration, Ends]]]
 
 
 class PlanSearch:
@@ -86,14 +80,18 @@ class PlanSearch:
         self._least_left = math.inf  # of those that were not simulated
         self._numbers, self._brought_numbers = count(), count(-1, -1)
 
-    def run(self, configurations: Iterable[Configuration], brought: Sequence[Brought]) -> list[Evaluated]:
-        """Simulated configurations, the best first; empty where nothing fits."""
+    def run(self, configurations: Iterable[Configuration], brought: Sequence[tuple[float, Brought]]) -> list[Evaluated]:
+        """Simulated configurations, the best first; empty where nothing fits.
+
+        Arguments:
+            brought: each with the seconds that none of its configurations falls below [s].
+        """
         queue: list[_Entry] = []
         for c in configurations:
             queue.append((self.least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
         self._counts["considered"] += len(queue)
         self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
-        queue += [(each.least, 0, (), next(self._brought_numbers), each) for each in brought]
+        queue += [(least, 0, (), next(self._brought_numbers), find) for least, find in brought]
         self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
         heapify(queue)
         found: list[Evaluated] = []
@@ -125,8 +123,8 @@ class PlanSearch:
         if isinstance(item, list):
             self._run(item, found)
             return
-        if isinstance(item, Brought):
-            for c, ends in item.find():
+        if callable(item):
+            for c, ends in cast(Brought, item)():
                 least = max(bound, self.evaluator.least_seconds(c, ends))
                 heappush(queue, (least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
                 self._counts["considered"] += 1

@@ -23,10 +23,6 @@ MAX_CUTS = 1500
 _MAX_STATES = 6000  # of PipeDream's model, which is never simplified
 
 
-class _TooManyError(Exception):
-    """More cuts than the limit."""
-
-
 def all_cuts(profile: Profile, *, limit: int = MAX_CUTS) -> Cuts:
     """Every cut of the graph, or, where these are more than `limit`, a part of them that says so in its notes.
 
@@ -41,9 +37,8 @@ def all_cuts(profile: Profile, *, limit: int = MAX_CUTS) -> Cuts:
     busy = [at for at in profile.order() if at not in free]
     links = [(src, dst) for src, dst in profile.links if src not in free]
     notes: tuple[str, ...] = ()
-    try:
-        masks = _down_sets(_Graph(graph.size, links), busy, limit)
-    except _TooManyError:
+    masks = _down_sets(_Graph(graph.size, links), busy, limit)
+    if len(masks) > limit:
         links, notes = _in_one_order(graph.size, links, busy, limit)
         masks = _down_sets(_Graph(graph.size, links), busy, None)
     if free:
@@ -154,7 +149,7 @@ def _free_sources(profile: Profile, graph: _Graph) -> set[int]:
 
 
 def _down_sets(graph: _Graph, nodes: Sequence[int], limit: int | None) -> list[int]:
-    """All sets of `nodes` that hold what their nodes need among `nodes`. Raises _TooManyError beyond `limit`."""
+    """All sets of `nodes` that hold what their nodes need among `nodes`. Of more than `limit`, limit + 1."""
     allowed = set(nodes)
     needs = {at: sum(1 << each for each in set(graph.needs[at]) & allowed) for at in nodes}
     ready = frozenset(at for at in nodes if not needs[at])
@@ -167,7 +162,7 @@ def _down_sets(graph: _Graph, nodes: Sequence[int], limit: int | None) -> list[i
                 continue
             seen.add(longer)
             if limit is not None and len(seen) > limit:
-                raise _TooManyError
+                return list(seen)
             new = {t for t in graph.feeds[at] if t in allowed and needs[t] & ~longer == 0}
             todo.append((longer, (ready - {at}) | new))
     return list(seen)
@@ -191,10 +186,8 @@ def _in_one_order(
             stretches[-1].append(at)
     counts = []
     for nodes in stretches:
-        try:
-            counts.append(len(_down_sets(graph, nodes, limit)) - 1)
-        except _TooManyError:
-            counts.append(limit + 1)
+        number = len(_down_sets(graph, nodes, limit))
+        counts.append(number - 1 if number <= limit else number)
     total, fixed = sum(counts) + 1, 0
     for i in sorted(range(len(stretches)), key=lambda i: -counts[i]):
         if total <= limit or counts[i] <= len(stretches[i]):

@@ -263,10 +263,10 @@ class RankRecorder:
             seconds = self.clock.between(start, end)
             if action.op is not Op.U and action not in self._fused:
                 seconds += behind[number] if number in inner else usual
-            ran.append(TimedAction(action, seconds))
+            ran.append((action, seconds))
             if number and self._actions[number - 1][0] in self._fused:  # both halves ran as one
-                half = (ran[-2].seconds + seconds) / 2
-                ran[-2:] = [each._replace(seconds=half) for each in ran[-2:]]
+                half = (ran[-2][1] + seconds) / 2
+                ran[-2:] = [(one, half) for one, _ in ran[-2:]]
         return tuple(ran)
 
 

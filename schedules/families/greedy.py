@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from numbers import Real
 
-from ..ir import BACKWARD_OPS, Action, Op, Schedule
+from ..ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from ..placement import Placement
 from ..timing.costs import UNIT_COSTS, Costs, CostTable
 from ..wording import count
@@ -49,10 +49,6 @@ def either_fill(rules: Rules) -> Iterator[Rules]:
     yield replace(rules, fills_small_gaps=True)
 
 
-class StuckError(ValueError):
-    """Rules under which no rank may go on."""
-
-
 class _RankProgram:
     """Actions placed on a rank so far.
 
@@ -90,7 +86,7 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
     Actions are placed in the order of their starts, so that a rank that chooses knows all that arrives before
     anything which is not yet placed could: a gap is known when it is filled. O(actions * (P + V)).
 
-    Raises StuckError where caps, memory or the given order keep all ranks waiting.
+    Raises ScheduleError where caps, memory or the given order keep all ranks waiting.
     """
     ranks = [_RankList(number, own, costs, rules) for number, own in enumerate(placement)]
     rank_of = {stage: rank for rank in ranks for stage in rank.stages}
@@ -105,7 +101,7 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
         number = starts.index(start)
         _, op, stage = choices[number]
         if start == _NEVER:
-            raise StuckError(f"all ranks wait for each other under {rules!r:.200}")
+            raise ScheduleError(f"all ranks wait for each other under {rules!r:.200}")
         rank = other = ranks[number]
         end = rank.take(start, op, stage)
         user = {Op.F: min(stage + 1, last), backward: stage - 1}.get(op, -1)
@@ -233,7 +229,7 @@ def best_order(
     for each in candidates:
         try:
             found = list_order(placement, num_microbatches, table, each) if isinstance(each, Rules) else each
-        except StuckError:
+        except ScheduleError:
             continue
         if best is None or (found.span, found.makespan) < (best.span, best.makespan):
             best = found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir import Action, Op, Schedule
+from ..ir import Action, Op, Schedule, ScheduleError
 from ..placement import snake_placement
 from ..timing.costs import Costs, CostTable
 from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
@@ -28,14 +28,10 @@ def v_rounds(
         for _ in range(2 * num_microbatches):
             rounds.gradients()
             rounds.forwards()
-    except _OutOfTurnError:
+    except ScheduleError:
         return
     placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
     yield from with_weights(rounds.placed, placement, table, memory_limit=memory_limit, kept=kept)
-
-
-class _OutOfTurnError(Exception):
-    """A rank whose turn it is has nothing to run, so that the rounds do not fit these sizes."""
 
 
 class _Rounds:
@@ -61,7 +57,7 @@ class _Rounds:
 
     def forward(self, stage: int) -> None:
         if not self.may_forward(stage):
-            raise _OutOfTurnError
+            raise ScheduleError(f"stage {stage} has no forward to run in its turn")
         rank, k = min(stage, self.last - stage), self.count(stage)
         start = self.free[rank]
         if stage:
@@ -75,7 +71,7 @@ class _Rounds:
     def gradient(self, stage: int) -> None:
         k = self.gradients_done[stage]
         if k >= self.count(stage) or (stage < self.last and k >= self.gradients_done[stage + 1]):
-            raise _OutOfTurnError
+            raise ScheduleError(f"stage {stage} has no gradient to make in its turn")
         self.gradients_done[stage] += 1
         self.placed.append(Action(stage, Op.I, k))
 

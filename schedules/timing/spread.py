@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from statistics import NormalDist, fmean
-from typing import NamedTuple
 
 from ..ir import Action, Op
 from .costs import CostTable
@@ -36,11 +35,8 @@ _MOST_RATIOS = 256  # kept of a list beside actions; more of them are put togeth
 _MOST_ACTIONS = 100_000  # of all steps that are kept, if these are more than LEAST_STEPS
 
 
-class TimedAction(NamedTuple):
-    """One action of a measured step, and the seconds that it kept its rank busy, the overhead behind it included."""
-
-    action: Action
-    seconds: float
+# An action of a measured step, and the seconds that it kept its rank busy, the overhead behind it included.
+TimedAction = tuple[Action, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

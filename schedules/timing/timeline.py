@@ -21,17 +21,19 @@ from ..liveness import peak_activations
 from ..messages import Message, MessageKind
 from ..rules.versions import derive_versions
 from ..shown import Displayable
+from ..wording import duration
 
 _JSON_VERSION = 1
 
 
 What = TypeVar("What", Action, Message, Collective)
+Of = TypeVar("Of")
 
 
-class Span(NamedTuple, Generic[What]):
-    """One action (compute), message or collective (communication) from `start` to `end` [s]."""
+class Span(NamedTuple, Generic[Of]):
+    """One action (compute), message or collective (communication), or cause of idling, from `start` to `end` [s]."""
 
-    what: What
+    what: Of
     start: float
     end: float
 
@@ -322,3 +324,16 @@ class Idle(NamedTuple):
     def cause(self) -> str:
         """The cause with the most seconds."""
         return self._fields[self.index(max(self))]
+
+
+class MeasuredStep(NamedTuple):
+    """One traced step of a run (of a stream, the window of batches that ends with it)."""
+
+    number: int
+    timeline: Timeline
+
+    @property
+    def caption(self) -> str:
+        """Its number, and how far the clocks of its ranks may be apart."""
+        errors = self.timeline.clock_error
+        return f"measured, step {self.number}" + (f", clocks ±{duration(max(errors))}" if errors else "")

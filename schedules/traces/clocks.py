@@ -21,12 +21,7 @@ from ..wording import count, duration
 MAX_DRIFT = 1e-4  # seconds a second: no two clocks that keep time part faster (quartz, slewed by NTP, is within 5e-5)
 
 
-class Ping(NamedTuple):
-    """One round trip: sent and back by this host's clock, there by that of rank 0's host [s]."""
-
-    sent: float
-    there: float
-    back: float
+Ping = tuple[float, float, float]  # sent, there, back: see above [s]
 
 
 class ClockReading(NamedTuple):
@@ -39,7 +34,7 @@ class ClockReading(NamedTuple):
 
 def read_clock(pings: Iterable[Ping]) -> ClockReading:
     """The reading of the quickest of some pings; ValueError without any."""
-    quickest = min(pings, key=lambda ping: ping.back - ping.sent, default=None)
+    quickest = min(pings, key=lambda ping: ping[2] - ping[0], default=None)
     if quickest is None:
         raise ValueError("no ping: expected at least one round trip to read a clock by")
     sent, there, back = quickest

@@ -20,7 +20,7 @@ from ..ir import Schedule
 from ..lowering.course import make_course
 from ..messages import NOTHING_SHARED
 from ..timing.records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
-from ..timing.timeline import Timeline
+from ..timing.timeline import MeasuredStep, Timeline
 from .clocks import ClockReading, offset_at
 from .trace_file import VERSION, TraceHeader, digest, parse_clock, parse_header, parse_line, parse_step, trace_path
 
@@ -29,20 +29,13 @@ _NAMED = 3  # broken lines of a file that are told one by one
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError)
 
 
-class TracedStep(NamedTuple):
-    """Timeline of one step; of a stream, of the batches that end with it."""
-
-    number: int
-    timeline: Timeline
-
-
 class Traces(NamedTuple):
     """Everything that trace files tell.
 
     steps: in ascending order. notes: what is missing or could not be read, a sentence each.
     """
 
-    steps: tuple[TracedStep, ...]
+    steps: tuple[MeasuredStep, ...]
     notes: tuple[str, ...]
 
 
@@ -170,7 +163,7 @@ def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) ->
         found, told = _Start(processes, known).read(behind)
         steps |= found
         files.notes += told
-    return Traces(tuple(TracedStep(number, steps[number]) for number in sorted(steps)), tuple(files.notes))
+    return Traces(tuple(MeasuredStep(number, steps[number]) for number in sorted(steps)), tuple(files.notes))
 
 
 def _match(path: Path) -> re.Match[str] | None:

@@ -13,7 +13,7 @@ ACT = Message(MessageKind.ACT, 0, 1, 0)
 
 
 def ran(action: str, seconds: float) -> TimedAction:
-    return TimedAction(Action.parse(action), seconds)
+    return Action.parse(action), seconds
 
 
 def _step(recorder: RankRecorder, begin: float) -> None:
@@ -136,7 +136,7 @@ def test_steps_have_each_action_with_what_came_behind_it() -> None:
     expected = [(0, Op.F, 1.2), (2, Op.F, 1.25), (0, Op.B, 2.25 + usual), (0, Op.U, 0.5)]
 
     def rounded(ran: Sequence[TimedAction]) -> list[tuple[int, Op, float]]:
-        return [(each.action.stage, each.action.op, round(each.seconds, 9)) for each in ran]
+        return [(action.stage, action.op, round(seconds, 9)) for action, seconds in ran]
 
     (only,) = recorder.steps()
     assert rounded(only) == expected

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from support.inside import (
     HostClock,
     RunFile,
-    TracedStep,
     TraceEvery,
     building,
     early_messages,
@@ -26,11 +25,12 @@ from support.pool import Pool
 from support.small import X, Y, make, stream
 
 from stagewright.schedules import Op, Timeline, simulate, simulate_spread
+from stagewright.viz import MeasuredStep
 
 AHEAD = (0.0, 1234.5, 1234.5)  # [s] of the two hosts' clocks, by rank
 
 
-def read(*folders: Path) -> tuple[TracedStep, ...]:
+def read(*folders: Path) -> tuple[MeasuredStep, ...]:
     traces = read_traces(find_traces(folders))
     assert traces.notes == ()
     return traces.steps

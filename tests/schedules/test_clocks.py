@@ -35,7 +35,7 @@ class Apart:
 
     def ping(self, t: float, *, there: float, back: float) -> Ping:
         """A ping at time t that takes so long there, and so long back [s]."""
-        return Ping(self.here(t), t + there, self.here(t + there + back))
+        return self.here(t), t + there, self.here(t + there + back)
 
     def offset(self, t: float) -> float:
         """To add to this host's clock at time t."""

@@ -207,7 +207,7 @@ class Network:
 
 
 def _ran(timeline: Timeline) -> list[list[TimedAction]]:
-    return [[TimedAction(a, end - start) for a, start, end in rank.compute] for rank in timeline.ranks]
+    return [[(a, end - start) for a, start, end in rank.compute] for rank in timeline.ranks]
 
 
 def test_ranges_hold_messages_sums_and_norms_that_vary() -> None:
@@ -263,7 +263,7 @@ def test_ranks_that_take_from_each_other_are_drawn_so() -> None:
     for _ in range(60):
         share = random.uniform(-0.3, 0.3)
         for own, sign, program in zip(ranks, (1, -1), schedule.programs, strict=True):
-            own.append([TimedAction(Action(s, op, k), table.of(op, s, k) * (1 + sign * share)) for s, op, k in program])
+            own.append([(Action(s, op, k), table.of(op, s, k) * (1 + sign * share)) for s, op, k in program])
     spread = estimate_spread(ranks, table)
     assert spread is not None
     pairs = [[own[0] for own in step[Op.F]] for step in spread.steps]

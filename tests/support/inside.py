@@ -213,7 +213,7 @@ _NAMES = {
     "schedules.timing.simulate": "busy_seconds",
     "schedules.timing.spread": "LEAST_STEPS TimedAction",
     "schedules.traces.trace_file": "TraceHeader clock_line header_line step_line trace_path",
-    "schedules.traces.trace_reader": "TracedStep Traces find_traces read_traces starts_of",
+    "schedules.traces.trace_reader": "Traces find_traces read_traces starts_of",
     "schedules.timing.wiring": "ScheduleWiring",
     "schedules.transform": "defer_updates on_ranks replicate",
     "schedules.custom.user_code": "UserCodeError load",

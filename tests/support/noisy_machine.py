@@ -47,7 +47,7 @@ class Machine:
             for stage, op, k in program:
                 tail = 3.0 if self.random.random() < 0.02 else 1.0
                 seconds = self.table.of(op, stage, k) * own * exp(gauss(0, self.action)) * tail
-                ran.setdefault(rank, []).append(TimedAction(Action(stage, op, k), seconds))
+                ran.setdefault(rank, []).append((Action(stage, op, k), seconds))
                 rows[op][stage][k] = seconds
         taken = simulate(self.schedule, replace(self.costs, forward=rows[Op.F], backward=rows[Op.B]))
         return ran, taken.batch_seconds

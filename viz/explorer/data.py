@@ -17,6 +17,7 @@ from ...schedules import (
     MessageKind,
     Op,
     RankTrace,
+    Span,
     Straggler,
     Timeline,
     compare,
@@ -30,7 +31,7 @@ from ...schedules.timing.links import wire_bytes
 from ...schedules.traces.clocks import clock_note
 from ..exhibit import Exhibit
 from ..headline import headline
-from ..idle import IdleStretch, idle_shares, idle_stretches, is_window
+from ..idle import idle_shares, idle_stretches, is_window
 from ..palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
@@ -164,7 +165,7 @@ class TimelineColumns:
     def _ticks(self, seconds: float) -> int:
         return round((seconds - self.start) / self.tick)
 
-    def _row(self, rank: int, bars: Sequence[Bar], idle: Sequence[IdleStretch]) -> Columns:
+    def _row(self, rank: int, bars: Sequence[Bar], idle: Sequence[Span[str]]) -> Columns:
         trace = self.timeline.ranks[rank]
         times: list[int] = []
         at = 0
@@ -202,7 +203,7 @@ class TimelineColumns:
             return ()
         return tuple(each.index + 1 if each.op is Op.U else versions.read_by(each) for each in trace.actions)
 
-    def _idle(self, stretches: Sequence[IdleStretch]) -> list[int]:
+    def _idle(self, stretches: Sequence[Span[str]]) -> list[int]:
         """Idle time by cause: start, length, cause, start, length, cause, ... [ticks]."""
         found: list[int] = []
         for cause, start, end in stretches:

@@ -29,7 +29,8 @@ from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleErr
 from ...schedules.dependencies import Dependencies
 from ...schedules.ir import fitting_owners
 from ...schedules.timing.records import RankRecord, assemble_timeline
-from ..exhibit import Exhibit, MeasuredStep
+from ...schedules.timing.timeline import MeasuredStep
+from ..exhibit import Exhibit
 from .events import Event, TraceFile, read_trace
 
 _NS = 1e-9

@@ -50,12 +50,12 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         if kind := changing_hook(module, ("backward_pre", "backward")):
             reason = f"a hook on all modules ({kind}) changes gradients of {module_at(path)}"
             raise RecordingError(module, reason, inside=path, expected="such a hook on the modules in it")
-    with on_fakes(model, example, device=device, training=training) as fakes:
-        recorder = ForwardRecorder(model, roles, fakes.given.tensors)
+    with on_fakes(model, example, device=device, training=training) as (given, kinds, left):
+        recorder = ForwardRecorder(model, roles, given.tensors)
         try:
             heard = {id(each): each for each in (*roles.opened.values(), *roles.units.values())}
-            with listening(recorder, heard), recorder.watching(fakes.kinds):
-                found = recorder.finish(fakes.given.call(model))
+            with listening(recorder, heard), recorder.watching(kinds):
+                found = recorder.finish(given.call(model))
         except Exception as error:
             if isinstance(error, RefusedError):
                 reason, expected = f"{error}{users_line(error) or recorder.line}", error.expected
@@ -64,5 +64,5 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
                 expected = f"inputs that it takes (given: {example}), and {_EXPECTED}"
             inside = recorder.inside
             raise RecordingError(roles.opened[inside], reason, inside=inside, expected=expected) from error
-    found.reads.left += fakes.left
+    found.reads.left += left
     return found
