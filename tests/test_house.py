@@ -19,12 +19,12 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 58_307,
-    "library code lines": 40_456,
-    "experiments lines": 18_176,
+    "library lines": 58_271,
+    "library code lines": 40_435,
+    "experiments lines": 18_175,
     "library files": 304,
-    "library classes": 540,
-    "annotated fields": 1_343,
+    "library classes": 534,
+    "annotated fields": 1_335,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 18,

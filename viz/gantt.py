@@ -9,8 +9,7 @@ Where a program has several batches, every other one is paler; an update too sho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..schedules import Action, CriticalPath, Op, Timeline
@@ -39,7 +38,7 @@ def _boxes(timeline: Timeline) -> list[ActionBox]:
     return [box for rank in range(len(timeline.ranks)) for box in boxes_of(timeline, rank)]
 
 
-def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels, *, idle: IdleFill) -> None:
+def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Mapping[Op, float], *, idle: IdleFill) -> None:
     """Draw the rows of all ranks; x in `scale.unit`, the timeline's first start at 0."""
     boxes = _boxes(timeline)
     draw_idle(axes, timeline, scale, idle)
@@ -93,18 +92,11 @@ def _draw_boxes(axes: Axes, boxes: Sequence[ActionBox], scale: Scale) -> None:
     axes.add_collection(collection, autolim=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
-    """The microbatch numbers of a picture: one font size [points] for all, and the ops that have them."""
+def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> dict[Op, float]:
+    """Font size [points] of the microbatch numbers, one for all ops that have them.
 
-    size: float
-    ops: frozenset[Op]
-
-
-def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
-    """Numbers for each op of which at least half of the boxes have room for the smallest font.
-
-    Updates do not count for the size: one short box a step should not shrink all numbers.
+    Numbers are for each op of which at least half of the boxes have room for the smallest font. Updates do not count
+    for the size: one short box a step should not shrink all numbers.
     """
     room: dict[Op, list[float]] = {}
     for box in (box for timeline in timelines for box in _boxes(timeline)):
@@ -115,7 +107,7 @@ def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
     highest = 0.8 * points(scale.box_height * scale.row)
     wished = [sizes[op][int(_OUTLIERS * len(sizes[op]))] for op in ops if op is not Op.U]
     size = max(smallest, min([highest, largest, *wished]))
-    return Labels(size=size, ops=ops if size <= highest else frozenset())
+    return dict.fromkeys(ops, size) if size <= highest else {}
 
 
 def _largest_font(box: ActionBox, scale: Scale) -> float:
@@ -123,28 +115,28 @@ def _largest_font(box: ActionBox, scale: Scale) -> float:
     return _FILL * points(scale.on_page(box.width)) / ems
 
 
-def _draw_labels(axes: Axes, boxes: Sequence[ActionBox], scale: Scale, labels: Labels) -> None:
+def _draw_labels(axes: Axes, boxes: Sequence[ActionBox], scale: Scale, labels: Mapping[Op, float]) -> None:
     for box in boxes:
         # Equal durations differ in the last bits.
-        if box.op in labels.ops and _largest_font(box, scale) >= 0.99 * labels.size:
+        if box.op in labels and _largest_font(box, scale) >= 0.99 * labels[box.op]:
             axes.text(
                 (box.start + box.width / 2) / scale.unit,
                 box.rank + scale.middle,
                 f"U{box.number}" if box.op is Op.U else box.number,
-                size=labels.size,
+                size=labels[box.op],
                 color=ink(box.colour),
                 ha="center",
                 va="center_baseline",
             )
 
 
-def shows_versions(timeline: Timeline, scale: Scale, labels: Labels) -> bool:
+def shows_versions(timeline: Timeline, scale: Scale, labels: Mapping[Op, float]) -> bool:
     """Whether forwards wear the version of their weights: in streams, where most have room for it above a number."""
     if not timeline.schedule.is_asynchronous or points(scale.box_height * scale.row) < _ROOM_FOR_VERSION * scale.font:
         return False
     widths = sorted(scale.on_page(e - s) for r in timeline.ranks for what, s, e in r.compute if what.op is Op.F)
     room = 2.5 * _DIGIT * _VERSION * scale.font
-    return bool(widths) and Op.F in labels.ops and points(widths[len(widths) // 2]) >= room
+    return bool(widths) and Op.F in labels and points(widths[len(widths) // 2]) >= room
 
 
 def _draw_versions(axes: Axes, timeline: Timeline, scale: Scale) -> None:

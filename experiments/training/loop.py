@@ -35,7 +35,7 @@ from .progress import Progress, speed
 from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
 from .together import first, gather
-from .traces import draw, trace_names
+from .traces import TRACE_NAMES, draw
 
 GATHER_EVERY = 20  # steps; the records of all ranks are gathered then, for the bubble that metrics.jsonl tells
 WATCHED_STEP = 2  # when all memory has been in use once
@@ -331,7 +331,7 @@ class _Training:
         print(report(summary))
         if self.task.describe is not None:
             print(f"\n{self.task.describe(weights)}")
-        print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, {trace.name}, {trace_names()}")
+        print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, {trace.name}, {TRACE_NAMES}")
 
 
 def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float, ...]:

@@ -14,6 +14,8 @@ from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.traces.trace_reader import find_traces, read_traces, starts_of
 from ...viz.exhibit import Exhibit
 
+TRACE_NAMES = "trace.rankN.jsonl"
+
 
 def read_run(*folders: Path) -> Exhibit:
     """A run as its folder has it; of a run over several hosts, each with a folder of its own, as all of them have it.
@@ -43,7 +45,7 @@ def read_run(*folders: Path) -> Exhibit:
     if measured and (note := clock_note(measured[-1].timeline)):
         notes.append(f"step {measured[-1].number}: {note}")
     if not measured:
-        notes.append(f"no step was traced: {first} has no {trace_names()}" if not paths else "no traced step is left")
+        notes.append(f"no step was traced: {first} has no {TRACE_NAMES}" if not paths else "no traced step is left")
     return Exhibit(
         name=first.resolve().name,
         predicted=None if file is None else _beside(file, measured),
@@ -66,11 +68,6 @@ def draw(exhibit: Exhibit, folder: Path) -> tuple[Path, Path]:
     write_figure(comparison_figure([exhibit]), picture)
     write_perfetto(list(exhibit.timelines), trace)
     return picture, trace
-
-
-def trace_names() -> str:
-    """How trace files are called."""
-    return "trace.rankN.jsonl"
 
 
 def _read_file(folders: Sequence[Path]) -> tuple[RunFile | None, list[str]]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ class ChainUnits:
             weights.append(float(sum(p.numel() for p in fresh)))
         crossing_bytes = self._crossing if self._handed_on else None
         if self._handed_on and num_stages > (most := len(self.units)):
-            why = self._handed_on[0].text(self._names)
+            why = _why_together(self._handed_on[0], self._names)
             raise ValueError(f"num_stages={num_stages}, expected 1 to {most}, since some units stay together: {why}")
         return self._cut(cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing_bytes))
 
@@ -115,12 +115,12 @@ def _children(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
 
 def _refuse_parted(handed: Sequence[HandedOn], names: Sequence[str], starts: Sequence[int]) -> None:
     for each in handed:
-        if any(each.first < start <= each.second for start in starts):
-            raise ValueError(f"no stage may end between them: {each.text(names)}")
+        if any(each[0] < start <= each[1] for start in starts):
+            raise ValueError(f"no stage may end between them: {_why_together(each, names)}")
 
 
 def _by_modules(handed: Sequence[HandedOn], names: Sequence[str], modules: Sequence[nn.Module]) -> Together:
-    return tuple((modules[each.first], modules[each.second], each.text(names)) for each in handed)
+    return tuple((modules[each[0]], modules[each[1]], _why_together(each, names)) for each in handed)
 
 
 def given_stages(
@@ -297,21 +297,17 @@ def _enter_in_order(units: Sequence[nn.Module], enter: Callable[[int], None]) ->
             handle.remove()
 
 
-class HandedOn(NamedTuple):
-    """Two units, by number, and what the second takes that the first made, was given or changed."""
+# Two units, by number, and what the second takes that the first made, was given or changed.
+HandedOn = tuple[int, int, str]
 
-    first: int
-    second: int
-    what: str
 
-    def text(self, names: Sequence[str]) -> str:
-        """Why no cut may stand between them, for people."""
-        one, other = names[self.first], names[self.second]
-        return (
-            f"{other!r} takes {self.what} that {one!r} hands on past its arguments (in an attribute, or an object or "
-            f"list that both know), which no message carries. Expected both in one stage, or the tensor among what "
-            f"{one!r} returns"
-        )
+def _why_together(handed: HandedOn, names: Sequence[str]) -> str:
+    first, second, what = handed
+    return (
+        f"{names[second]!r} takes {what} that {names[first]!r} hands on past its arguments (in an attribute, or an "
+        f"object or list that both know), which no message carries. Expected both in one stage, or the tensor among "
+        f"what {names[first]!r} returns"
+    )
 
 
 def handed_on(
@@ -375,7 +371,7 @@ class _Watch:
         for key in changed:
             first = self._counting.setdefault(key, self.unit)
             if first != self.unit:
-                self.found.add(HandedOn(first, self.unit, f"the attribute {key[1]!r}"))
+                self.found.add((first, self.unit, f"the attribute {key[1]!r}"))
 
     def takes(self, value: object) -> None:
         """The unit under way works on the tensors in a value, or returns them."""
@@ -383,7 +379,7 @@ class _Watch:
             maker = self._maker.get(id(tensor), self.unit)
             if maker != self.unit:
                 what = f"a tensor of shape {tuple(tensor.shape)}"
-                self.found.add(HandedOn(min(maker, self.unit), max(maker, self.unit), what))
+                self.found.add((min(maker, self.unit), max(maker, self.unit), what))
 
     def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         changed = list(written(function, args, kwargs))

@@ -6,49 +6,36 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 Stamp = float | torch.cuda.Event
 
 
-class Clock(Protocol):
-    """Stamps are cheap and never wait; what turns them into times waits where it must."""
-
-    def stamp(self) -> Stamp:
-        """This moment, in the order of the work given to the device so far."""
-
-    def settle(self) -> None:
-        """Wait until the device has passed all stamps."""
-
-    def seconds(self, stamp: Stamp) -> float:
-        """The stamp on this host's monotonic clock [s]."""
-
-    def between(self, begin: Stamp, end: Stamp) -> float:
-        """From one stamp to another [s]: more exact than a difference of `seconds`."""
-
-    def now(self) -> float:
-        """This host's monotonic clock [s], whatever the device still does."""
-
-
 class HostClock:
-    """The monotonic clock, which all processes of a host share: on the CPU an operation ends when its call returns."""
+    """The monotonic clock, which all processes of a host share: on the CPU an operation ends when its call returns.
+
+    Stamps are cheap and never wait; what turns them into times waits where it must.
+    """
 
     def stamp(self) -> float:
+        """This moment, in the order of the work given to the device so far."""
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Wait until the device has passed all stamps; on the CPU nothing is under way."""
 
     def seconds(self, stamp: Stamp) -> float:
+        """The stamp on this host's monotonic clock [s]."""
         assert isinstance(stamp, float)
         return stamp
 
     def between(self, begin: Stamp, end: Stamp) -> float:
+        """From one stamp to another [s]: more exact than a difference of `seconds`."""
         return self.seconds(end) - self.seconds(begin)
 
     def now(self) -> float:
+        """This host's monotonic clock [s], whatever the device still does."""
         return self.stamp()
 
 
@@ -71,11 +58,11 @@ class CudaClock:
         torch.cuda.synchronize(self._device)
 
     def seconds(self, stamp: Stamp) -> float:
-        """See Clock; waits for the event."""
+        """See HostClock; waits for the event."""
         return self._origin_seconds + self.between(self._origin, stamp)
 
     def between(self, begin: Stamp, end: Stamp) -> float:
-        """See Clock; waits for the event at the end."""
+        """See HostClock; waits for the event at the end."""
         assert not isinstance(begin, float)
         assert not isinstance(end, float)
         end.synchronize()
@@ -83,6 +70,9 @@ class CudaClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+
+Clock = HostClock | CudaClock
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -99,13 +99,8 @@ def stage_ranks(
     return tuple(ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Block:
-    """Pairs of replicas and devices: [pairs] devices, their ranges, and where each number of devices begins."""
-
-    devices: Indices
-    starts: Indices
-    at: Ranges
+# Pairs of replicas and devices: [pairs] devices, where each number of them begins, and the pairs' ranges.
+_Block = tuple[Indices, Indices, Ranges]
 
 
 class _Table:
@@ -119,8 +114,8 @@ class _Table:
         self.best[-1, 0] = 0.0
         for first in cuts[-2:0:-1]:
             for block in self.blocks:
-                values = self._values(first, block)
-                self.best[first, block.devices[block.starts]] = np.minimum.reduceat(values.min(axis=0), block.starts)
+                (devices, starts, _), values = block, self._values(first, block)
+                self.best[first, devices[starts]] = np.minimum.reduceat(values.min(axis=0), starts)
 
     def _blocks(self) -> Iterator[_Block]:
         """All pairs of replicas and devices, so many at once that their figures stay in the cache."""
@@ -139,7 +134,7 @@ class _Table:
         starts = np.cumsum(counts) - counts
         replicas = 1 + np.arange(len(devices)) - np.repeat(starts, counts)
         replicas, devices = replicas * self.unit, devices * self.unit
-        return _Block(devices=devices, starts=starts, at=self.costs.ranges(replicas, devices))
+        return devices, starts, self.costs.ranges(replicas, devices)
 
     def _lasts(self, first: int) -> Indices:
         """Cuts at which a stage from `first` may end, the last ones first."""
@@ -147,9 +142,9 @@ class _Table:
 
     def _values(self, first: int, block: _Block) -> Floats:
         """[last, pair] bottleneck behind `first`."""
-        lasts = self._lasts(first)
-        seconds = self.costs.seconds(first, lasts[:, None], block.at)
-        rest = np.take(self.best[lasts], block.devices - block.at.replicas, axis=1)
+        lasts, (devices, _, at) = self._lasts(first), block
+        seconds = self.costs.seconds(first, lasts[:, None], at)
+        rest = np.take(self.best[lasts], devices - at.replicas, axis=1)
         return np.maximum(seconds, rest, out=rest)
 
     def candidates(self, limit: int) -> list[Solution]:
@@ -159,7 +154,8 @@ class _Table:
             values = self._values(0, block)
             bar = np.partition(values, looked_at, axis=None)[looked_at] if values.size > looked_at else np.inf
             row, pair = np.nonzero(values <= bar)
-            columns.append((block.at.replicas[pair], row, block.devices[pair], values[row, pair]))
+            devices_of, _, ranges = block
+            columns.append((ranges.replicas[pair], row, devices_of[pair], values[row, pair]))
         replica_counts, rows, device_counts, best = (np.concatenate(each) for each in zip(*columns, strict=True))
         bound = float(best.min())
         found: list[Solution] = []
@@ -181,7 +177,7 @@ class _Table:
             block = self._block(devices // self.unit, devices // self.unit)
             values = self._values(first, block)
             row, column = np.argwhere(values <= self.best[first, devices])[0]
-            last, replicas = int(self._lasts(first)[row]), int(block.at.replicas[column])
+            last, replicas = int(self._lasts(first)[row]), int(block[2].replicas[column])
             stages.append(SolvedStage(first=first, last=last, replicas=replicas, devices=devices))
             first, devices = last, devices - replicas
         return stages
