@@ -1,7 +1,7 @@
 """Operations that take a weight, and what is called in their place where the backward is split.
 
 Each has the forward of the operation and its backward, to the last bit, but gives the gradient of its input at once and
-puts that of its weight aside, if `SplitBackward.put` says where. None: the operation itself is to be called, since
+puts that of its weight aside, if `BackwardSplitter.put` says where. None: the operation itself is to be called, since
 it takes no weight that is a leaf, or takes it in a way that is not written here.
 """
 # ruff: noqa: PLR0917 (the signatures are those of the operations)
@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from .weight_products import (
+    BackwardSplitter,
     Compute,
     Operands,
     addmm,
@@ -29,9 +30,6 @@ from .weight_products import (
     recorded,
 )
 
-if TYPE_CHECKING:
-    from .split_backward import SplitBackward
-
 _aten = torch.ops.aten
 
 
@@ -41,7 +39,7 @@ _aten = torch.ops.aten
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, split: SplitBackward, call: Callable[[], torch.Tensor], compute: Compute, indices: Any, weight: Any
+        ctx: Any, split: BackwardSplitter, call: Callable[[], torch.Tensor], compute: Compute, indices: Any, weight: Any
     ) -> torch.Tensor:
         ctx.split, ctx.compute, ctx.weight = split, compute, weight
         ctx.save_for_backward(indices)
@@ -55,7 +53,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding(
-    split: SplitBackward,
+    split: BackwardSplitter,
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -73,7 +71,7 @@ def _embedding(
 
 
 def _aten_embedding(
-    split: SplitBackward,
+    split: BackwardSplitter,
     weight: Any,
     indices: Any,
     padding_idx: int = -1,
@@ -87,7 +85,7 @@ def _aten_embedding(
 
 
 def _embedded(
-    split: SplitBackward, call: Callable[[], torch.Tensor], how: Sequence[Any], indices: Any, weight: Any
+    split: BackwardSplitter, call: Callable[[], torch.Tensor], how: Sequence[Any], indices: Any, weight: Any
 ) -> Any:
     def compute(grad: torch.Tensor, indices: torch.Tensor) -> Sequence[torch.Tensor]:
         return (_aten.embedding_backward(grad, indices, *how),)
@@ -100,7 +98,7 @@ def _embedded(
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: SplitBackward, how: Sequence[Any], given: Operands, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, split: BackwardSplitter, how: Sequence[Any], given: Operands, *inputs: Any) -> torch.Tensor:
         x, ctx.weight, ctx.bias = inputs
         ctx.split, ctx.how = split, how
         ctx.save_for_backward(x, given.weight)
@@ -139,7 +137,7 @@ def _of_convolution(
     return [each for each, is_later in zip(found, later, strict=True) if is_later]
 
 
-def _convolution(split: SplitBackward, *, input: Any, weight: Any, bias: Any, padding: Any, **how: Any) -> Any:
+def _convolution(split: BackwardSplitter, *, input: Any, weight: Any, bias: Any, padding: Any, **how: Any) -> Any:
     if not is_weight(weight) or input.dim() != weight.dim() or (isinstance(padding, str) and padding != "valid"):
         return None
     given = operands(split, input, weight, bias)
@@ -157,7 +155,7 @@ def _each(value: Any, num: int) -> list[int]:
 
 
 class Instead:
-    """A stand-in for an operation: called with a SplitBackward and the operation's arguments."""
+    """A stand-in for an operation: called with a BackwardSplitter and the operation's arguments."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -181,7 +179,7 @@ class _Convolve(Instead):
         self._names, self._most = frozenset(self._in_order), len(self._in_order)
         self._fixed = _DEFAULTS | fixed
 
-    def call(self, split: SplitBackward, *args: Any, **kwargs: Any) -> Any:
+    def call(self, split: BackwardSplitter, *args: Any, **kwargs: Any) -> Any:
         return _convolution(split, **(self._fixed | dict(zip(self._in_order, args, strict=False)) | kwargs))
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from .split_backward import SplitBackward
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -30,7 +27,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        split: SplitBackward,
+        split: BackwardSplitter,
         call: Callable[..., torch.Tensor],
         is_transposed: bool,
         given: Operands,
@@ -120,7 +117,7 @@ def _sum_to(shape: Sequence[int], grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _product(
-    split: SplitBackward,
+    split: BackwardSplitter,
     call: Callable[..., torch.Tensor],
     x: Any,
     weight: Any,
@@ -134,13 +131,13 @@ def _product(
     return _product_of(split, call, is_transposed, given, given.x, weight, bias)
 
 
-def linear(split: SplitBackward, input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(split: BackwardSplitter, input: Any, weight: Any, bias: Any = None) -> Any:
     if not is_weight(weight) or weight.dim() != 2 or input.dim() < 2:
         return None
     return _product(split, F.linear, input, weight, bias, is_transposed=True)
 
 
-def matmul(split: SplitBackward, input: Any, other: Any) -> Any:
+def matmul(split: BackwardSplitter, input: Any, other: Any) -> Any:
     if not isinstance(input, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
     if other.dim() == 2 and input.dim() >= 2:
@@ -150,19 +147,19 @@ def matmul(split: SplitBackward, input: Any, other: Any) -> Any:
     return None
 
 
-def addmm(split: SplitBackward, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(split: BackwardSplitter, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1:
         return None
     return _times(split, lambda x, mat2, bias: torch.addmm(bias, x, mat2), mat1, mat2, input)
 
 
-def baddbmm(split: SplitBackward, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def baddbmm(split: BackwardSplitter, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1 or not is_weight(batch2):
         return None
     return _product(split, lambda x, mat2, bias: torch.baddbmm(bias, x, mat2), batch1, batch2, input)
 
 
-def _times(split: SplitBackward, call: Callable[..., torch.Tensor], x: Any, mat2: Any, bias: Any = None) -> Any:
+def _times(split: BackwardSplitter, call: Callable[..., torch.Tensor], x: Any, mat2: Any, bias: Any = None) -> Any:
     """x @ mat2 for a matrix that is a weight, or weight.t() in whichever spelling, and nothing else."""
     if is_weight(mat2):
         return _product(split, call, x, mat2, bias)
@@ -187,6 +184,19 @@ def _transposed(call: Callable[..., torch.Tensor], x: Any, weight: torch.Tensor,
 Compute = Callable[..., Sequence[torch.Tensor]]
 
 
+class Aside(Protocol):
+    """A place for what W computes: see `split_backward`."""
+
+    def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None: ...
+
+
+class BackwardSplitter(Protocol):
+    """The backward that is split: see `split_backward.SplitBackward`."""
+
+    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> Aside | None: ...
+    def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor: ...
+
+
 class Operands(NamedTuple):
     """Operands of one call: casts of the weight and bias, where autocast wants them."""
 
@@ -206,7 +216,9 @@ def is_weight(tensor: object) -> bool:
     )
 
 
-def operands(split: SplitBackward, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Operands | None:
+def operands(
+    split: BackwardSplitter, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Operands | None:
     """Operands as autocast casts them; None where types do not fit, or x is left over from a torch.func transform."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

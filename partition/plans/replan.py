@@ -51,7 +51,10 @@ class Replanner:
 
     def held(self, sizes: Sequence[Size]) -> list[list[float]]:
         """[S][M] bytes of a microbatch of each size, from F to W."""
-        return [[law.held(size) for size in sizes] for law in self._laws]
+        return self._by_law("held", sizes)
+
+    def _by_law(self, name: str, sizes: Sequence[Size]) -> list[list[float]]:
+        return [[laws[name](size) for size in sizes] for laws in self._laws]
 
     def limits(self, sizes: Sequence[Size]) -> list[float]:
         """[P] bytes that activations of such a batch may take on each rank of the pipeline."""
@@ -69,9 +72,9 @@ class Replanner:
         Raises MemoryLimitError (a ValueError) for a microbatch that no device has room for.
         """
         costs = Costs(
-            forward=[[law.forward(size) for size in sizes] for law in self._laws],
-            input_grad=[[law.input_grad(size) for size in sizes] for law in self._laws],
-            weight_grad=[[law.weight_grad(size) for size in sizes] for law in self._laws],
+            forward=self._by_law("forward", sizes),
+            input_grad=self._by_law("input_grad", sizes),
+            weight_grad=self._by_law("weight_grad", sizes),
             update=self._plan.update_seconds,
             overhead=self._plan.costs.overhead,
             message_overhead=self._plan.costs.message_overhead,

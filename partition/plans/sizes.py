@@ -9,7 +9,7 @@ or more all of them. Beyond the measured sizes the same law is taken to hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -40,16 +40,6 @@ Law = Callable[[Size], float]
 Profiles = Mapping[Size, Profile]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLaws:
-    """One stage, by the size of a microbatch: seconds of F, I and W, and bytes kept from F to W."""
-
-    forward: Law
-    input_grad: Law
-    weight_grad: Law
-    held: Law
-
-
 def ascending(sizes: Iterable[Size]) -> list[Size]:
     return sorted(sizes, key=lambda size: (size.tokens, size))
 
@@ -76,8 +66,9 @@ def planned_for(profiles: Profiles) -> Profile:
     return replace(middle, nodes=tuple(map(joined, middle.nodes)))
 
 
-def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[StageLaws]:
-    """[S] of a plan that was made with `planned_for` these profiles.
+def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[dict[str, Law]]:
+    """[S] of a plan that was made with `planned_for` these profiles, each by the size of a microbatch: "forward",
+    "input_grad" and "weight_grad" [s], and "held", bytes kept from F to W.
 
     What the plan says of a stage holds at the middle size (seconds) and at the largest (bytes); profiles say how it
     changes with the size.
@@ -95,12 +86,10 @@ def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[StageLaws]:
             "held": (largest, parts[largest]["held"] if stage.held is None else stage.held.activations),
         }
         found.append(
-            StageLaws(
-                **{
-                    name: _scaled(fitted({size: part[name] for size, part in parts.items()}), at, value)
-                    for name, (at, value) in known.items()
-                }
-            )
+            {
+                name: _scaled(fitted({size: part[name] for size, part in parts.items()}), at, value)
+                for name, (at, value) in known.items()
+            }
         )
     return found
 

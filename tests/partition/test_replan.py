@@ -53,10 +53,10 @@ def test_laws_are_what_was_measured_and_go_on_beyond() -> None:
     for law, names in zip(laws, whole, strict=True):
         for size in (*MEASURED, Size(1, 1000), Size(2, 150)):
             nodes = [node for node in profile(size).nodes if node.name in names]
-            assert law.forward(size) == pytest.approx(sum(n.forward_seconds for n in nodes), rel=1e-6)
-            assert law.weight_grad(size) == pytest.approx(sum(n.weight_grad_seconds for n in nodes), rel=1e-6)
-            assert law.input_grad(size) == pytest.approx(sum(n.input_grad_seconds for n in nodes), rel=1e-6)
-            assert law.held(size) == pytest.approx(sum(n.stash_bytes for n in nodes), rel=1e-6)
+            assert law["forward"](size) == pytest.approx(sum(n.forward_seconds for n in nodes), rel=1e-6)
+            assert law["weight_grad"](size) == pytest.approx(sum(n.weight_grad_seconds for n in nodes), rel=1e-6)
+            assert law["input_grad"](size) == pytest.approx(sum(n.input_grad_seconds for n in nodes), rel=1e-6)
+            assert law["held"](size) == pytest.approx(sum(n.stash_bytes for n in nodes), rel=1e-6)
     one, two = fitted({Size(2, 10): 3.0}), fitted({Size(1, 10): 3.0, Size(1, 20): 4.0})
     assert one(Size(1, 10)) == pytest.approx(1.5)
     assert two(Size(1, 40)) == pytest.approx(6.0)
