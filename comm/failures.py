@@ -87,13 +87,6 @@ class Account(NamedTuple):
         return cls((), False, f"{type(error).__name__}: {error}")
 
 
-class Verdict(NamedTuple):
-    """Cause according to the reports so far. settled: no later report can change it."""
-
-    cause: str
-    settled: bool
-
-
 class FailureBoard:
     """Reports of one run's ranks, in a store that all of them reach.
 
@@ -256,13 +249,13 @@ def _tell_uncaught(
         guard.fail(error)
 
 
-def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> Verdict:
-    """Follow who waited for whom, from process `rank` on.
+def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> tuple[str, bool]:
+    """Follow who waited for whom, from process `rank` on: (the cause, whether no later report can change it).
 
     Arguments:
         place: names the processes; None: ranks.
 
-    >>> find_cause(0, {0: Account((1,), False, ""), 1: Account((2,), True, "rank 1: waited 3.0 s")}).cause
+    >>> find_cause(0, {0: Account((1,), False, ""), 1: Account((2,), True, "rank 1: waited 3.0 s")})[0]
     'rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (rank 1: waited 3.0 s)'
     """
     if place is None:
@@ -275,28 +268,28 @@ def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | Non
         if report is None:
             silent.append(one)
         elif not report.peers:
-            return Verdict(f"{place.name_of(one)} failed: {report.text}", True)
+            return f"{place.name_of(one)} failed: {report.text}", True
         else:
             fresh = [peer for peer in report.peers if peer not in came_from]
             came_from.update(dict.fromkeys(fresh, one))
             order += fresh
     if silent:
-        return Verdict("; ".join(_silence(one, came_from[one], rank, reports, place) for one in silent), False)
+        return "; ".join(_silence(one, came_from[one], rank, reports, place) for one in silent), False
     others = [one for one in order if one != rank]
     impatient = [one for one in others if reports[one].gave_up]
     if impatient and not reports[rank].gave_up:
-        return Verdict(f"{place.name_of(impatient[0])} gave up: {reports[impatient[0]].text}", True)
+        return f"{place.name_of(impatient[0])} gave up: {reports[impatient[0]].text}", True
     stories = "; ".join(reports[one].text for one in others)
     broken = [(a, b) for a in order for b in reports[a].peers if a < b and a in reports[b].peers]
     if broken and not any(reports[one].gave_up for one in order):
         ranks = ", ".join(f"{a}-{b}" for a, b in broken)
         links = f"the ranks {ranks}" if place.mesh.is_line else "; ".join(map(place.names_of, broken))
-        return Verdict(
+        return (
             f"the connection between {links} broke while both ends were alive: look at the network between "
             f"their hosts (interface, firewall, address) ({stories})",
             True,
         )
-    return Verdict(
+    return (
         f"{place.names_of(order)} waited for each other: did all of them make the same calls, with "
         f"batches of the same size, and does the network between them let all messages through? ({stories})",
         True,

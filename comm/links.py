@@ -220,20 +220,13 @@ def _rounds(size: int) -> int:
     return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))
 
 
-class _Sums(NamedTuple):
+def _sums(together: Collectives, members: Sequence[int], *, ranks_of_host: int) -> tuple[float, float, float]:
     """Medians of sums over a level's members as gradients are: of a small one, of a large one, and for how long that
     one keeps the processor of the busiest from it [s]."""
-
-    small: float
-    large: float
-    busy: float
-
-
-def _sums(together: Collectives, members: Sequence[int], *, ranks_of_host: int) -> _Sums:
     together.subgroup(members)
     small, _ = _sum_seconds(together, members, SMALL_SUM_BYTES, number=1, ranks_of_host=ranks_of_host)
     large, busy = _sum_seconds(together, members, SUM_BYTES, number=_SUMMED, ranks_of_host=ranks_of_host)
-    return _Sums(small, large, busy)
+    return small, large, busy
 
 
 def _sum_seconds(
@@ -267,10 +260,10 @@ def _level(
     sizes: Sequence[int],
     times: Sequence[Sequence[PingPong]],
     *,
-    sums: _Sums,
+    sums: tuple[float, float, float],
     rings: str,
 ) -> MeasuredLevel:
-    """`times`: by pair, of each size and behind them of the smallest one with cold caches.
+    """`times`: by pair, of each size and behind them of the smallest one with cold caches; `sums`: of `_sums`.
 
     The small sum counts as if it were empty: 2 (size - 1) steps. What the large one tells goes back into the formula of
     rings (`partition/topology.py`): by "levels" its steps take as long besides their bytes,
@@ -287,8 +280,8 @@ def _level(
         max(0.0, fit.latency - 2 * each[0].busy) + waking_seconds(each[0], each[-1])
         for fit, each in zip(fits, times, strict=True)
     )
-    hops = 2 * (size - 1)
-    step = min(sums.small, sums.large) / hops
+    (small, large, busy), hops = sums, 2 * (size - 1)
+    step = min(small, large) / hops
     kinds = [(hops, 1.0), (2, hops / size)] if rings == "flat" else [(hops, hops / size)]
     return MeasuredLevel(
         name=name,
@@ -296,10 +289,8 @@ def _level(
         bandwidth=statistics.median(fit.bandwidth for fit in fits),
         latency=latency,
         message_seconds=statistics.median(each[-1].busy for each in times),
-        sum_busy=min(1.0, sums.busy / sums.large),
-        reduce_bandwidth=max(
-            part * SUM_BYTES / max(sums.large - waits * step, sums.large / 10) for waits, part in kinds
-        ),
+        sum_busy=min(1.0, busy / large),
+        reduce_bandwidth=max(part * SUM_BYTES / max(large - waits * step, large / 10) for waits, part in kinds),
         reduce_latency=step,
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),

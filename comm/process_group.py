@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ..schedules import Action, Message, MessageKind, Op
 from ..schedules.messages import STAGE_KINDS
 from .failures import PeerLost, PipelineTimeout, short_reason
-from .transport import TensorSpec
+from .transport import TensorSpec, Transport
 
 Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
 
@@ -52,7 +52,7 @@ _LAYOUTS = 1 << 16
 _NEVER_SENT = _COUNTS * _LAYOUTS
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """One rank's end over real processes.
 
     Arguments:
@@ -67,7 +67,7 @@ class ProcessGroupTransport:
         device: torch.device,
         timeout: float,
     ) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self._lanes = lanes
         self._process_of = {sender + receiver - rank: lane.process for (sender, receiver), lane in lanes.items()}
         self._device = device
@@ -110,10 +110,6 @@ class ProcessGroupTransport:
             if whole.numel():
                 works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
         self._sent[message] = (peer, kept, works)
-
-    def ready(self, message: Message) -> bool:
-        """Waiting blocks (gloo cannot be polled), so always."""
-        return True
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
         """Block until the tensors are here (CUDA: until the stream will have them)."""

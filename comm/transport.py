@@ -7,8 +7,9 @@ returns its tensors. On each directed link the receives are posted in the order 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -36,54 +37,61 @@ class TensorSpec(NamedTuple):
         return cls(tuple(map(int, dense.shape)), tuple(map(int, dense.stride())), tensor.dtype, tensor.requires_grad)
 
 
-class Transport(Protocol):
-    """One rank's end."""
+class Transport(ABC):
+    """One rank's end; where nothing is held or under way, there is nothing to free or to wait for."""
 
-    rank: int
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of `message` from rank `peer`."""
+        return
 
+    @abstractmethod
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Hand over `message` for rank `peer`, laid out as `specs` say; returns at once."""
 
     def ready(self, message: Message) -> bool:
-        """Whether `wait` may be called: always true where waiting blocks."""
+        """Whether `wait` may be called: always where waiting blocks."""
+        return True
 
+    @abstractmethod
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
         """The tensors of a posted message; blocks for at most `timeout` [s], then raises PipelineTimeout."""
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
         """These sends are known to be received: free what they hold."""
+        return
 
     def end_of_program(self) -> None:
         """All sends of a program are out: those of the program before must be through by now."""
+        return
 
     def drain(self, timeout: float) -> None:
         """Wait until all sends are through."""
+        return
 
+    @abstractmethod
     def abort(self) -> None:
         """After an error: let nobody wait for this rank any longer."""
 
     def close(self) -> None:
         """Let go of the links: nothing can be sent or received any more."""
+        return
 
 
 Mailbox = dict[tuple[int, Message], tuple[torch.Tensor, ...]]  # under way in one process, by receiver and message
 
 
-class InProcessTransport:
+class InProcessTransport(Transport):
     """One rank's end of a `Mailbox`: sending is putting, no copy is made.
 
     A receiver gets detached aliases of the sender's tensors.
     """
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self._mailbox = mailbox
-
-    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
-        """Nothing to prepare."""
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         self._mailbox[peer, message] = tuple(tensors)
@@ -95,18 +103,6 @@ class InProcessTransport:
         """Take it out; it must be `ready`."""
         return self._mailbox.pop((self.rank, message))
 
-    def acknowledged(self, messages: Sequence[Message]) -> None:
-        """Nothing is held."""
-
-    def end_of_program(self) -> None:
-        """Nothing is under way."""
-
-    def drain(self, timeout: float) -> None:
-        """Nothing is under way."""
-
     def abort(self) -> None:
         """Drop what is under way: the next batch has messages of the same names."""
         self._mailbox.clear()
-
-    def close(self) -> None:
-        """There are no links to let go of."""

@@ -21,7 +21,7 @@ from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.kinds import one_of, option
 from ..schedules.transform import replicate
-from .auto.replan import Replan
+from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
 from .options import AUTO, LayoutOptions, PlanLike, Settings
 from .shards.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_over
@@ -44,7 +44,7 @@ class Layout:
         sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
         tensor: options of the tensor axis.
-        replan: how each batch gets an order of its own; None: all have the schedule's.
+        replan: makes what orders each batch; None: all have the schedule's order.
 
     Raises ValueError for a tensor group that divides nothing.
     """
@@ -56,7 +56,7 @@ class Layout:
     sharding: Sharding
     place: MeshPlace
     tensor: TensorAxis = NO_TENSOR_AXIS
-    replan: Replan | None = None
+    replan: Callable[[Schedule, Collectives, Guard], BatchSchedules] | None = None
 
     def __post_init__(self) -> None:
         self.tensor.check(self.place)

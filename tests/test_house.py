@@ -19,12 +19,12 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 58_273,
-    "library code lines": 40_433,
+    "library lines": 58_173,
+    "library code lines": 40_379,
     "experiments lines": 18_175,
     "library files": 304,
-    "library classes": 535,
-    "annotated fields": 1_331,
+    "library classes": 525,
+    "annotated fields": 1_313,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 18,

@@ -15,6 +15,7 @@ import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ..batch.given import Given, check_batch
 from ..context import Layout, layout_of_plan
 from ..options import LayoutOptions, Settings
 from ..stage.shapes import Signature
-from .replan import Replan, Sizer
+from .replan import BatchSchedules, Sizer
 from .runtime_seconds import clipping, measure_runtime_seconds
 from .trial import Trials, to_try
 
@@ -86,7 +87,7 @@ class AutoLayout:
         if not self._replans:
             return layout
         replanner = Replanner(found, self._measured) if self._world.rank == 0 else None
-        return replace(layout, replan=Replan(sizer=self._sizer, replanner=replanner))
+        return replace(layout, replan=partial(BatchSchedules, self._sizer, replanner))
 
     def plan(self, given: Given, **restrictions: Any) -> Plan:
         """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.

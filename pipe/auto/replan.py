@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from torch import nn
 
@@ -60,28 +59,19 @@ class Sizer:
         return self._names.index(first) if first in self._names else len(self._names)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replan:
-    """Choice of a schedule for each batch; process 0 alone has a replanner."""
-
-    sizer: Sizer
-    replanner: Replanner | None
-
-
-class _Told(NamedTuple):
-    """Word of one process about a batch: its sizes, and from process 0 the order, or why there is none."""
-
-    sizes: tuple[Size, ...]
-    order: tuple[str, ...] = ()
-    story: str = ""
-
-
 class BatchSchedules:
-    """The schedule of each batch, the same in every process: another order of the actions of the plan's."""
+    """The schedule of each batch, the same in every process: another order of the actions of the plan's.
 
-    def __init__(self, schedule: Schedule, replan: Replan, *, collectives: Collectives, guard: Guard) -> None:
+    Arguments:
+        replanner: of process 0 alone.
+    """
+
+    def __init__(
+        self, sizer: Sizer, replanner: Replanner | None, schedule: Schedule, collectives: Collectives, guard: Guard
+    ) -> None:
+        self._sizer = sizer
+        self._replanner = replanner
         self._schedule = schedule
-        self._replan = replan
         self._collectives = collectives
         self._guard = guard
         self._known: dict[tuple[Size, ...], Schedule] = {}
@@ -92,33 +82,35 @@ class BatchSchedules:
         Raises ValueError, on every rank alike, where ranks passed other sizes, and for a microbatch that no device has
         room for.
         """
-        sizes = tuple(map(self._replan.sizer.of, batch.signatures))
+        sizes = tuple(map(self._sizer.of, batch.signatures))
         with self._guard.together():
-            told = self._collectives.gather(self._find(sizes), what="agreeing on the schedule of a batch")
-        for process, its in enumerate(told):
-            if its.sizes != told[0].sizes:
+            told = self._collectives.gather((sizes, *self._find(sizes)), what="agreeing on the schedule of a batch")
+        first, order, story = told[0]
+        for process, (its, *_) in enumerate(told):
+            if its != first:
                 raise ValueError(
-                    f"{self._collectives.name_of(process)} passed microbatches of {_shown(its.sizes)} to step "
-                    f"{batch.step}, and {self._collectives.name_of(0)} {_shown(told[0].sizes)}: expected the same "
-                    f"batch on every rank; pipe.loader(dataset, batch_size=...) draws it"
+                    f"{self._collectives.name_of(process)} passed microbatches of {_shown(its)} to step {batch.step}, "
+                    f"and {self._collectives.name_of(0)} {_shown(first)}: expected the same batch on every rank; "
+                    f"pipe.loader(dataset, batch_size=...) draws it"
                 )
-        if told[0].story:
-            raise ValueError(f"no schedule for the batch of step {batch.step}: {told[0].story}")
+        if story:
+            raise ValueError(f"no schedule for the batch of step {batch.step}: {story}")
         if sizes not in self._known:
-            programs = tuple(tuple(map(Action.parse, text.split())) for text in told[0].order)
+            programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
             if len(self._known) == _KEPT:
                 del self._known[next(iter(self._known))]
             self._known[sizes] = replace(self._schedule, name="auto", programs=programs)
         return self._known[sizes]
 
-    def _find(self, sizes: tuple[Size, ...]) -> _Told:
-        if self._replan.replanner is None or sizes in self._known:
-            return _Told(sizes)
+    def _find(self, sizes: tuple[Size, ...]) -> tuple[tuple[str, ...], str]:
+        """(order, why there is none), from process 0 for sizes that it has not met."""
+        if self._replanner is None or sizes in self._known:
+            return (), ""
         try:
-            programs = self._replan.replanner.find(sizes).schedule.programs
+            programs = self._replanner.find(sizes).schedule.programs
         except ValueError as error:
-            return _Told(sizes, story=str(error))
-        return _Told(sizes, order=tuple(" ".join(map(str, program)) for program in programs))
+            return (), str(error)
+        return tuple(" ".join(map(str, program)) for program in programs), ""
 
 
 def _shown(sizes: Sequence[Size]) -> str:

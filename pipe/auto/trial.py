@@ -44,6 +44,7 @@ TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; t
 WITHIN = 0.1  # of the best predicted step: others that may be tried
 _WARM_UP = 2  # steps that do not count; one where there is little time
 _MOST = 12  # steps that do, at least one
+_KINDS = ("own", "memory", "lost")  # of errors, what counts first
 _log = logging.getLogger("stagewright")
 
 
@@ -156,7 +157,7 @@ class Trials:
 
     def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
         """Carry a plan out for a while, and let go of it; or why that was not possible."""
-        found: _Ran | None = None
+        found: _Ran | str = ""
         failed: Exception | None = None
         with self._as_found():
             copied, why = self._copied()
@@ -180,13 +181,10 @@ class Trials:
             failed.__traceback__ = None  # it holds the copy
         failed = None
         gc.collect()  # a pipeline's parts know each other
-        if reason is not None:
-            return reason
-        assert found is not None
-        return found
+        return reason or found
 
-    def _agree(self, failed: Exception | None) -> str | None:
-        """None where the trial went well on all ranks, a reason where memory did not do; else what failed is raised."""
+    def _agree(self, failed: Exception | None) -> str:
+        """Empty where the trial went well on all ranks, a reason where memory failed; else what failed is raised."""
         kind = "" if failed is None else _kind(failed)
         story = "" if failed is None else str(failed) or type(failed).__name__
         try:
@@ -195,19 +193,16 @@ class Trials:
             if failed is None:
                 raise
             raise failed from None  # a rank that does not answer is what it says, too
-        kinds = {kind for kind, _ in answers} - {""}
-        if not kinds:
-            return None
-        rank = next(
-            (rank for wanted in ("own", "memory", "lost") for rank, (kind, _) in enumerate(answers) if kind == wanted),
-            0,
-        )
-        if "own" in kinds or "memory" not in kinds:
+        told = [(_KINDS.index(kind), rank, story) for rank, (kind, story) in enumerate(answers) if kind]
+        if not told:
+            return ""
+        first, rank, story = min(told)
+        if _KINDS[first] != "memory":
             if failed is None:
-                raise PipelineError(f"a trial of a plan failed on rank {rank}: {answers[rank][1]}", peers=(rank,))
+                raise PipelineError(f"a trial of a plan failed on rank {rank}: {story}", peers=(rank,))
             failed.add_note("in a trial of a plan: trials=0 leaves them out")
             raise failed
-        return f"out of memory on rank {rank}: {answers[rank][1]}"
+        return f"out of memory on rank {rank}: {story}"
 
     @contextmanager
     def _as_found(self) -> Iterator[None]:

@@ -148,7 +148,7 @@ class Checkpointer:
         self._clock.entered(step)
         one = self._under_way
         if one is not None and one.thread is not None and not one.thread.is_alive():
-            self._end(one)
+            self._end(one, stacklevel=3)
         if self.is_due:
             self._wait()
             self._clock.stalled()  # by the one before
@@ -256,7 +256,7 @@ class Checkpointer:
                 )
         self._end(one)
 
-    def _end(self, one: _UnderWay) -> None:
+    def _end(self, one: _UnderWay, *, stacklevel: int = 4) -> None:
         assert one.result is not None
         self._under_way = None
         result = one.result
@@ -276,7 +276,7 @@ class Checkpointer:
             raise ValueError(result.problem)
         text = result.caution or (f"{result.problem}; training goes on, and tries again" if result.problem else "")
         if text and self._state.run.collectives.rank == 0:
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=stacklevel)
 
     def _decide(self) -> None:
         """Whether one is due now, after what the last one has cost."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import torch
@@ -29,11 +29,7 @@ from .values import decode, encode
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
-class _Group(NamedTuple):
-    """A parameter group of a checkpoint: of which optimizer, and the which of its groups."""
-
-    optimizer: int
-    number: int
+_Group = tuple[int, int]  # a parameter group of a checkpoint: of which optimizer, and the which of its groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class SavedOptimizers:
         self._optimizers.append(found)
         for position, group in enumerate(groups):
             for name in group["names"]:
-                self._groups.setdefault(str(name), _Group(number, position))
+                self._groups.setdefault(str(name), (number, position))
 
     def check(self, stage: StageOptimizers, ownership: Ownership) -> None:
         """ValueError for optimizers that cannot go on from these; nothing is changed."""
@@ -144,12 +140,10 @@ class SavedOptimizers:
         optimizer = stage.optimizers[position]
         first = [stage.names_in(optimizer, group)[:1] for group in optimizer.param_groups]
         sources = [self._groups[names[0]] if names else None for names in first]
-        saved = next((self._optimizers[at.optimizer]["scheduler"] for at in sources if at is not None), None)
+        saved = next((self._optimizers[at[0]]["scheduler"] for at in sources if at is not None), None)
         if not stage.schedulers or saved is None:
             return None
-        by_group = [
-            None if at is None else (self._optimizers[at.optimizer]["scheduler"]["state"], at.number) for at in sources
-        ]
+        by_group = [None if at is None else (self._optimizers[at[0]]["scheduler"]["state"], at[1]) for at in sources]
         return _regrouped(saved["state"], stage.schedulers[position].state_dict(), by_group)
 
     def lost(self, stages: Sequence[StageOptimizers]) -> list[str]:
@@ -182,7 +176,7 @@ class SavedOptimizers:
         counted: dict[tuple[int, int, str], int] = {}
         for optimizer, saved in enumerate(self._optimizers):
             mine = [
-                [name for name in group["names"] if self._groups[name] == _Group(optimizer, number)]
+                [name for name in group["names"] if self._groups[name] == (optimizer, number)]
                 for number, group in enumerate(saved["groups"])
             ]
             if not any(mine):
@@ -247,12 +241,12 @@ class SavedOptimizers:
         return Shard.whole(shape)
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
-        at = self._groups[name]
-        options: Mapping[str, Any] = self._optimizers[at.optimizer]["groups"][at.number]["options"]
+        optimizer, number = self._groups[name]
+        options: Mapping[str, Any] = self._optimizers[optimizer]["groups"][number]["options"]
         return options
 
     def _check_kinds(self, name: str, kind: str, scheduler: str | None) -> None:
-        saved = self._optimizers[self._groups[name].optimizer]
+        saved = self._optimizers[self._groups[name][0]]
         if saved["class"] != kind:
             raise ValueError(
                 f"checkpoint {self._where} has {name!r} under the optimizer {saved['class']}, and it is under {kind} "

@@ -3,7 +3,7 @@
     model/...       parameters and buffers      \\
     version/...     older weights                } each piece on one of the processes that hold it
     optimizer/...   what optimizers keep        /   (optimizer/ENTRY/NAME: for parameter NAME, under ENTRY)
-    values          the same where it is no tensor; the loader's place, generators, seeds, other named state
+    values          the same where it is no tensor; the loader's place, generators, seeds
                     optimizers, by process: stage, class, groups (names, options), scheduler (class, state), in order
 
 Taking one reads tensors and copies none until `to_host`. Before the first one of a run processes agree on who writes
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -89,16 +89,11 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Everything to save in this process.
-
-    Arguments:
-        others: further named state, equal on all processes.
-    """
+    """Everything to save in this process."""
 
     run: Run
     ownership: Ownership
     update: Update
-    others: Mapping[str, HasState] = field(default_factory=dict)
 
     @property
     def stages(self) -> list[StageOptimizers]:
@@ -176,8 +171,6 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     loss_scale = contents.update.loss_scale
     if loss_scale is not None:  # by age of a weight version: others could have scales of their own, once
         values["loss_scale"] = encode({0: list(loss_scale.content())}, what="the loss scale")
-    for key, other in contents.others.items():
-        values[other_key(key)] = encode(dict(other.state_dict()), what=f"the state of {key!r}")
     return Snapshot(
         step=step,
         kind="training",
@@ -284,10 +277,6 @@ def rule_of(schedule: Schedule) -> list[str | int]:
 
 def random_key(generator: str) -> str:
     return f"random/{generator}"
-
-
-def other_key(name: str) -> str:
-    return f"other/{name}"
 
 
 def _pieces(key: str, tensor: torch.Tensor, shard: Shard, boxes: Sequence[TensorBox]) -> list[HeldPiece]:

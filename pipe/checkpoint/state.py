@@ -30,7 +30,7 @@ from .manifest import model_key
 from .persist import Processes, SaveResult, persist
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
-from .snapshot import Contents, HasState, Snapshot, Writers, other_key, random_key, rule_of, take_snapshot
+from .snapshot import Contents, HasState, Snapshot, Writers, random_key, rule_of, take_snapshot
 
 _GENERATORS = ("torch", "cuda", "python", "numpy")
 
@@ -182,9 +182,6 @@ class _Fitting:
                 self._optimizers.check(one, ownership)
         self._generators = self._check_generators()
         self._place = self._check_loader()
-        self._others = {
-            key: state for key in contents.others if (state := checkpoint.value(other_key(key))) is not None
-        }
         self._loss_scale: Mapping[int, Sequence[float]] | None = checkpoint.value("loss_scale")
         self._note_lost()
 
@@ -194,8 +191,6 @@ class _Fitting:
         with checkpoint.as_refusals():
             if self._loader is not None and self._place is not None:
                 self._loader.load_state_dict(self._place)  # it alone may still refuse
-            for key, state in self._others.items():
-                self._contents.others[key].load_state_dict(state)
         with torch.no_grad():
             for name, tensor, shard in self._contents.held():
                 tensor.copy_(checkpoint.read(self._sources[name], shard))
@@ -292,9 +287,6 @@ class _Fitting:
                 f"it was saved with seed={seed}, and this run has seed={own_seed}: dropout and the like draw other "
                 f"numbers from here on"
             )
-        saved = {key.partition("/")[2] for key in manifest.values if key.startswith(other_key(""))}
-        for key in sorted(saved - self._contents.others.keys()):
-            self.lost.append(f"it has the state of {key!r}, which this run has not")
 
 
 def _check_generator(name: str, state: Any) -> None:

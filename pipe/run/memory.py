@@ -9,11 +9,12 @@ level |        ______            kept:  the level behind a forward, less that in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median, median_low
-from typing import cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from ...schedules import Action, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
 from ..build import Pipeline
 from ..update.gradients import buckets_of
-from .worker import Worker
 
 
 class _Level:
@@ -75,11 +75,11 @@ class ActionMemory:
         self._held, self._level = held, level
         self._stages: dict[int, _Seen] = {}
 
-    def run(self, worker: Worker, action: Action) -> None:
+    def run(self, run: Callable[[Action], None], action: Action) -> None:
         self.note_peak()
         self._level.mark()
         before = self._level.now()
-        worker.run(action)
+        run(action)
         after, most = self._level.now(), self._level.most()
         seen = self._stages.setdefault(action.stage, _Seen())
         if action.op is Op.F:
@@ -88,14 +88,17 @@ class ActionMemory:
         elif action.op in BACKWARD_OPS:
             seen.backward.append(most - before)
 
-    def put(self, message: Message, tensors: Tensors) -> None:
+    def put(self, put: Callable[[Message, Tensors], None], message: Message, tensors: Tensors) -> None:
         if message.kind is MessageKind.ACT:
             self._stages.setdefault(message.dst, _Seen()).received[message] = bytes_of(tensors)
+        put(message, tensors)
 
-    def taken(self, message: Message, tensors: Tensors) -> None:
+    def take(self, take: Callable[[Message], Tensors], message: Message) -> Tensors:
+        tensors = take(message)
         if message.kind is MessageKind.ACT:
             seen = self._stages.setdefault(message.src, _Seen())
             seen.sent = max(seen.sent, bytes_of(tensors))
+        return tensors
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._held + self._level.most())
@@ -119,43 +122,23 @@ class ActionMemory:
         }
 
 
-class _WatchedWorker:
-    """A worker whose actions and messages are watched."""
-
-    def __init__(self, worker: Worker, memory: ActionMemory) -> None:
-        self._worker, self._memory = worker, memory
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._worker, name)
-
-    def run(self, action: Action) -> None:
-        self._memory.run(self._worker, action)
-
-    def put(self, message: Message, tensors: Tensors) -> None:
-        self._memory.put(message, tensors)
-        self._worker.put(message, tensors)
-
-    def take(self, message: Message) -> Tensors:
-        tensors = self._worker.take(message)
-        self._memory.taken(message, tensors)
-        return tensors
-
-
 @contextmanager
 def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     """Within: the actions of a pipeline are watched. On the CPU that makes each operation slower."""
-    engine, is_cuda = pipeline.engine, device.type == "cuda"
+    is_cuda = device.type == "cuda"
     held = torch.cuda.memory_allocated(device) if is_cuda else pipeline.state.held_bytes()
     gradients = [p.grad for p in pipeline.parts.root.parameters() if p.grad is not None]  # they may go within
     live = None if is_cuda else LiveBytes(gradients)
-    memory, ranks = ActionMemory(_Level(device, live), held=held), engine.ranks
-    engine.ranks = [replace(each, worker=cast(Worker, _WatchedWorker(each.worker, memory))) for each in ranks]
-    try:
-        with nullcontext() if live is None else live:
-            yield memory
-        memory.note_peak()
-    finally:
-        engine.ranks = ranks
+    memory = ActionMemory(_Level(device, live), held=held)
+    with ExitStack() as stack:
+        for worker in (local.worker for local in pipeline.engine.ranks):
+            for name in ("run", "put", "take"):
+                watched = partial(getattr(memory, name), getattr(worker, name))
+                stack.enter_context(patch.object(worker, name, watched))
+        if live is not None:
+            stack.enter_context(live)
+        yield memory
+    memory.note_peak()
 
 
 def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, ...]:

@@ -27,7 +27,7 @@ from ..batch.reader import BatchReader
 from ..batch.slicing import SlicedLoss
 from ..context import Run
 from ..stage.build import CutModel
-from ..stage.compiled import Compiled, refuse_backward
+from ..stage.compiled import compiled_units, refuse_backward
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stage.reruns import CheckpointedModules
 from ..stage.stage import LossOf, LossValue, Stage
@@ -139,7 +139,7 @@ class Ranks:
                 loss_of=loss_of if s == schedule.num_stages - 1 else None,
                 runs_again=layout.recompute.stages[s] == "full",
                 reruns=CheckpointedModules(rules, self._run.seeder),
-                compiled=Compiled(compile, stage.units, rules),
+                compiled=compiled_units(compile, stage.units, rules),
                 weights=self.update.versions_of(rank, s),
             )
 

@@ -58,11 +58,7 @@ class Training:
         self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
         self._clocks = clocks
         replan = run.layout.replan
-        self._order = (
-            None
-            if replan is None
-            else BatchSchedules(update.schedule, replan, collectives=run.collectives, guard=run.guard)
-        )
+        self._orders = None if replan is None else replan(update.schedule, run.collectives, run.guard)
         self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
 
@@ -182,8 +178,8 @@ class Training:
         with self._guard.together():
             self.unchanged.check(training=True)
             check_same_batch(batch, self._collectives, device=self._seeder.device)
-        if self._order is not None:
-            self._replan(batch, self._order)
+        if self._orders is not None:
+            self._replan(batch, self._orders)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()
@@ -200,9 +196,9 @@ class Training:
                 f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )
 
-    def _replan(self, batch: Batch, order: BatchSchedules) -> None:
+    def _replan(self, batch: Batch, orders: BatchSchedules) -> None:
         begun = time.perf_counter()
-        schedule = order.of(batch)
+        schedule = orders.of(batch)
         self._update.follow(schedule)
         for local in self._engine.ranks:
             local.worker.follow(schedule)

@@ -86,14 +86,6 @@ def _ports(s: int, wiring: Mode) -> _Ports:
     )
 
 
-@dataclass(slots=True)
-class _Sum:
-    """Gradients that several stages of the rank make: what is there of each, and how many stages have added to it."""
-
-    gradients: list[torch.Tensor | None]
-    parts: int = 0
-
-
 _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
@@ -117,7 +109,8 @@ class Worker(ABC):
         self._inbox: dict[Message, Gradients] = {}
         self._outbox: dict[Message, Gradients] = {}
         self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
-        self._sums: dict[Message, _Sum] = {}
+        # Gradients that several stages of the rank make: how many of these have added to them, and what is there.
+        self._sums: dict[Message, tuple[int, list[torch.Tensor | None]]] = {}
         self.batch_gradients: dict[tuple[int, int], torch.Tensor] = {}  # by slot of the model's inputs and microbatch
         self._fused: frozenset[Action] = frozenset()
         self._trains = schedule.trains
@@ -318,12 +311,13 @@ class TrainingWorker(Worker):
             if len(wire.consumers) == 1:
                 self._emit(message, [by_input[i] for _, i in places])
                 continue
-            total = self._sums.setdefault(message, _Sum([None] * len(self._mode.slots[wire])))
+            num_parts, total = self._sums.pop(message, (0, [None] * len(self._mode.slots[wire])))
             for position, i in places:
-                total.gradients[position] = _added(total.gradients[position], by_input[i])
-            total.parts += 1
-            if total.parts == len(wire.consumers):
-                self._emit(message, self._sums.pop(message).gradients)
+                total[position] = _added(total[position], by_input[i])
+            if num_parts + 1 == len(wire.consumers):
+                self._emit(message, total)
+            else:
+                self._sums[message] = num_parts + 1, total
 
 
 class EvaluationWorker(Worker):

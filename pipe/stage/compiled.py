@@ -44,24 +44,21 @@ def read_compile(option: object) -> Mapping[str, Any] | None:
     return MappingProxyType(options)
 
 
-class Compiled(Calls):
+def compiled_units(
+    options: Mapping[str, Any] | None, units: Iterable[nn.Module], rules: Mapping[nn.Module, NamedRule]
+) -> Calls:
     """The units of one stage on one rank, compiled, but for those that the user has compiled; without options none is.
 
     Raises ValueError for modules that run again (`rules`) and are no units.
     """
-
-    def __init__(
-        self, options: Mapping[str, Any] | None, units: Iterable[nn.Module], rules: Mapping[nn.Module, NamedRule]
-    ) -> None:
-        through: dict[nn.Module, Callable[..., Any]] = {}
-        if options is not None:
-            own = dict.fromkeys(units)
-            for module, named in rules.items():
-                _refuse_rerun(named, is_unit=module in own)
-            for unit in own:
-                if not is_users_compiled(unit):
-                    through[unit] = partial(_instead, torch.compile(unit.forward, **options))
-        super().__init__(through)
+    if options is None:
+        return Calls({})
+    own = dict.fromkeys(units)
+    for module, named in rules.items():
+        _refuse_rerun(named, is_unit=module in own)
+    return Calls(
+        {unit: partial(_instead, torch.compile(unit.forward, **options)) for unit in own if not is_users_compiled(unit)}
+    )
 
 
 def is_users_compiled(unit: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +166,8 @@ def no_checkpoints_inside() -> Iterator[None]:
     """Within, torch.utils.checkpoint just calls: what runs again as a whole keeps nothing that it could save."""
     names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
     before = {name: getattr(torchs, name) for name in names}
-    for name, straight in zip(names, (_straight, _Straight), strict=True):
+    reentrant = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
+    for name, straight in zip(names, (_straight, reentrant), strict=True):
         setattr(torchs, name, straight)
     try:
         yield
@@ -176,12 +178,6 @@ def no_checkpoints_inside() -> Iterator[None]:
 
 def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
-
-
-class _Straight:
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
 
 
 class _Slot(int):

@@ -26,7 +26,7 @@ from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
-from .compiled import Compiled
+from .calls import Calls
 from .moving import Activations, tensors_of
 from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions
@@ -82,7 +82,7 @@ class Stage:
         loss_of: LossOf | None,
         runs_again: bool,
         reruns: CheckpointedModules,
-        compiled: Compiled,
+        compiled: Calls,
         weights: WeightVersions | None = None,
     ) -> None:
         self.index = index

@@ -12,7 +12,6 @@ That is what a loop with scale, unscale_, step and update does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.amp import GradScaler
@@ -32,11 +31,7 @@ def read_grad_scaler(option: object) -> GradScaler | None:
     return option if option.is_enabled() else None
 
 
-class ScaleState(NamedTuple):
-    """A loss scale, and how many updates in a row were made since it last changed."""
-
-    value: float
-    good_updates: int
+_Scale = tuple[float, int]  # a loss scale, and how many updates in a row were made since it last changed
 
 
 class LossScale:
@@ -52,7 +47,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        return self._scale.value
+        return self._scale[0]
 
     def update(self, *, overflowed: bool) -> None:
         """An update was made, or skipped since gradients overflowed: the scale of the next one.
@@ -75,7 +70,7 @@ class LossScale:
                 "other: the updates of all of them were skipped. Expected a finite loss and gradients for some scale; "
                 "look at the samples, or run a batch in float32"
             )
-        self._scale = ScaleState(scale.item(), int(tracker))
+        self._scale = scale.item(), int(tracker)
 
     def publish(self) -> None:
         """Let the user's scaler have the scale."""
@@ -90,12 +85,12 @@ class LossScale:
     def adopt(self) -> None:
         self._scale = self._published = _read(self._scaler)
 
-    def content(self) -> ScaleState:
+    def content(self) -> _Scale:
         return self._scale
 
     def load(self, content: Sequence[float]) -> None:
         value, good = content
-        self._scale = ScaleState(value, int(good))
+        self._scale = value, int(good)
         self.publish()
 
 
@@ -113,7 +108,7 @@ def unscale(gradients: Iterable[torch.Tensor | None], scale: float, *, device: t
     return overflowed
 
 
-def _read(scaler: GradScaler) -> ScaleState:
+def _read(scaler: GradScaler) -> _Scale:
     state = scaler.state_dict()
     scale = torch.tensor(float(state["scale"]), dtype=torch.float32)  # as it is used, whatever the default type
-    return ScaleState(scale.item(), int(state["_growth_tracker"]))
+    return scale.item(), int(state["_growth_tracker"])

@@ -20,7 +20,6 @@ from support.inside import (
     _between,
     _inside,
     _level,
-    _Sums,
     cluster_of,
     fit_line,
     measure_links,
@@ -123,7 +122,7 @@ def test_a_message_takes_both_ends_and_the_way() -> None:
     pairs = [[*hot, cold]] * 2
     way += waking
     hops, step, part = 2, 2 * way, SUM_BYTES / 1e9
-    sums = _Sums(hops * step, hops * step + part, part / 4)
+    sums = (hops * step, hops * step + part, part / 4)
     found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, sums=sums, rings="levels")
     assert found.sum_busy == pytest.approx(part / 4 / (hops * step + part))
     assert found.reduce_latency == pytest.approx(step)
@@ -138,7 +137,7 @@ def test_sums_over_a_cluster_take_as_long_as_they_were_measured() -> None:
     sizes, pairs = (1000, 2000), [[PingPong(1e-4, 1e-5)] * 3]
     small, large = (4 * 4e-3, 2e-5 * 2), (0.1, 4e-3)  # three hosts, two ranks each
     network, host = (
-        _level(name, n, [(0, 1)], sizes, pairs, sums=_Sums(a, b, 0), rings="flat")
+        _level(name, n, [(0, 1)], sizes, pairs, sums=(a, b, 0), rings="flat")
         for name, n, a, b in (("network", 3, small[0], large[0]), ("host", 2, small[1], large[1]))
     )
     found = _as_levels((host, network), {"a": [0, 1], "b": [2, 3], "c": [4, 5]}, 6)
@@ -156,7 +155,7 @@ def test_the_bandwidth_of_a_long_link_is_not_blamed_for_the_waits_of_many_small_
     and one latency was taken off."""
     sizes, pairs = (1000, 2000), [[PingPong(1e-4, 1e-5)] * 3]
     wire, step = SUM_BYTES / 1.25e8, 4e-3
-    sums = _Sums(2 * step, 2 * step + wire, 0.0)
+    sums = (2 * step, 2 * step + wire, 0.0)
     found = _level("network", 2, [(0, 1)], sizes, pairs, sums=sums, rings="flat")
     assert found.reduce_bandwidth == pytest.approx(1.25e8)
 

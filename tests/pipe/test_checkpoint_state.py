@@ -1,4 +1,4 @@
-"""Contents of a checkpoint beside weights: values of any plain type, generators, loaders, other named state."""
+"""Contents of a checkpoint beside weights: values of any plain type, generators, loaders."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
 
 
 class Counted:
-    """Named state, as a GradScaler or a loader of another library has it."""
+    """State, as a loader of another library has it."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -95,27 +95,6 @@ class Counted:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert state["tensor"].tolist() == [state["value"]]
         self.value = state["value"]
-
-
-def with_other(pipe: PipelineModule, value: int) -> Counted:
-    others = pipe._building.built("a test").state.others
-    assert isinstance(others, dict)
-    others["counted"] = Counted(value)
-    return others["counted"]
-
-
-def test_other_named_state_goes_along(tmp_path: Path) -> None:
-    pipe, again = trained(1), trained(0)
-    with_other(pipe, 7)
-    pipe.save(tmp_path / "c")
-    found = with_other(again, 0)
-    again.load(tmp_path / "c")
-    assert found.value == 7
-    with pytest.warns(UserWarning, match="it has the state of 'counted', which this run has not"):
-        trained(0).load(tmp_path / "c")
-    trained(1).save(tmp_path / "without")
-    again.load(tmp_path / "without")
-    assert found.value == 7
 
 
 class Odd(torch.optim.Optimizer):

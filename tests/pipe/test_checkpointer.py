@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import FIRST, CheckpointRecord, Cost, HostCopy, Interval, lock
+from support.inside import FIRST, Checkpointer, CheckpointRecord, Cost, HostCopy, Interval, lock
 from support.inside import checkpoint_persist as persist
 from support.pool import Pool
 from support.small import X, Y, layers
@@ -132,8 +133,18 @@ def test_a_weight_that_a_forward_changes_is_found_and_then_copied_before_the_ste
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
 
 
+def step_behind_the_thread(saver: Checkpointer) -> None:
+    assert saver._under_way is not None
+    assert saver._under_way.thread is not None
+    saver._under_way.thread.join()
+    saver.step()
+
+
 @pytest.mark.filterwarnings("always")
-def test_a_full_disk_is_told_and_the_next_interval_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", [Checkpointer.wait, step_behind_the_thread])
+def test_a_full_disk_is_told_and_the_next_interval_tries_again(
+    ends: Callable[[Checkpointer], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe, whole = make_small(model=layers()), persist.write_file
     room = True
 
@@ -151,8 +162,10 @@ def test_a_full_disk_is_told_and_the_next_interval_tries_again(tmp_path: Path, m
             if step == 2:
                 saver.wait()  # whole before the disk is full, however quick the steps are
             if step == 4:
-                with pytest.warns(UserWarning, match=r"No space left on device.*training goes on, and tries again"):
-                    saver.wait()
+                text = r"No space left on device.*training goes on, and tries again"
+                with pytest.warns(UserWarning, match=text) as told:
+                    ends(saver)
+                assert told[0].filename == __file__
                 assert (tmp_path / "latest").read_text().startswith("step-2-")
                 assert len(list(tmp_path.glob("step-*"))) == 1
     assert [(one.step, one.path is not None) for one in saver.records] == [(2, True), (4, False), (6, True)]

@@ -12,8 +12,8 @@ import torch
 from support.inside import (
     RULES,
     Arguments,
+    Calls,
     CheckpointedModules,
-    Compiled,
     Seeder,
     Stage,
     WeightVersions,
@@ -424,7 +424,7 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
         loss_of=None,
         runs_again=False,
         reruns=CheckpointedModules({}, Seeder(0, torch.device("cpu"))),
-        compiled=Compiled(None, [], {}),
+        compiled=Calls({}),
         weights=weights,
     )
     own = layer.weight

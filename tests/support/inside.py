@@ -12,7 +12,7 @@ from typing import Any
 # By module: what tests import of it.
 _NAMES = {
     "comm.failures": "Account find_cause",
-    "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _Sums _as_levels _between _inside _level fit_line"
+    "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
     " measure_links",
     "comm.mesh": "AXES",
     "comm.rendezvous": "Place _meet gloo_address read_place refusals",
@@ -133,7 +133,7 @@ _NAMES = {
     "pipe.batch.loader": "Draw Remainder ReplicaBatches ReplicaLoader",
     "pipe.batch.reader": "BatchReader",
     "pipe.context": "layout_of_plan",
-    "pipe.checkpoint.checkpointer": "CheckpointRecord Cost FIRST Interval",
+    "pipe.checkpoint.checkpointer": "Checkpointer CheckpointRecord Cost FIRST Interval",
     "pipe.checkpoint.files": "OwnCheckpoints",
     "pipe.checkpoint.host_copy": "HostCopy",
     "pipe.checkpoint.manifest": "TensorPiece model_key",
@@ -156,7 +156,7 @@ _NAMES = {
     "pipe.run.engine": "Engine RankMachine Wait",
     "pipe.run.worker": "TrainingWorker",
     "pipe.auto.runtime_seconds": "clipping measure_runtime_seconds",
-    "pipe.stage.compiled": "Compiled",
+    "pipe.stage.calls": "Calls",
     "pipe.stage.moving": "Activations",
     "pipe.guards.randomness": "Seeder",
     "pipe.stage.reruns": "CheckpointedModules",
