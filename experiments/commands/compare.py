@@ -311,7 +311,7 @@ def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Com
         alone = [each.name for each in exhibits if each.measured]
         notes += [f"only {alone[0]} was measured: what was predicted of both is compared"] if alone else []
     else:
-        captions = tuple("measured" if each.measured else "predicted" for each in exhibits)  # type: ignore[assignment]
+        captions = ("measured", "predicted") if first.measured else ("predicted", "measured")
         notes.append(f"{captions[0]} figures of {first.name} beside {captions[1]} ones of {last.name}")
     before = _side(first, sources[0], captions[0])
     after = _side(last, sources[-1], captions[1])

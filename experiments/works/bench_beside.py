@@ -129,11 +129,8 @@ class _Side:
             loss_fn=F.mse_loss,
             example_inputs=(self._batch[0],),
         )
+        self._built = self.pipe._building.built("the bench")
         _Wire(self._built)
-
-    @property
-    def _built(self) -> Pipeline:
-        return self.pipe._building.built("the bench")
 
     def step(self) -> None:
         """One batch, its gradients summed."""

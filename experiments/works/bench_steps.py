@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...schedules import Op, simulate
+from ...comm import ProcessGroupTransport, TensorSpec
+from ...schedules import Message, Op, simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import Workload, make_problem
@@ -265,10 +266,8 @@ def receive_bytes(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def _receive_bytes(workload: Workload) -> tuple[int, int]:
     """Ours and torch's."""
-    ours, theirs = (
-        OurSide.of_stages(workload, make_problem(workload)),
-        TorchSide(workload, make_problem(workload)),
-    )
+    ours = OurSide.of_stages(workload, make_problem(workload))
+    theirs = TorchSide(workload, make_problem(workload))
     peak = _watch_receives(ours)
     for side in (theirs, ours):
         side.step()
@@ -282,12 +281,13 @@ def _receive_bytes(workload: Workload) -> tuple[int, int]:
 def _watch_receives(side: OurSide) -> Callable[[], int]:
     """Look at the transport's count behind every posting, where alone it grows; returns the peak's reader."""
     transport = side.pipe._building.built("the transport").engine.ranks[0].transport
+    assert isinstance(transport, ProcessGroupTransport), transport
     post, peak = transport.post, 0
 
-    def watched(*arguments: object) -> None:
+    def watched(message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         nonlocal peak
-        post(*arguments)  # type: ignore[arg-type]
-        peak = max(peak, transport.unconsumed_bytes)  # type: ignore[attr-defined]
+        post(message, peer, specs)
+        peak = max(peak, transport.unconsumed_bytes)
 
     setattr(transport, "post", watched)  # noqa: B010 - mypy allows no assignment to a method
     return lambda: peak

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ..check import check
 from ..ir import Action, Op, Schedule, ScheduleError
@@ -138,7 +138,7 @@ def find_user_schedule(what: UserScheduleLike, *, option: str) -> UserSchedule |
     if isinstance(what, str | os.PathLike):
         return UserSchedule(words=str(what), option=option, what=read_schedule(Path(what)))
     if _is_ready(what):
-        return UserSchedule(words=f"schedule {what.name!r}", option=option, what=what)  # type: ignore[union-attr]
+        return UserSchedule(words=f"schedule {what.name!r}", option=option, what=what)
     if callable(what):
         return UserSchedule(words=getattr(what, "__name__", repr(what)), option=option, what=what)
     raise ValueError(f"{option}{what!r:.60}: expected a name, a Schedule, Constraints, a function, or {FORMS}")
@@ -159,7 +159,7 @@ def sizes_of(schedule: Schedule) -> dict[str, int]:
     }
 
 
-def _is_ready(what: object) -> bool:
+def _is_ready(what: object) -> TypeGuard[Schedule | Constraints]:
     if isinstance(what, Schedule):
         return True
     from . import Constraints

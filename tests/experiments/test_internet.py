@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 from support.inside import GIGABIT, REGIONS, Case, internet
 
-pytestmark = pytest.mark.concerns("experiments")
+pytestmark = pytest.mark.concerns(
+    "experiments",
+    "partition/analytic",
+    "partition/cluster.py",
+    "partition/plans",
+    "partition/profile.py",
+    "partition/search",
+    "schedules/transform.py",
+)
 
 
 def test_the_world_is_as_wide_as_the_issue_says():

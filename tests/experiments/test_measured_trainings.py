@@ -30,7 +30,9 @@ from support.inside import training_simulated as simulated
 from stagewright.partition import Cluster, Plan, Profile, plan
 from stagewright.schedules import simulate
 
-pytestmark = pytest.mark.concerns("experiments", "partition/search", "partition/analytic")
+pytestmark = pytest.mark.concerns(
+    "experiments", "partition/search", "partition/analytic", "partition/plans", "partition/topology.py"
+)
 
 
 def training(tensor: int, data: int, pipeline: int, size: int, *, hidden: int = 3072, layers: int = 32) -> Training:

@@ -7,7 +7,9 @@ from random import Random
 import pytest
 from support.inside import Case, replan
 
-pytestmark = pytest.mark.concerns("experiments")
+pytestmark = pytest.mark.concerns(
+    "experiments", "schedules/families/registry.py", "schedules/search", "schedules/timing"
+)
 
 
 def test_a_batch_gains_over_the_best_order_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

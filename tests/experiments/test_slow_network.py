@@ -8,7 +8,7 @@ from support.inside import slow_network
 
 from stagewright.partition import Cluster, Plan
 
-pytestmark = pytest.mark.concerns("experiments")
+pytestmark = pytest.mark.concerns("experiments", "comm/links.py", "pipe/auto", "pipe/stage/slices.py")
 
 
 @pytest.mark.parametrize("nodes", [2, 4])

@@ -30,7 +30,11 @@ from support.inside import (
 from .nodes import FAIL, SLEEP, WITHIN, work
 
 pytestmark = pytest.mark.concerns(
-    "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
+    "experiments/backends",
+    "experiments/jobs",
+    "experiments/launcher.py",
+    "experiments/works/links.py",
+    "tests/experiments/backends",
 )
 
 WHY_NOT = what_is_missing() or why_no_wire()

@@ -19,7 +19,11 @@ from support.inside import Nodes, RemoteHost, Shape, SshBackend, descendants, fr
 from .nodes import HOSTILE, TELL, WITHIN, closed_port, gone, processes, work
 
 pytestmark = pytest.mark.concerns(
-    "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
+    "experiments/backends",
+    "experiments/host.py",
+    "experiments/jobs",
+    "experiments/launcher.py",
+    "tests/experiments/backends",
 )
 
 TWO = Nodes(num_nodes=2)
