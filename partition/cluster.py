@@ -157,15 +157,6 @@ class Cluster:
         steps = (each.latency if each.reduce_latency is None else each.reduce_latency for each in self.levels)
         return tuple(accumulate(steps, max))
 
-    def level_between(self, first: int, last: int) -> int:
-        """The level over which devices `first` and `last` are joined; 0 for a device and itself."""
-        size = 1
-        for number_, level in enumerate(self.levels):
-            size *= level.size
-            if first // size == last // size:
-                return number_
-        raise ValueError(f"devices {first} and {last} of {self.num_devices}: expected 0 to {self.num_devices - 1}")
-
     def reordered(self, order: Sequence[int]) -> Cluster:
         """The same with the nodes in another order: node i is what node `order[i]` was."""
         nodes = self.nodes or ()

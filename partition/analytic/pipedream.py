@@ -18,7 +18,6 @@ Ties: one stage rather than two; then the earliest cut (in the order of `Cuts`);
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -117,14 +116,8 @@ def _fail(where: str, found: str, expected: str) -> NoReturn:
     raise ValueError(f"{where}: {found!r}: expected {expected}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelStage:
-    """A stage of one level: the nodes between two cuts, on so many machines of that level, the first being `offset`."""
-
-    first: int
-    last: int
-    machines: int
-    offset: int
+# A stage of one level: its first and last cut, how many machines of that level it is on, and the first of these.
+LevelStage = tuple[int, int, int, int]
 
 
 class PipeDreamModel:
@@ -219,11 +212,11 @@ class PipeDreamModel:
         while True:
             whole = self._whole(level, first, last)[free - 1]
             if free == 1 or whole <= table[first, last, free - 1]:
-                found.append(LevelStage(first=first, last=last, machines=free, offset=0))
+                found.append((first, last, free, 0))
                 return found[::-1]
             stage = self._last_stage(level, last)[:, : free - 1]  # [k, q]
             slowest = np.maximum(table[first, :last, : free - 1][:, ::-1], stage)
             slowest[: first + 1] = np.inf
             cut, q = divmod(int(slowest.argmin()), free - 1)
-            found.append(LevelStage(first=cut, last=last, machines=q + 1, offset=free - q - 1))
+            found.append((cut, last, q + 1, free - q - 1))
             last, free = cut, free - q - 1

@@ -8,13 +8,12 @@ unit 1: shared.append(x)            unit 3: y + shared.pop()            (1, 3) b
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -212,7 +211,7 @@ class _ChainPiece:
             first=self.first,
             enter_unit=self.enter_unit,
             form=form,
-            takes=_Takes.ARGUMENTS if before is None else _Takes.SEVERAL if self.spread else _Takes.ONE,
+            takes="model's" if before is None else "several" if self.spread else "one",
         )
         refs = tuple(ValueRef(producer, slot) for slot in range(form.num_tensors))
         return module, refs
@@ -231,12 +230,8 @@ def _refuse_keywords(inputs: Form, first: nn.Module, *, given: bool) -> None:
         )
 
 
-class _Takes(enum.Enum):
-    """How the value in front of a chain makes the arguments of its first module."""
-
-    ARGUMENTS = "(args, kwargs) of the model"
-    SEVERAL = "a tuple or list makes several"
-    ONE = "one argument"
+# What the value in front of a chain is: the model's (args, kwargs), several arguments if it is a tuple or list, or one.
+_Takes = Literal["model's", "several", "one"]
 
 
 class Chain(nn.Module):
@@ -270,9 +265,9 @@ class Chain(nn.Module):
 
     def _arguments(self, flat: Sequence[Any]) -> tuple[Any, ...]:
         value = self._form.assemble(flat)
-        if self._takes is _Takes.ARGUMENTS:
+        if self._takes == "model's":
             return value[0]  # type: ignore[no-any-return]  # a chain has no keywords
-        return tuple(value) if self._takes is _Takes.SEVERAL and isinstance(value, tuple | list) else (value,)
+        return tuple(value) if self._takes == "several" and isinstance(value, tuple | list) else (value,)
 
 
 def _ignore(number: int) -> None:

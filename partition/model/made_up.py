@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,35 +106,24 @@ def _reads_values(error: BaseException | None) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    fake: torch.Tensor
-    value: torch.Tensor
-    version: int
-    copy: torch.Tensor
-
-    def has_changed(self) -> bool:
-        """Also where no version counts it, as in batch_norm."""
-        return self.value._version != self.version or not torch.equal(self.value, self.copy)
-
-
 class _MadeUp:
     """Values in the place of fakes, and fakes in the place of what came of them."""
 
     def __init__(self) -> None:
-        self._pairs: list[_Pair] = []
+        # Fakes with their values, and these as they were: their version, and a copy.
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = []
         self._memory: dict[object, torch.Tensor] = {}  # of a fake -> all of it, as one dimension
         self._fakes: dict[object, torch.Tensor] = {}  # memory of a value -> the fake that has it
 
     def value_of(self, fake: torch.Tensor) -> torch.Tensor:
         """The value for a fake, the same one each time; fakes that share memory have values that do."""
-        known = next((pair.value for pair in self._pairs if pair.fake is fake), None)
+        known = next((value for one, value, *_ in self._pairs if one is fake), None)
         if known is not None or not isinstance(fake, FakeTensor):
             return fake if known is None else known
         with unset_fake_temporarily():
             value = self._parameter(fake) if isinstance(fake, nn.Parameter) else self._new(fake)
             copy = value if isinstance(fake, nn.Parameter) else value.detach().clone()
-            self._pairs.append(_Pair(fake, value, value._version, copy))
+            self._pairs.append((fake, value, value._version, copy))
             self._fakes.setdefault(memory_of(value), fake)
         return value
 
@@ -158,7 +146,7 @@ class _MadeUp:
 
     def fake_of(self, value: torch.Tensor) -> torch.Tensor:
         """A fake like a value that came out: the one that went in, a view of its memory, or one with its own."""
-        known = next((pair.fake for pair in self._pairs if pair.value is value), None)
+        known = next((fake for fake, one, *_ in self._pairs if one is value), None)
         if known is not None or isinstance(value, FakeTensor):
             return value if known is None else known
         if value.layout != torch.strided:
@@ -173,7 +161,11 @@ class _MadeUp:
     def show_changes(self) -> None:
         """Fakes whose values were changed in place count that."""
         with unset_fake_temporarily():
-            changed = [pair.fake for pair in self._pairs if pair.has_changed()]
+            changed = [
+                fake
+                for fake, value, version, copy in self._pairs
+                if value._version != version or not torch.equal(value, copy)  # batch_norm's changes have no version
+            ]
         with torch.no_grad():
             for fake in changed:
                 fake.detach().zero_()

@@ -132,8 +132,8 @@ class SplitBackward:
             self._aside = before
             self._casts.clear()
 
-    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> WeightGradients | None:
-        """Where to put the gradient of a weight aside, if it is to be put aside now.
+    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> Callable[..., None] | None:
+        """`WeightGradients.put`, if the gradient of a weight is to be put aside now.
 
         Arguments:
             ctx: of the operation that takes it, as tensor input `number`.
@@ -144,9 +144,9 @@ class SplitBackward:
         if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
             return None
         if _makes_all():
-            return aside
+            return aside.put
         try:
-            return aside if torch._C._will_engine_execute_node(ctx.next_functions[number][0]) else None
+            return aside.put if torch._C._will_engine_execute_node(ctx.next_functions[number][0]) else None
         except RuntimeError:  # torch.autograd.grad asks for it
             return None
 

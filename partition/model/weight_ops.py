@@ -126,7 +126,7 @@ def _of_inputs(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tens
     if any(later):
         weights = [each for each, is_later in zip((ctx.weight, ctx.bias), later, strict=True) if is_later]
         compute = partial(_of_convolution, weight=weight.detach(), sizes=sizes, how=ctx.how, later=later)
-        next(aside for aside in asides if aside is not None).put(weights, compute, grad, x)
+        next(put for put in asides if put is not None)(weights, compute, grad, x)
     return found
 
 

@@ -68,11 +68,11 @@ def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, used: Any) -> Seq
     later = ctx.split.put(weight, ctx, 1) if wants_weight else None
     if later is not None and wants_bias and ctx.split.put(bias, ctx, 2) is not None:
         shape = bias.shape
-        later.put((weight, bias), lambda grad, mat1: (*right(grad, mat1), grad.sum_to_size(shape)), grad, flat)
+        later((weight, bias), lambda grad, mat1: (*right(grad, mat1), grad.sum_to_size(shape)), grad, flat)
         return of_x, None, None
     of_weight = None
     if later is not None:
-        later.put((weight,), right, grad, flat)
+        later((weight,), right, grad, flat)
     elif wants_weight:
         (of_weight,) = right(grad, flat)
     return of_x, of_weight, later_or_now(ctx, 2, bias, partial(_sum_to, bias.shape), grad) if wants_bias else None
@@ -184,16 +184,10 @@ def _transposed(call: Callable[..., torch.Tensor], x: Any, weight: torch.Tensor,
 Compute = Callable[..., Sequence[torch.Tensor]]
 
 
-class Aside(Protocol):
-    """A place for what W computes: see `split_backward`."""
-
-    def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None: ...
-
-
 class BackwardSplitter(Protocol):
     """The backward that is split: see `split_backward.SplitBackward`."""
 
-    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> Aside | None: ...
+    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> Callable[..., None] | None: ...
     def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor: ...
 
 
@@ -247,8 +241,8 @@ def later_or_now(
     ctx: Any, number: int, weight: torch.Tensor, compute: Compute, *tensors: torch.Tensor
 ) -> torch.Tensor | None:
     """The gradient of the tensor with this number among the inputs; None: it is put aside."""
-    aside = ctx.split.put(weight, ctx, number)
-    if aside is None:
+    put_aside = ctx.split.put(weight, ctx, number)
+    if put_aside is None:
         return compute(*tensors)[0]
-    aside.put((weight,), compute, *tensors)
+    put_aside((weight,), compute, *tensors)
     return None

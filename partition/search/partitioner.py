@@ -8,7 +8,7 @@ from typing import Any
 
 from ...schedules.families.registry import FAMILIES, family
 from ...schedules.timing.costs import Costs
-from ..analytic.pipedream import LevelStage, PipeDreamModel
+from ..analytic.pipedream import PipeDreamModel
 from ..cluster import Cluster
 from ..memory import certain, steady_in_flight
 from ..plans.plan import Plan
@@ -234,16 +234,15 @@ def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None,
             f"straight=False, or fewer devices (PipeDream's model fills them all)"
         )
     stages, seconds = [], []
-    whole = LevelStage(first=0, last=len(cuts) - 1, machines=1, offset=0)
-    groups: list[tuple[int, LevelStage, tuple[int, ...]]] = [(len(levels) - 1, whole, (0,))]
+    groups: list[tuple[int, int, int, tuple[int, ...]]] = [(len(levels) - 1, 0, len(cuts) - 1, (0,))]
     while groups:
-        level, outer, offsets = groups.pop()
+        level, first, last, offsets = groups.pop()
         if level < 0:
-            sums = cuts.stages(outer.first, outer.last)
+            sums = cuts.stages(first, last)
             seconds.append((float(sums.forward), float(sums.backward)))
             stages.append(
                 PlanStage(
-                    nodes=node_names(profile, cuts, outer.first, outer.last),
+                    nodes=node_names(profile, cuts, first, last),
                     ranks=offsets,
                     step_seconds=float(sums.work) / len(offsets),
                 )
@@ -251,8 +250,8 @@ def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None,
             continue
         size = math.prod(machines for machines, _ in levels[:level])
         inner = [
-            (level - 1, block, tuple(o + (block.offset + m) * size for o in offsets for m in range(block.machines)))
-            for block in model.blocks(level, outer.first, outer.last)
+            (level - 1, start, end, tuple(o + (offset + m) * size for o in offsets for m in range(machines)))
+            for start, end, machines, offset in model.blocks(level, first, last)
         ]
         groups += inner[::-1]
     return Plan(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
+from operator import mul
 from typing import Any
 
 from support.inside import replicate
@@ -35,12 +36,18 @@ def hop(cluster: Cluster, pairs: list[tuple[int, int]]) -> tuple[float, float]:
     return worst
 
 
+def level_between(cluster: Cluster, first: int, last: int) -> int:
+    """The level over which two devices are joined; 0 for a device and itself."""
+    sizes = accumulate((level.size for level in cluster.levels), mul)
+    return next(number for number, size in enumerate(sizes) if first // size == last // size)
+
+
 def sum_latency(cluster: Cluster, members: Sequence[int]) -> float:
     """Seconds of a sum of nothing, level by level; or each step as long as the slowest hop around a flat ring."""
     if cluster.rings == "flat":
         steps = [
             max(e.latency if e.reduce_latency is None else e.reduce_latency for e in cluster.levels[: joined + 1])
-            for joined in (cluster.level_between(a, b) for a, b in hops_around(members))
+            for joined in (level_between(cluster, a, b) for a, b in hops_around(members))
         ]
         return 2 * (len(members) - 1) * max(steps, default=0.0)
     groups, seconds, latency = list(members), 0.0, 0.0
@@ -72,7 +79,7 @@ def exchange_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float)
     for a in members:
         seconds = 0.0
         for b in (other for other in members if other != a):
-            joined = cluster.level_between(a, b)
+            joined = level_between(cluster, a, b)
             way = cluster.levels[: joined + 1]
             each = num_bytes / len(members) / min(level.reduce_bandwidth or level.bandwidth for level in way)
             if joined:

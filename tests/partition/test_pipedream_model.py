@@ -109,8 +109,8 @@ def test_tables_and_backtracking(
     assert model.seconds == pytest.approx(slow(cuts, levels, rho, straight), rel=1e-12)
     if model.seconds < float("inf"):
         blocks = model.blocks(len(levels) - 1, 0, len(cuts) - 1)
-        assert [b.last for b in blocks[:-1]] == [b.first for b in blocks[1:]]
-        assert sum(b.machines for b in blocks) == levels[-1][0]
+        assert [last for _, last, *_ in blocks[:-1]] == [first for first, *_ in blocks[1:]]
+        assert sum(machines for *_, machines, _ in blocks) == levels[-1][0]
         assert model.blocks(len(levels) - 1, 0, len(cuts) - 1) == blocks
 
 
