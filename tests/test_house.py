@@ -19,12 +19,12 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 58_173,
-    "library code lines": 40_379,
+    "library lines": 58_137,
+    "library code lines": 40_354,
     "experiments lines": 18_172,
     "library files": 304,
-    "library classes": 525,
-    "annotated fields": 1_313,
+    "library classes": 521,
+    "annotated fields": 1_305,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 18,
