@@ -25,11 +25,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, Span, Timeline, check
+from ...schedules import Action, Op, Schedule, ScheduleError, Span, Timeline, check
 from ...schedules.dependencies import Dependencies
 from ...schedules.ir import fitting_owners
 from ...schedules.timing.records import RankRecord, assemble_timeline
 from ...schedules.timing.timeline import MeasuredStep
+from ...schedules.traces.clocks import early_messages
 from ..exhibit import Exhibit
 from .events import Event, TraceFile, read_trace
 
@@ -321,9 +322,10 @@ def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple
             check(schedule)
         except ScheduleError as error:
             notes.append(f"{name}: what was traced is no whole batch: {str(error).splitlines()[0]}")
-    records = [_record(schedule, step.get(rank, ())) for rank in range(len(programs))]
+    needs = Dependencies(schedule)
+    records = [_record(needs, step.get(rank, ())) for rank in range(len(programs))]
     timeline = assemble_timeline(schedule, [None if rank in absent else each for rank, each in enumerate(records)])
-    apart = _clocks_apart(timeline)
+    apart = max((seconds for _, seconds, _ in early_messages(timeline)), default=0.0)
     if apart > _APART:
         notes.append(
             f"{name}: an input was used {apart * 1e6:,.0f} us before it was made: the ranks' clocks differ by that much"
@@ -348,12 +350,12 @@ def _over_replicas(step: _Step) -> _Step:
     return {rank: [each._replace(what=renumbered(rank, each.what)) for each in done] for rank, done in step.items()}
 
 
-def _record(schedule: Schedule, done: Sequence[TracedAction]) -> RankRecord:
+def _record(needs: Dependencies, done: Sequence[TracedAction]) -> RankRecord:
     """One rank's step. An action that takes a message begins when it computes; what else its slice holds is waiting."""
     spans, arrivals = [], []
     behind = -1e300
     for ran in done:
-        message = _message(schedule, ran.what)
+        message = next((each.message for each in needs.arrivals(ran.what)), None)
         start = (ran.begun if message is None else ran.computed) * _NS
         start, end = max(start, behind), max(ran.end * _NS, behind)
         spans.append(Span(ran.what, start, end))
@@ -361,30 +363,3 @@ def _record(schedule: Schedule, done: Sequence[TracedAction]) -> RankRecord:
         if message is not None and ran.arrived is not None:
             arrivals.append(Span(message, ran.begun * _NS, min(ran.arrived * _NS, start)))
     return RankRecord(compute=tuple(spans), arrivals=tuple(arrivals))
-
-
-def _message(schedule: Schedule, action: Action) -> Message | None:
-    """The message that an action of a plain chain of stages takes from another rank."""
-    stage, op, index = action
-    src = stage - 1 if op is Op.F else stage + 1
-    if op in (Op.W, Op.U) or not 0 <= src < schedule.num_stages:
-        return None
-    if schedule.owner(src, index) == schedule.owner(stage, index):
-        return None
-    return Message(MessageKind.ACT if op is Op.F else MessageKind.GRAD, src, stage, index)
-
-
-def _clocks_apart(timeline: Timeline) -> float:
-    """Most by which an action ends behind the start of one that uses it, on another rank [s]."""
-    needs = Dependencies(timeline.schedule)
-    ends = {what: end for trace in timeline.ranks for what, _, end in trace.compute}
-    return max(
-        (
-            ends[delivery.maker] - start
-            for trace in timeline.ranks
-            for what, start, _ in trace.compute
-            for delivery in needs.arrivals(what)
-            if delivery.maker in ends
-        ),
-        default=0.0,
-    )
