@@ -77,6 +77,11 @@ def rgb(hue: str) -> RGB:
     return red, green, blue
 
 
+def hex_of(colour: RGB) -> str:
+    """#rrggbb."""
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
 def mixed(colour: RGB, white: float) -> RGB:
     """The colour with this share of white."""
     red, green, blue = colour

@@ -25,7 +25,7 @@ from rich.text import Text
 from ..schedules import Idle
 from .exhibit import Exhibit
 from .idle import causes_of, idle_shares, idle_stretches
-from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, RGB, ink
+from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, RGB, hex_of, ink
 from .panels import TimelinePanel, panels_of, time_unit
 from .rows import boxes_of, ops_of
 
@@ -292,8 +292,7 @@ def _cause_style(cause: str) -> str:
 
 
 def _on(background: RGB) -> str:
-    red, green, blue = (round(255 * part) for part in background)
-    return f"{ink(background)} on #{red:02x}{green:02x}{blue:02x}"
+    return f"{ink(background)} on {hex_of(background)}"
 
 
 def _words(cause: str) -> str:

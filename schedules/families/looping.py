@@ -156,8 +156,9 @@ def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2
     return in_turn("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def _zb_seconds(equal: EqualStages) -> float | None:
-    few = equal.num_microbatches < equal.num_ranks
+def split_seconds(equal: EqualStages) -> float | None:
+    """(F+I-W) (P-1) beside the work of a rank, where ranks put off their W, over slices or whole microbatches."""
+    few = (equal.num_microbatches - 1) * equal.num_slices < equal.num_ranks - 1
     if few or equal.latency or equal.weight_grad > min(equal.forward, equal.input_grad):
         return None
     return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
@@ -169,7 +170,7 @@ INTERLEAVED_ZB = Family(
     aliases=("interleavedzerobubble", "interleaved-zero-bubble", "scheduleinterleavedzerobubble"),
     splits_backward=True,
     full_after=3,
-    batch_seconds=_zb_seconds,
+    batch_seconds=split_seconds,
 )
 
 

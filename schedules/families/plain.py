@@ -104,10 +104,8 @@ def eager_1f1b(*, num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _eager_seconds(equal: EqualStages) -> float | None:
-    if equal.latency > min(equal.forward, equal.input_grad + equal.weight_grad):
-        return None
-    steps = equal.num_ranks - 1
-    return (equal.num_microbatches + steps) * equal.both + 2 * steps * equal.latency
+    is_hidden = equal.latency <= min(equal.forward, equal.input_grad + equal.weight_grad)
+    return _gpipe_seconds(equal) if is_hidden else None
 
 
 EAGER_1F1B = Family(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir import Action, Op, Schedule
+from .looping import split_seconds
 from .recognise import EqualStages, Family
 from .warmup import in_turn, microbatch_groups, one_by_one, pair_up, put_off_weights
 
@@ -130,18 +131,11 @@ def seq_zb_h1(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> 
     return in_turn("seq-zb-h1", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
-def _seq_zb_seconds(equal: EqualStages) -> float | None:
-    few = (equal.num_microbatches - 1) * equal.num_slices < equal.num_ranks - 1
-    if equal.latency > 0 or few or equal.weight_grad > min(equal.forward, equal.input_grad):
-        return None
-    return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
-
-
 SEQ_ZB_H1 = Family(
     name="seq-zb-h1",
     build=seq_zb_h1,
     splits_backward=True,
-    batch_seconds=_seq_zb_seconds,
+    batch_seconds=split_seconds,
 )
 
 

@@ -42,8 +42,8 @@ from ..palette import (
     OP_HUES,
     OP_WORDS,
     OTHER_HUE,
-    RGB,
     box_colour,
+    hex_of,
     ink,
 )
 from ..rows import Bar, bars_of, find_arrows, num_chunks
@@ -193,7 +193,7 @@ class TimelineColumns:
 
         def colours(op: Op, chunk: int) -> list[list[str]]:
             both = [box_colour(op, chunk=chunk, num_chunks=chunks, batch=batch) for batch in range(2)]
-            return [[_hex(colour), ink(colour)] for colour in both]
+            return [[hex_of(colour), ink(colour)] for colour in both]
 
         return {op.value: [colours(op, chunk) for chunk in range(chunks)] for op in sorted(ops)}
 
@@ -259,10 +259,6 @@ class TimelineColumns:
             return {}
         found = wire_bytes(self.schedule, links, Dependencies(self.schedule).wires)
         return {wire[:3]: size for wire, size in found.items() if size > 0 and wire.kind in STAGE_KINDS}
-
-
-def _hex(colour: RGB) -> str:
-    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 def _path_columns(
