@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from support.inside import Cuts, all_cuts, pipedream_cuts
+from support.inside import Cuts, all_cuts, pipedream_cuts, thinned
 
 from stagewright.partition import Node, Profile, read_pipedream_profile
 
@@ -45,6 +45,15 @@ def test_all_cuts_are_all_down_sets(profile: Profile) -> None:
 def test_a_source_that_costs_nothing_joins_its_first_consumer() -> None:
     profile = Profile(nodes=(node("a"), node("b"), node("flag", 0.0, 0.0)), edges=(("a", "b"), ("flag", "b")))
     assert sets_of(all_cuts(profile), profile) == [frozenset(), {"a"}, {"a", "b", "flag"}]
+
+
+def test_of_many_cuts_those_with_the_least_bytes_stay() -> None:
+    """A chain of eight equal nodes: the empty cut, one in each half of the work, and the whole."""
+    sizes = [9, 1, 9, 9, 2, 9, 9, 9]  # bytes of node i cross cut i + 1
+    nodes = tuple(node(f"n{i}", size=size) for i, size in enumerate(sizes))
+    cuts = all_cuts(Profile(nodes=nodes))
+    assert thinned(cuts, 4) == [0, 2, 5, 8]
+    assert thinned(cuts, 9) == list(range(9))
 
 
 def test_order_of_cuts_does_not_depend_on_the_order_of_edges() -> None:

@@ -48,6 +48,27 @@ def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] 
     return found, evaluator.simulate(found)
 
 
+def test_replicas_with_tensor_groups_sum_across_these() -> None:
+    """Two hosts of two devices, a tensor group each: gradients are summed between the hosts, over the slow link."""
+    topology = Topology(Cluster.from_levels([(2, 100), (2, 1)]))
+    configuration = Configuration(
+        pipeline=1,
+        data=2,
+        tensor=2,
+        schedule="gpipe",
+        num_chunks=1,
+        microbatch_size=1,
+        num_microbatches=4,
+        ranks=((0, 1, 2, 3),),
+    )
+    (ring,) = (
+        PlanEvaluator(topology, lambda _size, _tensor: Model(Profile(nodes=NODES), MemoryRules(optimizer_ratio=2.0)))
+        .placement(configuration)
+        .rings
+    )
+    assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
+
+
 def test_stages_costs_and_messages_reach_the_simulator() -> None:
     _, found = evaluated("1f1b", (1, 1))
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)

@@ -284,6 +284,24 @@ def test_where_the_optimizer_is_divided(
     assert found.shards == (shards,)
 
 
+def test_stages_of_one_rank_send_each_other_nothing() -> None:
+    """Two neighbours: 10 bytes between them, of which there are no messages, and 20 to the next rank."""
+    others = ("forward", "backward", "update", "weights", "buffers", "small", "stash", "workspace", "largest")
+    none = np.zeros(2)
+    known = Recomputed(kept=none, again=none, seconds=none)
+    counts = np.array([[1.0, 2.0, *np.zeros(6)]])
+    flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=4)
+    place = RankPlace(stages=(0, 1), replicas=1, tensor=1, limit=1e9)
+    sums = StageSums(
+        before=np.array([0.0, 10.0]),
+        behind=np.array([10.0, 20.0]),
+        **dict.fromkeys(others, none),
+        by_node=lambda _: known,
+    )
+    received_ahead, held = 4, 2
+    assert MemoryRules(optimizer_ratio=0.0).fit(sums, flight, place).messages == 20 * (received_ahead + held)
+
+
 # Plans.
 
 

@@ -121,7 +121,7 @@ _NAMES = {
     "partition.recompute": "MemoryRules Option in_turn",
     "partition.solve.antichains": "all_cuts pipedream_cuts",
     "partition.solve.chunks": "all_stages equal_stages even_stages level_ranks neighbours",
-    "partition.solve.cut_sums": "Cuts",
+    "partition.solve.cut_sums": "Cuts thinned",
     "partition.solve.dynamic": "Solution solve",
     "partition.solve.orders": "node_orders",
     "partition.solve.ranges": "RangeCosts SCHEDULES",
