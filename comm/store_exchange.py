@@ -90,17 +90,12 @@ class Alone:
         return []
 
 
-class Exchanges:
-    """Makes exchanges between the processes of a run. All of them make theirs in the same order."""
-
-    def __init__(self, world: World, *, what: str) -> None:
-        self._world = world
-        self._store = _get_default_store() if world.distributed else None
-        made = 0 if self._store is None else self._store.add(f"exchange/{what} of {world.rank}", 1)
-        self._name = f"exchange/{what}/{made}"
-
-    def make(self, number: int, *, is_over: Callable[[], bool]) -> StoreExchange | Alone:
-        if self._store is None:
-            return Alone()
-        name = f"{self._name}/{number}"
-        return StoreExchange(self._store, rank=self._world.rank, size=self._world.size, name=name, is_over=is_over)
+def exchanges(world: World, *, what: str) -> Callable[[int, Callable[[], bool]], StoreExchange | Alone]:
+    """Makes exchanges between the processes of a run, by number and `is_over`. All make theirs in the same order."""
+    if not world.distributed:
+        return lambda number, is_over: Alone()
+    store = _get_default_store()
+    name = f"exchange/{what}/{store.add(f'exchange/{what} of {world.rank}', 1)}"
+    return lambda number, is_over: StoreExchange(
+        store, rank=world.rank, size=world.size, name=f"{name}/{number}", is_over=is_over
+    )

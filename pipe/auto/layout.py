@@ -25,6 +25,7 @@ from ...comm import Collectives, Guard, MeshPlace, World, join_world, make_guard
 from ...comm.links import MeasuredLevel, MeasuredLinks, measure_links
 from ...partition.cluster import Cluster, DeviceKind, Level
 from ...partition.host_speeds import host_speeds, with_host_speeds
+from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments
 from ...partition.model.untouched import untouched
 from ...partition.plans.plan import Plan
@@ -35,11 +36,11 @@ from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
 from ...partition.search import plan
 from ..batch.agreement import SamePrograms, agreed, check_agreement
-from ..batch.given import Given, check_batch
+from ..batch.given import Given, check_batch, signature_of
 from ..context import Layout, layout_of_plan
 from ..options import LayoutOptions, Settings
 from ..stage.shapes import Signature
-from .replan import BatchSchedules, Sizer
+from .replan import BatchSchedules, size_of
 from .runtime_seconds import clipping, measure_runtime_seconds
 from .trial import Trials, to_try
 
@@ -69,7 +70,7 @@ class AutoLayout:
         self._num_microbatches = options.num_microbatches
         self._replans = options.replan is not None
         self._trials = options.trials
-        self._sizer = Sizer(model)
+        self._parameters = parameter_names(signature_of(model))
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
         self._runtime: tuple[float, float] | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
@@ -87,7 +88,7 @@ class AutoLayout:
         if not self._replans:
             return layout
         replanner = Replanner(found, self._measured) if self._world.rank == 0 else None
-        return replace(layout, replan=partial(BatchSchedules, self._sizer, replanner))
+        return replace(layout, replan=partial(BatchSchedules, self._parameters, replanner))
 
     def plan(self, given: Given, **restrictions: Any) -> Plan:
         """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
@@ -179,7 +180,7 @@ class AutoLayout:
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
         """The one profile to plan with for microbatches that differ: see `planned_for`."""
-        all_sizes = [self._sizer.of(Signature.of(part.arguments)) for part in parts]
+        all_sizes = [size_of(Signature.of(part.arguments), self._parameters) for part in parts]
         of_size, sizes = dict(zip(all_sizes, parts, strict=True)), sizes_to_measure(all_sizes)
         seconds = PROFILE_SECONDS / len(sizes)
         self._measured = {size: self._profile(of_size[size], seconds) for size in sizes}

@@ -9,67 +9,60 @@ would wait for each other for ever. Sizes that came before have their order alre
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from ...comm import Collectives, Guard
-from ...partition.model.batch_dims import parameter_names
-from ...partition.model.forms import Form, argument_name
+from ...partition.model.forms import argument_name
 from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size
 from ...schedules import Action, Schedule
 from ..batch.batches import Batch
-from ..batch.given import signature_of
 from ..stage.shapes import Signature
 
 _KEPT = 256  # orders that are kept for sizes that come again
 _SHOWN = 6  # sizes in an error
 
 
-class Sizer:
-    """Tells the size of microbatches, by the model's first argument that has the batch in it."""
+def size_of(microbatch: Signature, parameters: Sequence[str]) -> Size:
+    """Samples, and elements of one of them in the model's first argument that has the batch in it.
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._names = parameter_names(signature_of(model))
-        self._slots: dict[Form, int] = {}
+    Arguments:
+        parameters: names in the model's signature.
+    """
 
-    def of(self, microbatch: Signature) -> Size:
-        """Samples, and elements of one of them in that argument."""
-        if microbatch.form not in self._slots:
-            names = [argument_name(path) for path in microbatch.form.paths]
-            slots = [slot for slot, dim in enumerate(microbatch.dims) if dim is not None]
-            self._slots[microbatch.form] = min(slots, key=lambda slot: (self._place(names[slot]), slot))
-        slot = self._slots[microbatch.form]
-        shape, dim = microbatch.tensors[slot][0], microbatch.dims[slot]
-        assert dim is not None
-        length = 1
-        for each in (*shape[:dim], *shape[dim + 1 :]):
-            length *= each
-        return Size(shape[dim], length)
-
-    def _place(self, name: str) -> int:
-        """Place of an argument in the model's signature."""
-        position = re.match(r"input (\d+)", name)
-        if position is not None:
+    def place(slot: int) -> int:
+        name = argument_name(microbatch.form.paths[slot])
+        if (position := re.match(r"input (\d+)", name)) is not None:
             return int(position[1])
         first = re.split(r"[\[.]", name)[0]
-        return self._names.index(first) if first in self._names else len(self._names)
+        return parameters.index(first) if first in parameters else len(parameters)
+
+    dims = [(slot, dim) for slot, dim in enumerate(microbatch.dims) if dim is not None]
+    slot, dim = min(dims, key=lambda each: (place(each[0]), each[0]))
+    shape, _ = microbatch.tensors[slot]
+    return Size(shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :])))
 
 
 class BatchSchedules:
     """The schedule of each batch, the same in every process: another order of the actions of the plan's.
 
     Arguments:
+        parameters: see `size_of`.
         replanner: of process 0 alone.
     """
 
     def __init__(
-        self, sizer: Sizer, replanner: Replanner | None, schedule: Schedule, collectives: Collectives, guard: Guard
+        self,
+        parameters: Sequence[str],
+        replanner: Replanner | None,
+        schedule: Schedule,
+        collectives: Collectives,
+        guard: Guard,
     ) -> None:
-        self._sizer = sizer
+        self._parameters = parameters
         self._replanner = replanner
         self._schedule = schedule
         self._collectives = collectives
@@ -82,7 +75,7 @@ class BatchSchedules:
         Raises ValueError, on every rank alike, where ranks passed other sizes, and for a microbatch that no device has
         room for.
         """
-        sizes = tuple(map(self._sizer.of, batch.signatures))
+        sizes = tuple(size_of(each, self._parameters) for each in batch.signatures)
         with self._guard.together():
             told = self._collectives.gather((sizes, *self._find(sizes)), what="agreeing on the schedule of a batch")
         first, order, story = told[0]

@@ -6,7 +6,7 @@
     a thread                           \\ write, fsync, agree, rename ......        `persist`
     step(), later                                                          due again: waits for that, if need be
 
-At most one is under way. Its thread and the other processes' tell each other through the store (`Exchanges`), so that
+At most one is under way. Its thread and the other processes' tell each other through the store (`exchanges`), so that
 no step waits for a disk. A persist that fails on any process changes nothing on the disk; it is told, and the next
 interval tries again.
 Source: CheckFreq (Mohan et al., FAST 2021).
@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...comm import PipelineTimeout
-from ...comm.store_exchange import Exchanges
+from ...comm.store_exchange import exchanges
 from ..update.optimizers import parameters_of
 from .host_copy import HostCopy
 from .lock import FolderLock
@@ -105,7 +105,7 @@ class Checkpointer:
         self.records: list[CheckpointRecord] = []
         self._folder = folder
         self._state = state
-        self._exchanges = Exchanges(run.layout.place.world, what="checkpoints")
+        self._exchange = exchanges(run.layout.place.world, what="checkpoints")
         self._loader = loader
         self._on_saved = on_saved
         self._interval = Interval(overhead) if every == "auto" else None
@@ -215,7 +215,7 @@ class Checkpointer:
         one.checked.set()
 
     def _run(self, one: _UnderWay, copied: Snapshot) -> None:
-        exchange = self._exchanges.make(one.number, is_over=lambda: one.is_given_up)
+        exchange = self._exchange(one.number, lambda: one.is_given_up)
         one.missing = exchange.missing
         try:
             begun = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -28,16 +27,8 @@ from .ranks import Ranks, links_of
 from .training import Training
 from .worker import EvaluationWorker
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forwards:
-    """The way of batches of one number of microbatches, over the transports and recorders of the ranks that train."""
-
-    mode: Mode
-    engine: Engine
-    ranks: Sequence[RankUpdate]
-    programs: Programs
-    reader: BatchReader
+# The way of batches of one number of microbatches, over the transports and recorders of the ranks that train.
+_Forwards = tuple[Mode, BatchReader, Engine, Programs]
 
 
 def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
@@ -61,7 +52,7 @@ class Evaluation:
         self._run = run
         self._ranks = ranks
         self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
-        self._forwards: dict[object, Forwards] = {}
+        self._forwards: dict[object, _Forwards] = {}
         self._adds_up = share_of_sum(run.settings.loss_fn, 1) is not None
         self._num_microbatches = run.layout.schedule.num_microbatches
         self._training = training
@@ -95,7 +86,7 @@ class Evaluation:
     def _modules(self, mode: Mode) -> list[nn.Module]:
         return [mode.inference.stages[s].module for s in self._run.local_stages]
 
-    def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> Forwards:
+    def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> _Forwards:
         key = num_microbatches, has_loss, like.form
         if key not in self._forwards:
             mode, first = self._mode_for(like, has_loss=has_loss)
@@ -103,12 +94,11 @@ class Evaluation:
             sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
             programs = batch_programs(mode.schedule, sharing)
             updates = {rank: RankUpdate(rank, mode.schedule, shards) for rank in self._ranks.stages}
-            self._forwards[key] = Forwards(
-                mode=mode,
-                engine=self._ranks.engine(EvaluationWorker, mode, updates),
-                ranks=list(updates.values()),
-                programs={rank: programs[rank] for rank in updates},
-                reader=self._ranks.reader(mode, has_loss=has_loss, like=first),
+            self._forwards[key] = (
+                mode,
+                self._ranks.reader(mode, has_loss=has_loss, like=first),
+                self._ranks.engine(EvaluationWorker, mode, updates),
+                {rank: programs[rank] for rank in updates},
             )
         return self._forwards[key]
 
@@ -142,31 +132,30 @@ class Evaluation:
         num_microbatches = self._microbatches_for(given)
         microbatches = [each.arguments for each in given.on(device).cut(num_microbatches // num_replicas)]
         like = microbatches[0]
-        forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
-        batch = self._training.read(forwards.reader, given, call)
+        mode, reader, engine, programs = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
+        batch = self._training.read(reader, given, call)
         with run.guard.together():
             self._training.unchanged.check(training=False)
             check_same_batch(batch, run.collectives, device=device)
         self._training.drain()
-        engine = forwards.engine
-        for rank, local in zip(forwards.ranks, engine.ranks, strict=True):
-            rank.enter(batch)
+        for local in engine.ranks:
+            local.worker.updates.enter(batch)
             local.recorder.begin(counts=False)
         torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
-            with evaluating(*self._modules(forwards.mode)), run.guard.together(), run.seeder.call():
-                engine.run(forwards.programs)
+            with evaluating(*self._modules(mode)), run.guard.together(), run.seeder.call():
+                engine.run(programs)
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
             engine.drop()
         loss = None
         if has_loss:
-            found = forwards.ranks[0].total(0)[0]
+            found, _ = engine.ranks[0].worker.updates.total(0)
             loss = found.mean * found.counts if self._adds_up and found.counts is not None else found.mean
         if not outputs:
             return loss, None, []
         flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
-        form = forwards.mode.inference.output_form
+        form = mode.inference.output_form
         values = list(flat)
         slot = None if model_loss is None else model_loss.find_slot(form)
         kind = None if slot is None else outputs[min(outputs)][slot]

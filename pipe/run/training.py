@@ -91,7 +91,7 @@ class Training:
             self._reports.passed(
                 self.num_steps - 1,
                 seconds=seconds,
-                learning_rates=rates,
+                learning_rates=tuple(dict.fromkeys(rates)),
                 num_samples=self._num_samples,
                 replan_seconds=self._replan_seconds,
             )

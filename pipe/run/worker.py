@@ -98,7 +98,7 @@ class Worker(ABC):
         self.outputs: dict[int, Tensors] = {}  # of an evaluated batch, by microbatch
         self._stages = stages
         self._mode = mode
-        self._updates = updates
+        self.updates = updates
         self._device = run.settings.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
@@ -133,20 +133,20 @@ class Worker(ABC):
     def take_part(self, step: GroupStep | Collective) -> None:
         """Backwards of an update group are through here; or what other processes do, too, begins and goes on beside."""
         if isinstance(step, Collective):
-            self._updates.begin(step)
+            self.updates.begin(step)
         else:
-            self._updates.finish(step)
+            self.updates.finish(step)
 
     def settle(self) -> None:
-        self._updates.settle()
+        self.updates.settle()
 
     def specs(self, message: Message) -> list[TensorSpec]:
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._batch_indices)
-            batch = self._updates.batches[number]
+            batch = self.updates.batches[number]
             inferred = batch.parts[k].inferred
             return self._mode.message_specs(message, inferred)
-        return self._updates.specs(message)
+        return self.updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
         if message.kind is MessageKind.ACT:
@@ -154,11 +154,11 @@ class Worker(ABC):
         elif message.kind is MessageKind.GRAD:
             self._inbox[message] = unpack(tensors, self.specs(message))
         else:
-            self._updates.put(message, tensors)
+            self.updates.put(message, tensors)
 
     def take(self, message: Message) -> Tensors:
         if message.kind not in STAGE_KINDS:
-            return self._updates.take(message)
+            return self.updates.take(message)
         tensors = self._outbox.pop(message)
         if message.kind is MessageKind.ACT:
             return cast(Tensors, tensors)
@@ -181,8 +181,8 @@ class Worker(ABC):
 
     def _unshard(self, s: int) -> None:
         """Wait for weights that are on their way, if any are."""
-        if self._updates.shards.awaited:
-            self._updates.shards.whole(s)
+        if self.updates.shards.awaited:
+            self.updates.shards.whole(s)
 
     def _inputs(self, s: int, index: int, part: BatchPart) -> list[torch.Tensor]:
         ports = self._ports[s]
@@ -235,10 +235,10 @@ class TrainingWorker(Worker):
             self._move(action)
             return
         if op is Op.U:
-            self._updates.step(s, index)
+            self.updates.step(s, index)
             return
         number, k = divmod(index, self._batch_indices)
-        batch = self._updates.batches[number]
+        batch = self.updates.batches[number]
         if op is Op.W:
             if Action(s, Op.I, index) not in self._fused:
                 with batch.autocast.off():
@@ -262,12 +262,12 @@ class TrainingWorker(Worker):
                         inputs,
                         wants_grad,
                         part.target,
-                        version=self._updates.version(s, index),
+                        version=self.updates.version(s, index),
                         backwards=(2 if is_split else 1) if self._trains(s) else 0,
                         moves=(s, index) in self._moves,
                     )
                 if loss is not None:
-                    self._updates.note_loss(index, loss)
+                    self.updates.note_loss(index, loss)
                 else:
                     self._hand_on(s, index, outputs, part.inferred.specs[s])
             else:
@@ -294,7 +294,7 @@ class TrainingWorker(Worker):
     def _output_gradients(self, s: int, index: int, num_outputs: int) -> list[torch.Tensor | None]:
         """By output slot, summed over the consumers that have one; on the last stage that of the loss."""
         if s == self._last:
-            return [self._updates.loss_gradient(index)]
+            return [self.updates.loss_gradient(index)]
         gradients: list[torch.Tensor | None] = [None] * num_outputs
         for wire, slots in self._ports[s].gradients:
             for slot, gradient in zip(slots, self._take_in(wire, index), strict=True):
@@ -326,7 +326,7 @@ class EvaluationWorker(Worker):
     def run(self, action: Action) -> None:
         s, _, k = action
         self._unshard(s)
-        batch = self._updates.batches[0]
+        batch = self.updates.batches[0]
         part = batch.parts[k]
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
@@ -336,7 +336,7 @@ class EvaluationWorker(Worker):
         finally:
             self._seeder.end()
         if loss is not None:
-            self._updates.note_loss(k, loss)
+            self.updates.note_loss(k, loss)
         if s == self._last:
             self.outputs[k] = tuple(map(settled, outputs))
         else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -54,28 +55,12 @@ class StepReports:
         self._device = device
         self._passed: dict[int, Callable[..., StepRecord]] = {}  # steps that were run, and whose loss may not be known
 
-    def passed(
-        self,
-        step: int,
-        *,
-        seconds: float,
-        learning_rates: Sequence[float],
-        num_samples: int,
-        replan_seconds: float = 0.0,
-    ) -> None:
-        """A step has run; those that count from it on were lost, and come again."""
+    def passed(self, step: int, **figures: Any) -> None:
+        """A step has run, with figures of its record; those that count from it on were lost, and come again."""
         if self._on_step is None:
             return
         self._passed = {number: one for number, one in self._passed.items() if number < step}
-        self._passed[step] = partial(
-            StepRecord,
-            step=step,
-            seconds=seconds,
-            learning_rates=tuple(dict.fromkeys(learning_rates)),
-            num_samples=num_samples,
-            rank=self._rank,
-            replan_seconds=replan_seconds,
-        )
+        self._passed[step] = partial(StepRecord, step=step, rank=self._rank, **figures)
 
     def tell(self, known: Iterable[Known]) -> None:
         """Losses are known; those that were told before, and those of steps that nobody asked for, are left out."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -170,16 +170,11 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
     return list(found)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Outcome:
-    out: Sequence[Tensor] = ()
-    gradients: Sequence[Tensor | None] = ()
-    weights: dict[str, Tensor | None] = field(default_factory=dict)
-    tolerance: float = 0.0  # of the shortest type that is computed in
+# Outputs, gradients of inputs and of weights, and the tolerance of the shortest type that is computed in.
+_Ran = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], float]
 
 
-def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
-    outcome = _Outcome()
+def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Ran:
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
     with torch.enable_grad():
@@ -194,38 +189,36 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
             for number, module in enumerate(modules.values()):
                 value = module(*args, **kwargs) if number == 0 else module(value)
             outs = [x for x in _tensors(value) if x.requires_grad]
-            outcome.tolerance = tolerance_of(graph_of(outs))
+            tolerance = tolerance_of(graph_of(outs))
             torch.autograd.backward(outs, [_cotangent(x) for x in outs])
-            outcome.out = [x.detach() for x in outs]
-            outcome.gradients = [x.grad for x in leaves]
-            for name, module in modules.items():
-                outcome.weights |= {f"{name}.{key}": p.grad for key, p in module.named_parameters()}
+            weights = {f"{name}.{key}": p.grad for name, each in modules.items() for key, p in each.named_parameters()}
+            return [x.detach() for x in outs], [x.grad for x in leaves], weights, tolerance
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
             for module, training in modes:
                 module.training = training
-    return outcome
 
 
 def _difference(
-    region: DividedRegion, expected: _Outcome, found: _Outcome, shard: Callable[[str, Tensor], Shard]
+    region: DividedRegion, expected: _Ran, found: _Ran, shard: Callable[[str, Tensor], Shard]
 ) -> str | None:
     """Outputs, then backwards, each compared with the part that is here."""
+    (outs, gradients, by_name, tolerance), (own_outs, own_gradients, own_by_name, _) = expected, found
     weights: list[tuple[str, Tensor | None, Tensor | None]] = []
-    for key, gradient in reversed(expected.weights.items()):
-        held = found.weights.get(key)
+    for key, gradient in reversed(by_name.items()):
+        held = own_by_name.get(key)
         part = gradient if gradient is None or held is None else shard(key, held).take(gradient)
         weights.append((f"the gradient of {key!r}", part, held))
-    outputs = [("its output", *pair) for pair in zip(expected.out, found.out, strict=False)]
-    inputs = [("a gradient of its inputs", *pair) for pair in zip(expected.gradients, found.gradients, strict=False)]
+    outputs = [("its output", *pair) for pair in zip(outs, own_outs, strict=False)]
+    inputs = [("a gradient of its inputs", *pair) for pair in zip(gradients, own_gradients, strict=False)]
     for pairs in (outputs, inputs, weights):
         floor = 1e-3 * max((size(one) for _, one, _ in pairs if one is not None), default=0.0)
         for what, one, other in pairs:
             if one is None or other is None:
                 how = None if one is other or pairs is not weights else "is there in one of the two"
             else:
-                how = differs(one, other, tolerance=expected.tolerance, floor=floor)
+                how = differs(one, other, tolerance=tolerance, floor=floor)
             if how:
                 return (
                     f"verify: module {region.name!r}, parts of which the tensor group divides ({region.cuts}): {what} "
