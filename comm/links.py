@@ -186,7 +186,8 @@ def measure_links(
                 pair=pair,
                 ranks_of_host=max(map(len, hosts)),
             )
-            mine = [measure(specs=[_spec(size, device)], rounds=_rounds(size)) for size in sizes]
+            rounds = [min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size)) for size in sizes]
+            mine = [measure(specs=[_spec(s, device)], rounds=r) for s, r in zip(sizes, rounds, strict=True)]
             mine.append(measure(specs=[_spec(min(sizes), device)], cold=True))
             everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
             times.append(everyone[pair[0]])
@@ -214,10 +215,6 @@ def _between(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 def _spec(size: int, device: torch.device) -> TensorSpec:
     return TensorSpec.of(torch.empty(max(1, size // 4), device=device))
-
-
-def _rounds(size: int) -> int:
-    return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))
 
 
 def _sums(together: Collectives, members: Sequence[int], *, ranks_of_host: int) -> tuple[float, float, float]:

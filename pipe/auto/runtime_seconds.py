@@ -176,21 +176,14 @@ def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> Optimize
 
     def make(parameters: NamedParameters) -> list[torch.optim.Optimizer]:
         optimizers = make_optimizers(factory, parameters, where="a unit")
-        if optimizers:
-            _clip_before(optimizers, limit)
+
+        def clip(*_: object) -> None:
+            held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+            gradients = [p.grad for p in held]
+            clip_gradients(gradients, norm=norm_of(norm_part(gradients, device=held[0].device)), max_norm=limit)
+
+        for optimizer in optimizers[:1]:
+            optimizer.register_step_pre_hook(clip)
         return optimizers
 
     return named(make)
-
-
-def _clip_before(optimizers: Sequence[torch.optim.Optimizer], limit: float) -> None:
-    step = optimizers[0].step
-
-    def clip_and_step(*arguments: Any, **options: Any) -> Any:
-        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters]
-        norm = norm_of(norm_part(gradients, device=parameters[0].device))
-        clip_gradients(gradients, norm=norm, max_norm=limit)
-        return step(*arguments, **options)
-
-    optimizers[0].step = clip_and_step  # type: ignore[method-assign]

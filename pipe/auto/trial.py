@@ -236,7 +236,8 @@ class Trials:
             return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
         for parameter in model.parameters():
             parameter.grad = None
-        own = {id(copies[id(each)]): each for each in _parameters(self._model, settings.loss_fn) if id(each) in copies}
+        owners = [each for each in (self._model, settings.loss_fn) if isinstance(each, nn.Module)]
+        own = {id(copies[id(p)]): p for owner in owners for p in owner.parameters() if id(p) in copies}
         optimizer = None if settings.optimizer is None else named(partial(self._optimizers, own))
         return (
             model,
@@ -294,12 +295,6 @@ class Trials:
 
 def _seconds(tried: tuple[Plan, Plan]) -> float:
     return tried[1].tried_seconds or 0.0
-
-
-def _parameters(*owners: object) -> Iterator[nn.Parameter]:
-    for owner in owners:
-        if isinstance(owner, nn.Module):
-            yield from owner.parameters()
 
 
 def _kind(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments, Form
@@ -144,13 +145,9 @@ def _known_weight(model: nn.Module | None) -> str | None:
         return None
     lists = importlib.import_module("transformers.models.auto.modeling_auto")
     shifts, counts = (
-        any(owner.__name__ in _flat(getattr(lists, each, {}).values()) for each in kinds)
+        any(owner.__name__ in pytree.tree_leaves(list(getattr(lists, each, {}).values())) for each in kinds)
         for kinds in (_SHIFTING, _COUNTING)
     )
     if shifts == counts:
         return None
     return SHIFTED_LABELS if shifts else LABELS
-
-
-def _flat(names: Any) -> set[str]:
-    return {each for name in names for each in ((name,) if isinstance(name, str) else name)}

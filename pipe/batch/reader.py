@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ...partition.model.forms import Arguments
 from ...partition.model.units import MODEL_INPUT
-from ...schedules import Schedule
 from ..context import Run
 from ..stage.autocast import Autocast
-from ..stage.shapes import Inferred, InferredStages, Signature
+from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
+from ..stage.wiring import Mode
 from .batches import Batch, BatchPart, weigh
 from .checksum import Identity, checksum, is_shape_alone
 from .given import Given, check_batch, check_like_example
@@ -38,14 +38,13 @@ class BatchReader:
     def __init__(
         self,
         run: Run,
-        schedule: Schedule,
+        mode: Mode,
         *,
-        inference: InferredStages,
         example: Arguments,
         has_loss: bool,
         slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
     ) -> None:
-        settings, place = run.settings, run.layout.place
+        settings, place, schedule, inference = run.settings, run.layout.place, mode.schedule, mode.inference
         M, n = schedule.num_microbatches, schedule.num_slices
         self._inference = inference
         self._example = example

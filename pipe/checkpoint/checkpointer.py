@@ -196,7 +196,12 @@ class Checkpointer:
         self._copies.start()
         one = _UnderWay(step=step, number=self._number, num_bytes=snapshot.num_bytes)
         self._number += 1
-        self._state.update.gate.hold(lambda: self._before_update(one))
+
+        def before_update() -> None:
+            self._copies.wait()
+            one.checked.set()
+
+        self._state.update.gate.hold(before_update)
         one.thread = threading.Thread(target=self._run, args=(one, copied), daemon=True, name="stagewright-checkpoint")
         self._under_way = one
         one.thread.start()
@@ -209,10 +214,6 @@ class Checkpointer:
                 yield from parameters_of(optimizer)
             yield from one.tensors()
             yield from one.versions.tensors() if one.versions is not None else ()
-
-    def _before_update(self, one: _UnderWay) -> None:
-        self._copies.wait()
-        one.checked.set()
 
     def _run(self, one: _UnderWay, copied: Snapshot) -> None:
         exchange = self._exchange(one.number, lambda: one.is_given_up)

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 from math import prod
 from typing import Any
@@ -173,7 +174,8 @@ class Manifest:
             "tensors": tensors,
             "values": dict(self.values),
         }
-        lines = ",\n".join(f" {json.dumps(key)}: {_compact(value)}" for key, value in content.items())
+        compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+        lines = ",\n".join(f" {json.dumps(key)}: {compact(value)}" for key, value in content.items())
         return f'{{\n "version": {VERSION},\n "sha256": "{_hash(content)}",\n{lines}\n}}\n'
 
     @classmethod
@@ -240,10 +242,6 @@ def _overlap(pieces: Sequence[TensorPiece]) -> bool:
 def _meet(one: TensorPiece, other: TensorPiece) -> bool:
     sides = zip(one.start, one.sizes, other.start, other.sizes, strict=True)
     return all(a < b + m and b < a + n for a, n, b, m in sides)
-
-
-def _compact(value: Json) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _hash(content: Mapping[str, Json]) -> str:

@@ -27,31 +27,6 @@ from ..build import Pipeline
 from ..update.gradients import buckets_of
 
 
-class _Level:
-    """Bytes of tensors now, and the most since `mark`, above those at the start; without `live` the allocator's."""
-
-    def __init__(self, device: torch.device, live: LiveBytes | None) -> None:
-        self._device, self._live = device, live
-        self._start = torch.cuda.memory_allocated(device) if live is None else 0
-
-    def now(self) -> int:
-        if self._live is None:
-            return torch.cuda.memory_allocated(self._device) - self._start
-        self._live.settle()
-        return self._live.level
-
-    def mark(self) -> None:
-        if self._live is None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            self._live.most = self.now()
-
-    def most(self) -> int:
-        if self._live is None:
-            return torch.cuda.max_memory_allocated(self._device) - self._start
-        return self._live.most
-
-
 @dataclass(slots=True)
 class _Seen:
     """Bytes of one stage's actions, and of the messages that bring its inputs and take its outputs."""
@@ -66,21 +41,39 @@ class _Seen:
 class ActionMemory:
     """Bytes that the actions of this process take, while it is watched.
 
+    Arguments:
+        live: counts them; None: CUDA's allocator does.
+        held: at the start [bytes].
+
     Attributes:
         peak_bytes: the most that the process held at once, with what it held at the start [bytes].
     """
 
-    def __init__(self, level: _Level, *, held: int) -> None:
-        self.peak_bytes = held
-        self._held, self._level = held, level
+    def __init__(self, device: torch.device, live: LiveBytes | None, *, held: int) -> None:
+        self.peak_bytes = self._held = held
+        self._device, self._live = device, live
         self._stages: dict[int, _Seen] = {}
+
+    def _level(self) -> int:
+        """Above what was held at the start."""
+        if self._live is None:
+            return torch.cuda.memory_allocated(self._device) - self._held
+        self._live.settle()
+        return self._live.level
+
+    def _most(self) -> int:
+        """The highest level since the last action began."""
+        return torch.cuda.max_memory_allocated(self._device) - self._held if self._live is None else self._live.most
 
     def run(self, run: Callable[[Action], None], action: Action) -> None:
         self.note_peak()
-        self._level.mark()
-        before = self._level.now()
+        before = self._level()
+        if self._live is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._live.most = before
         run(action)
-        after, most = self._level.now(), self._level.most()
+        after, most = self._level(), self._most()
         seen = self._stages.setdefault(action.stage, _Seen())
         if action.op is Op.F:
             seen.kept.append(after - before)
@@ -101,7 +94,7 @@ class ActionMemory:
         return tensors
 
     def note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self._held + self._level.most())
+        self.peak_bytes = max(self.peak_bytes, self._held + self._most())
 
     def figures(self, stage: int) -> Mapping[str, float]:
         """Figures of StageBytes that running it shows; of a stage that ran no forward, none."""
@@ -129,7 +122,7 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     held = torch.cuda.memory_allocated(device) if is_cuda else pipeline.state.held_bytes()
     gradients = [p.grad for p in pipeline.parts.root.parameters() if p.grad is not None]  # they may go within
     live = None if is_cuda else LiveBytes(gradients)
-    memory = ActionMemory(_Level(device, live), held=held)
+    memory = ActionMemory(device, live, held=held)
     with ExitStack() as stack:
         for worker in (local.worker for local in pipeline.engine.ranks):
             for name in ("run", "put", "take"):

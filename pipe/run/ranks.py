@@ -11,7 +11,6 @@ from ...comm import (
     InProcessTransport,
     Mailbox,
     PartsTransport,
-    ProcessGroupTransport,
     TensorSpec,
     Transport,
     link_lanes,
@@ -72,12 +71,8 @@ class RankLinks:
             lanes = link_lanes(sorted(between), run.collectives.groups)
             (rank,) = place.local_ranks
             timeout, least_bytes = settings.timeout, run.layout.tensor.least_bytes
-            self.transports[rank] = (
-                PartsTransport(
-                    rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout
-                )
-                if peers_in_parts
-                else ProcessGroupTransport(rank, lanes, device=settings.device, timeout=timeout)
+            self.transports[rank] = PartsTransport(
+                rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout
             )
         for transport in self.transports.values():
             run.guard.on_failure(transport.abort)
@@ -161,8 +156,7 @@ class Ranks:
         sliced = self._sliced_loss if mode.schedule.num_slices > 1 and has_loss else None
         return BatchReader(
             self._run,
-            mode.schedule,
-            inference=mode.inference,
+            mode,
             example=like,
             has_loss=has_loss,
             slices_agree=None if sliced is None else partial(sliced.expect, inference=mode.inference),

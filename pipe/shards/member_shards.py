@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from uuid import uuid4
 
 import torch
@@ -112,9 +111,6 @@ class MemberShards:
         """This process's shard of a tensor that it holds as `local`."""
         shards = self._by_member.get(name)
         return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
-
-    def full_numel(self, name: str, local: torch.Tensor) -> int:
-        return prod(self.shard(name, local).full)
 
     def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from the members' parts. Collective over the tensor group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
+from math import prod
 from typing import SupportsIndex, TypeVar
 
 import torch
@@ -99,7 +100,7 @@ class Ownership:
 
     def num_parameters(self) -> tuple[int, ...]:
         """[S] elements of each stage's parameters, those of all members of a tensor group."""
-        full = {id(p): self.group.full_numel(name, p) for name, p in self._root.named_parameters()}
+        full = {id(p): prod(self.group.shard(name, p).full) for name, p in self._root.named_parameters()}
         return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in self._stages)
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:

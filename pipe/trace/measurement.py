@@ -101,7 +101,8 @@ class Measurement:
         with self._guard.together():
             table = costs.table_for(self._schedule)
             steps = [recorder.steps() for recorder in self._recorders]
-            records = [recorder.records()[-_most_steps(self._schedule) :] for recorder in self._recorders]
+            most = max(LEAST_STEPS, _MOST_ACTIONS // max(1, sum(map(len, self._schedule.programs))))
+            records = [recorder.records()[-most:] for recorder in self._recorders]
             if len(self._recorders) == 1:
                 self.clocks.compare()
                 mine = [_placed(record, self.clocks) for record in records[0]]
@@ -128,11 +129,6 @@ def gather_records(
     clocks.compare()
     (record,) = records
     return assemble(collectives.gather_ranks(_placed(record, clocks), what="gathering the timeline"))
-
-
-def _most_steps(schedule: Schedule) -> int:
-    """Steps of which all times are looked at."""
-    return max(LEAST_STEPS, _MOST_ACTIONS // max(1, sum(map(len, schedule.programs))))
 
 
 def _placed(record: RankRecord, clocks: HostClocks) -> RankRecord:

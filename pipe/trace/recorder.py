@@ -86,8 +86,8 @@ class RankRecorder:
             self._before.clear()
             self._unrecorded = 0
         self._is_kept = self._counts = counts
-        self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
-        self._waited, self._fused = [], set()
+        self._fused = set()
+        self.begin_again()
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """These I run with the W behind each as one backward: half of its time is recorded for either."""
@@ -200,15 +200,11 @@ class RankRecorder:
                 self._durations[(action.stage,), Op.B].append(pair[1] + seconds)
             else:
                 self._durations[(action.stage,), action.op].append(seconds)
-        if not self._takes_turns:
-            self._remember_overheads()
-        self._remembered = len(self._actions)
-
-    def _remember_overheads(self) -> None:
         launched = self._launches()
-        for number, seconds in self._between(max(1, self._remembered)):
+        for number, seconds in () if self._takes_turns else self._between(max(1, self._remembered)):
             if number not in launched:
                 self._overheads[self._actions[number][0].stage].append(seconds)
+        self._remembered = len(self._actions)
 
     def _launches(self) -> set[int]:
         """Numbers of this step's actions behind which sums or gathers were begun."""

@@ -297,14 +297,11 @@ class FlushUpdate(Update):
                 for each in programs.programs[rank].steps
                 if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
             },
-            option_numbers=self._option_numbers,
+            option_numbers=lambda: {key: number for one in self.stages for key, number in one.option_numbers().items()},
             replicas=programs.data_groups[rank],
             parts=self._parts,
             shards=self.shards,
         )
-
-    def _option_numbers(self) -> dict[int, int]:
-        return {key: number for one in self.stages for key, number in one.option_numbers().items()}
 
 
 def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:

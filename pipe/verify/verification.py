@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
 from ...partition.model.forms import Tensors
 from ...partition.model.untouched import untouched
@@ -343,7 +344,9 @@ class Verifier:
         training, update = self._training, self._update
         gradients = [(parameter, parameter.grad) for _, parameter in self._ownership.named_parameters()]
         versions = [
-            (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
+            (one.versions, one.versions.newest, pytree.tree_map(torch.clone, one.versions.older()))
+            for one in update.stages
+            if one.versions
         ]
         scale = None if update.loss_scale is None else update.loss_scale.content()
         put_results_back, step = update.set_aside(), training.num_steps
@@ -369,7 +372,3 @@ class Verifier:
 
 def _each(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> list[torch.Tensor]:
     return [x for one in outputs for x in (one if isinstance(one, list) else [one])]
-
-
-def _copies(older: Mapping[int, Mapping[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
-    return {number: {name: tensor.clone() for name, tensor in one.items()} for number, one in older.items()}
