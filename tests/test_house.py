@@ -19,12 +19,12 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 58_009,
-    "library code lines": 40_253,
+    "library lines": 58_000,
+    "library code lines": 40_250,
     "experiments lines": 18_172,
     "library files": 304,
-    "library classes": 516,
-    "annotated fields": 1_296,
+    "library classes": 514,
+    "annotated fields": 1_294,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 19,

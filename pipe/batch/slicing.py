@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...comm import TensorSpec
-from ...partition.model.forms import Tensors
+from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
 from ..context import Layout, Run
 from ..options import Settings
 from ..stage.build import CutModel
-from ..stage.shapes import InferredStages, Signature
+from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import KeptCalls, TokenSpan, attending
 from ..stage.stage import LossValue
 from .batches import read_loss
@@ -55,13 +55,15 @@ def check_slicing(layout: Layout, settings: Settings) -> None:
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
     """ValueError for a stage of this process that computes something else from slices than from a whole microbatch."""
     inference, device = parts.train, run.settings.device
-    flows = _Flows(inference, whole, slices)
+    arguments = [whole.arguments, *(part.given.arguments for part in slices)]
+    inferred = [inference.of(Signature.of(each)) for each in arguments]
+    spans = [part.span for part in slices]
     for s in run.local_stages:
         module = inference.stages[s].module
         with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make
             try:
-                _check_stage(s, flows)
+                _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans)
             except (RuntimeError, IndexError) as error:
                 raise ValueError(
                     f"stage {s} ({inference.stages[s].name}) fails where it runs over slices of the sequence: {error}. "
@@ -76,39 +78,35 @@ _EXPECTED = (
 )
 
 
-class _Flows:
-    """Values that flow between stages for a whole microbatch, and for each of its slices."""
-
-    def __init__(self, inference: InferredStages, whole: Given, slices: Sequence[Slice]) -> None:
-        self.spans = [part.span for part in slices]
-        self._arguments = [whole.arguments, *(part.given.arguments for part in slices)]
-        self.inferred = [inference.of(Signature.of(each)) for each in self._arguments]
-
-    def inputs(self, s: int) -> list[list[torch.Tensor]]:
-        """Inputs of a stage for the whole, then for each slice."""
-        columns = []
-        for ref in self.inferred[0].stages[s].inputs:
-            if ref.producer == MODEL_INPUT:
-                columns.append([each.tensors[ref.slot] for each in self._arguments])
-                continue
-            specs = [each.specs[ref.producer][ref.slot] for each in self.inferred]
-            dim = sequence_dim(specs, self.spans, f"output {ref.slot} of stage {ref.producer}")
-            whole = _made_up(specs[0], self._arguments[0].tensors[0].device)
-            columns.append([whole, *(_narrow(whole, dim, span) for span in self.spans)])
-        return [list(row) for row in zip(*columns, strict=True)]
+def _inputs(
+    s: int, inferred: Sequence[Inferred], arguments: Sequence[Arguments], spans: Sequence[TokenSpan]
+) -> list[list[torch.Tensor]]:
+    """Inputs of a stage for the whole microbatch, then for each slice."""
+    columns = []
+    for ref in inferred[0].stages[s].inputs:
+        if ref.producer == MODEL_INPUT:
+            columns.append([each.tensors[ref.slot] for each in arguments])
+            continue
+        specs = [each.specs[ref.producer][ref.slot] for each in inferred]
+        dim = sequence_dim(specs, spans, f"output {ref.slot} of stage {ref.producer}")
+        whole = _made_up(specs[0], arguments[0].tensors[0].device)
+        columns.append([whole, *(_narrow(whole, dim, span) for span in spans)])
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _check_stage(s: int, flows: _Flows) -> None:
-    stages = [each.stages[s] for each in flows.inferred]
-    inputs = flows.inputs(s)
-    total = flows.spans[0].total
+def _check_stage(
+    s: int, inferred: Sequence[Inferred], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
+) -> None:
+    """ValueError where slices give other outputs than the whole; `inferred` and `inputs` of it, then of each slice."""
+    stages = [each.stages[s] for each in inferred]
+    total = spans[0].total
     (whole,) = _run(stages[:1], inputs[:1], [TokenSpan(0, total, total)])
-    parts = _run(stages[1:], inputs[1:], flows.spans)
+    parts = _run(stages[1:], inputs[1:], spans)
     for slot, expected in enumerate(whole):
-        specs = [each.specs[s][slot] for each in flows.inferred]
+        specs = [each.specs[s][slot] for each in inferred]
         what = f"output {slot} of stage {s} ({stages[0].name})"
-        dim = sequence_dim(specs, flows.spans, what)
-        for span, part in zip(flows.spans, parts, strict=True):
+        dim = sequence_dim(specs, spans, what)
+        for span, part in zip(spans, parts, strict=True):
             _compare(_narrow(expected, dim, span), part[slot], span, what)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...schedules import Schedule
 from .calls import Calls
-from .recompute import NamedRule
+from .recompute import NamedRule, Rule
 
 _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable"))
 
@@ -54,8 +54,8 @@ def compiled_units(
     if options is None:
         return Calls({})
     own = dict.fromkeys(units)
-    for module, named in rules.items():
-        _refuse_rerun(named, is_unit=module in own)
+    for module, (name, rule) in rules.items():
+        _refuse_rerun(name, rule, is_unit=module in own)
     return Calls(
         {unit: partial(_instead, torch.compile(unit.forward, **options)) for unit in own if not is_users_compiled(unit)}
     )
@@ -91,15 +91,15 @@ def refuse_backward(
         )
 
 
-def _refuse_rerun(named: NamedRule, *, is_unit: bool) -> None:
-    if named.rule != "full":
+def _refuse_rerun(name: str, rule: Rule, *, is_unit: bool) -> None:
+    if rule != "full":
         raise ValueError(
-            f"recompute= keeps results of operations in {named.name!r} (selective, or a policy), and beside compile= "
+            f"recompute= keeps results of operations in {name!r} (selective, or a policy), and beside compile= "
             f"nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
         )
     if not is_unit:
         raise ValueError(
-            f"recompute= runs {named.name!r} again, which is a part of a module that compile= compiles whole: expected "
+            f"recompute= runs {name!r} again, which is a part of a module that compile= compiles whole: expected "
             f"recompute='layer' or 'full', or compile=False"
         )
 

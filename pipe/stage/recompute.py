@@ -27,6 +27,7 @@ from .calls import Calls
 # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
 Policy = Callable[..., Any]
 Rule = str | Policy
+NamedRule = tuple[str, Rule]  # a module's name, for errors, and its own recomputation
 
 RULES = ("full", "selective")  # of a module
 RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
@@ -83,14 +84,6 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
     return Recompute(stages=tuple(recompute))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedRule:
-    """A module's own recomputation, and its name for errors."""
-
-    name: str
-    rule: Rule
-
-
 class RecomputedModules:
     """Modules of a model that are computed again.
 
@@ -105,10 +98,10 @@ class RecomputedModules:
         said: dict[nn.Module, str] = {}
         for pattern, rule in recompute.modules.items():
             for name, module in self._matches[pattern].items():
-                known = self._rules.setdefault(module, NamedRule(name=name, rule=rule))
-                if known.rule != rule:
+                _, known = self._rules.setdefault(module, (name, rule))
+                if known != rule:
                     raise ValueError(
-                        f"recompute= has {said[module]!r} and {pattern!r} for module {name!r}, {known.rule!r} and "
+                        f"recompute= has {said[module]!r} and {pattern!r} for module {name!r}, {known!r} and "
                         f"{rule!r}: expected patterns that do not match the same module, such as 'blocks.[!0]' beside "
                         f"'blocks.0'"
                     )
@@ -139,7 +132,7 @@ class RecomputedModules:
     def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
         """ValueError for modules that would run again without those whose tensors they take past their arguments."""
         for index, stage in enumerate(stages):
-            for module, named in self.of_stage(index, stage).items():
+            for module, (_, rule) in self.of_stage(index, stage).items():
                 inside = set(module.modules())
                 parted = (
                     why
@@ -149,7 +142,7 @@ class RecomputedModules:
                 why = next(parted, None)
                 if why is not None:
                     raise ValueError(
-                        f"recompute={named.rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
+                        f"recompute={rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
                         f"{why}, or recompute='full' for the stage, which runs as a whole"
                     )
 
@@ -159,7 +152,7 @@ class RecomputedModules:
             inside = set(stage.module.modules())
             return {module: rule for module, rule in self._rules.items() if module in inside}
         rule = "full" if kind == "layer" else kind
-        return {unit: NamedRule(name=stage.name, rule=rule) for unit in stage.units}
+        return dict.fromkeys(stage.units, (stage.name, rule))
 
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:

@@ -68,10 +68,10 @@ class CheckpointedModules(Calls):
     def __init__(self, rules: Mapping[nn.Module, NamedRule], seeder: Seeder) -> None:
         under_way: list[Rule] = []  # in the first run of a module: its rule, and of those that it called
         through = {}
-        for module, named in rules.items():
-            selects = any(rules[part].rule != "full" for part in module.modules() if part in rules)
-            through[module] = _Rerun(module, named, under_way=under_way, selects=selects, seeder=seeder)
-        self._names = [named.name for named in rules.values()]
+        for module, (name, rule) in rules.items():
+            selects = any(rules[part][1] != "full" for part in module.modules() if part in rules)
+            through[module] = _Rerun(module, name, rule, under_way=under_way, selects=selects, seeder=seeder)
+        self._names = [name for name, _ in rules.values()]
         super().__init__(through)
 
     def refuse_changed_inputs(self, error: RuntimeError, *, stage: str) -> None:
@@ -89,10 +89,10 @@ class _Rerun:
     """One module that runs again: called in place of its forward. It, or one in it, `selects` results that it keeps."""
 
     def __init__(
-        self, module: nn.Module, named: NamedRule, *, under_way: list[Rule], selects: bool, seeder: Seeder
+        self, module: nn.Module, name: str, rule: Rule, *, under_way: list[Rule], selects: bool, seeder: Seeder
     ) -> None:
-        self._name = named.name
-        self._rule = named.rule
+        self._name = name
+        self._rule = rule
         self._under_way = under_way
         self._seeder = seeder
         self._buffers = MovingBuffers(module)
