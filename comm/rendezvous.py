@@ -196,8 +196,7 @@ def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float)
     with ExitStack() as stack:
         if rank in leaders.values():
             me = list(leaders.values()).index(rank)
-            own, backlog = places[rank].address, max(len(leaders), 128)  # though nobody takes them in
-            server = stack.enter_context(socket.create_server((own, 0), family=_family(own), backlog=backlog))
+            server = stack.enter_context(_server(places[rank].address, backlog=len(leaders)))
             store.set(listens[me], str(server.getsockname()[1]))
             store.wait(listens, wait)
             ports = map(int, store.multi_get(listens))
@@ -207,6 +206,11 @@ def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float)
         store.wait(answers, wait)  # until then all of them listen
     failures = [json.loads(answer) for answer in store.multi_get(answers)]
     return _story(first, dict(zip(leaders, failures, strict=True)))
+
+
+def _server(address: str, *, backlog: int) -> socket.socket:
+    """A socket to which so many others may connect, though nobody takes them in."""
+    return socket.create_server((address, 0), family=_family(address), backlog=max(backlog, 128))
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from ...schedules import Costs, Spread, StageBytes, StepSamples, flushed, simulate, simulate_spread
@@ -153,9 +152,7 @@ class Tracer:
         """A `with` block closes it at its end; an error in it only writes the last step."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:

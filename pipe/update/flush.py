@@ -282,7 +282,6 @@ class FlushUpdate(Update):
                     parameters=[(name, named[name]) for name in some],
                     parts=[self.shards.parts[name] for name in some] if some is own else (),
                     collectives=self._parts.run.collectives,
-                    device=self._parts.device,
                 )
                 for some in (own, others)
                 if some

@@ -45,7 +45,6 @@ class SharedSum:
         parameters: Sequence[tuple[str, nn.Parameter]],
         parts: Sequence[ShardedParameter],
         collectives: Collectives,
-        device: torch.device,
     ) -> None:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
@@ -53,7 +52,7 @@ class SharedSum:
         self._flat = FlatGradients(parameters)
         self._parts = parts
         self._collectives = collectives
-        self._device = device
+        self._device = collectives.device
         self._flags = torch.empty(0)
         self._totals: list[torch.Tensor] = []  # by bucket
         self._waits: list[Callable[[], None]] = []

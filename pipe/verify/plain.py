@@ -39,10 +39,6 @@ class Microbatch:
     target: object
     number: int
 
-    @property
-    def samples(self) -> int:
-        return self.arguments.num_samples
-
 
 class PlainModule:
     """A copy of the user's model and of a loss that is a module, which nobody cuts; between two runs without weights.
@@ -148,7 +144,7 @@ class PlainModule:
             parameter.grad = None
         for begin in range(0, len(microbatches), group_size):
             group = microbatches[begin : begin + group_size]
-            samples = sum(microbatch.samples for microbatch in group)
+            samples = sum(microbatch.arguments.num_samples for microbatch in group)
             counts, mean = 0.0, 0.0
             for microbatch in group:
                 seeder.begin(step=step, microbatch=microbatch.number)
@@ -158,7 +154,7 @@ class PlainModule:
                             output = self(microbatch.arguments)
                         seeder.enter_loss()
                         loss, count = loss_of(output, microbatch.target)
-                        scaled = loss if count is not None else loss * (microbatch.samples / samples)
+                        scaled = loss if count is not None else loss * (microbatch.arguments.num_samples / samples)
                         if scaled.requires_grad:
                             with Autocast.now(seeder.device.type).off():
                                 torch.autograd.backward(scaled * loss_scale)
