@@ -19,8 +19,8 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 58_000,
-    "library code lines": 40_250,
+    "library lines": 57_992,
+    "library code lines": 40_240,
     "experiments lines": 18_172,
     "library files": 304,
     "library classes": 514,
