@@ -26,7 +26,7 @@ def check(gloo: Pool, case: AsyncCase) -> None:
     agree(gloo.run(run, ranks=case.num_ranks, args=(case,)), case)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks_and_optimizer", "schedule"),
     one_in(2, [(2, "sgd"), (3, "momentum"), (4, "adamw")], ("pipedream", "2bw")),
@@ -41,7 +41,7 @@ def test_every_rule(gloo: Pool, ranks_and_optimizer: tuple[int, str], schedule: 
 
 @pytest.mark.parametrize(
     "rule",
-    [nightly(RULES["2bw"]), nightly(RULES["pipedream"]), RULES["pipedream-k2"], RULES["vertical"]],
+    [nightly(RULES["2bw"]), nightly(RULES["pipedream"]), RULES["pipedream-k2"], nightly(RULES["vertical"])],
     ids=RULES.keys(),
 )
 def test_fused_optimizer_schedule_of_learning_rates_flush_and_eval_step(gloo: Pool, rule: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def test_fused_optimizer_schedule_of_learning_rates_flush_and_eval_step(gloo: Po
 
 
 @pytest.mark.parametrize(
-    ("task", "schedule"), [("lstm", "2bw"), nightly("lstm", "pipedream"), ("masked-stages", "pipedream")]
+    ("task", "schedule"), [("lstm", "2bw"), nightly("lstm", "pipedream"), nightly("masked-stages", "pipedream")]
 )
 def test_models(gloo: Pool, task: str, schedule: str) -> None:
     """The LSTM with recompute: it needs the version again in the backward."""
@@ -77,7 +77,8 @@ def test_batchnorm_and_its_running_statistics(gloo: Pool, schedule: str) -> None
     check(gloo, AsyncCase(task="batchnorm", schedule=schedule, sizes=sizes, recompute="full", evals=(3,)))
 
 
-@pytest.mark.parametrize("schedule", [nightly("2bw"), "pipedream"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_autocast_around_the_whole_loop(gloo: Pool, schedule: str) -> None:
     check(gloo, AsyncCase(task="small-gpt", schedule=schedule, num_ranks=3, autocast=True, optimizer="adamw"))
 
@@ -89,7 +90,7 @@ def test_tied_weights_of_the_first_and_last_stage(gloo: Pool, num_ranks: int) ->
 
 @pytest.mark.parametrize(
     ("task", "num_ranks", "optimizer"),
-    [("conv-norm", 2, "sgd"), nightly("conv-norm", 4, "adamw"), ("small-tied", 4, "sgd")],
+    [nightly("conv-norm", 2, "sgd"), nightly("conv-norm", 4, "adamw"), ("small-tied", 4, "sgd")],
 )
 def test_max_grad_norm(gloo: Pool, task: str, num_ranks: int, optimizer: str) -> None:
     case = AsyncCase(task=task, num_ranks=num_ranks, optimizer=optimizer, max_grad_norm=0.05, sizes=UNEVEN, evals=(3,))
@@ -97,11 +98,12 @@ def test_max_grad_norm(gloo: Pool, task: str, num_ranks: int, optimizer: str) ->
     check(gloo, case)
 
 
+@pytest.mark.nightly
 def test_losses_given_as_sum_and_count(gloo: Pool) -> None:
     check(gloo, AsyncCase(task="small-masked", num_ranks=3, sizes=UNEVEN, evals=(4,)))
 
 
-@pytest.mark.parametrize("replicas", [nightly((2, 1)), (1, 2), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("replicas", [nightly((2, 1)), (1, 2), nightly((2, 1, 1))], ids=str)
 def test_replicas(gloo: Pool, replicas: tuple[int, ...]) -> None:
     check(
         gloo,
@@ -117,7 +119,8 @@ def test_replicas(gloo: Pool, replicas: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [nightly(2), 4])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_eager_warmup(gloo: Pool, num_ranks: int) -> None:
     check(
         gloo,

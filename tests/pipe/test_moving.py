@@ -71,8 +71,9 @@ def test_a_synthesised_schedule_that_moves_or_recomputes(more: dict[str, Any], t
     agree(run(case, layout), reference(case), case)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.gloo
-@pytest.mark.parametrize(("task", "schedule", "recompute"), CASES[:3])
+@pytest.mark.parametrize(("task", "schedule", "recompute"), [CASES[1], CASES[2], CASES[0]])
 def test_over_processes(gloo: Pool, task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
     layout = layout_of(schedule, tmp_path, recompute)
     case = make_case(task, layout, 5)

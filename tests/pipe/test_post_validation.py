@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.inside import Engine, Sharing, cut_behind_warm_up
 from support.pool import Pool
 from torch import Tensor, nn
@@ -114,7 +115,7 @@ def test_to_the_last_bit_whatever_is_clipped(schedule: str) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("schedule", "ranks", "data"), [("zb-h2", 4, 1), ("interleaved", 2, 2)])
+@pytest.mark.parametrize(("schedule", "ranks", "data"), [nightly("zb-h2", 4, 1), ("interleaved", 2, 2)])
 def test_over_processes(gloo: Pool, schedule: str, ranks: int, data: int) -> None:
     plain = gloo.run(train, ranks=ranks * data, args=(False, schedule, ranks, data))
     ahead = gloo.run(train, ranks=ranks * data, args=(True, schedule, ranks, data))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.grids import one_in
+from support.grids import nightly, one_in
 from support.inside import TrainingWorker
 from support.layers import Block, D, T
 from support.models import TiedGPT, make_batch, token_loss
@@ -272,7 +272,7 @@ def _trained_by_processes(recompute: Any, options: dict[str, Any]) -> dict[str, 
     [
         ("selective", {"schedule": "interleaved"}),
         ({"*": "full", "*.attend": "selective"}, {"schedule": "2bw"}),
-        ("layer", {"mesh": {"pipe": 1, "data": 2}}),
+        nightly("layer", {"mesh": {"pipe": 1, "data": 2}}),
     ],
     ids=str,
 )

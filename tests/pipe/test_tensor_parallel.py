@@ -97,11 +97,10 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.nightly if case in ("tensor", "interleaved") else ()) for case in CASES],
+    [pytest.param(case, marks=pytest.mark.nightly if case in ("tensor", "data-tensor") else ()) for case in CASES],
 )
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     processes, options = CASES[case]
@@ -301,14 +300,10 @@ def test_a_plan_that_splits_tensors_runs(gloo: Pool) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("schedule", "order"),
-    [
-        pytest.param(schedule, order, marks=() if (schedule, order) == ("interleaved", ODD) else pytest.mark.nightly)
-        for schedule in ("1f1b", "interleaved", "2bw")
-        for order in (USUAL, ODD)
-    ],
+    [(schedule, order) for schedule in ("1f1b", "interleaved", "2bw") for order in (USUAL, ODD)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> None:

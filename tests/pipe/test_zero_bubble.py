@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Layout, agree
+from support.grids import nightly
 from support.matrix import make_case
 from support.pipeline import run
 from support.pool import Pool
@@ -26,7 +27,9 @@ def test_models_under_them(schedule: str, task: str, recompute: str) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("schedule", "task", "num_ranks"), [("zb-v", "tied-gpt", 2), ("interleaved-zb", "mlp", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "task", "num_ranks"), [nightly("zb-v", "tied-gpt", 2), ("interleaved-zb", "mlp", 3)]
+)
 def test_over_processes(gloo: Pool, schedule: str, task: str, num_ranks: int) -> None:
     layout = Layout(schedule=schedule, num_ranks=num_ranks, num_chunks=2)
     case = make_case(task, layout, 5)
