@@ -193,10 +193,9 @@ class InferredStages:
         size = inputs.num_samples
         here = self.outputs(inputs)[-1]
         there = None
-        sizes = [size + 1, size - 1] if size > 1 else [size + 1]
-        if size > 2 and self._known.get(self._key(inputs.resized(size - 1))):  # the rest of an uneven batch: it ran
-            sizes.reverse()
-        for other in sizes:  # where neither runs, this very size is a batch's
+        rest_ran = size > 2 and self._known.get(self._key(inputs.resized(size - 1)))  # that of an uneven batch
+        sizes = (size - 1, size + 1) if rest_ran else (size + 1, size - 1)
+        for other in filter(None, sizes):  # where neither runs, this very size is a batch's
             try:
                 there = self.outputs(inputs.resized(other))[-1]
             except ValueError as error:
