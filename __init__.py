@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .pipe import (
+        Asynchronous,
+        Auto,
         ErrorFeedback,
+        Inputs,
+        Mesh,
         PipelineModule,
+        Precision,
+        Slices,
+        Synchronous,
         export_checkpoint,
         first_position,
         import_checkpoint,
@@ -19,8 +26,15 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Asynchronous",
+    "Auto",
     "ErrorFeedback",
+    "Inputs",
+    "Mesh",
     "PipelineModule",
+    "Precision",
+    "Slices",
+    "Synchronous",
     "__version__",
     "export_checkpoint",
     "first_position",

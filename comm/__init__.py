@@ -4,7 +4,7 @@ from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import Groups, link_lanes
 from .host_clocks import HostClocks, machine
-from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
+from .mesh import Coordinates, MeshPlace, ProcessMesh, World, read_mesh
 from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
 from .rendezvous import join_world
@@ -19,13 +19,13 @@ __all__ = [
     "HostClocks",
     "InProcessTransport",
     "Mailbox",
-    "Mesh",
     "MeshPlace",
     "PartsTransport",
     "PeerLost",
     "PipelineError",
     "PipelineTimeout",
     "ProcessGroupTransport",
+    "ProcessMesh",
     "TensorSpec",
     "Transport",
     "World",

@@ -1,6 +1,6 @@
 """Where processes stand: the world, the mesh that its processes form, and the ranks of a schedule that each one runs.
 
-    Mesh(pipe=2, data=2, tensor=2), the last axis of its order changes fastest:
+    ProcessMesh(pipe=2, data=2, tensor=2), the last axis of its order changes fastest:
 
     process        0      1      2      3      4      5      6      7
     coordinates    0,0,0  0,0,1  0,1,0  0,1,1  1,0,0  1,0,1  1,1,0  1,1,1      (pipe, data, tensor)
@@ -41,12 +41,12 @@ class Coordinates(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class ProcessMesh:
     """Sizes of the axes: `pipe` ranks along the pipeline, `data` replicas of it, `tensor` processes of each rank.
 
     order: the axes from the slowest to the fastest as process numbers grow.
 
-    >>> Mesh(pipe=2, data=2).coordinates(3), Mesh(pipe=2, data=2).process_at(Coordinates(1, 0))
+    >>> ProcessMesh(pipe=2, data=2).coordinates(3), ProcessMesh(pipe=2, data=2).process_at(Coordinates(1, 0))
     (Coordinates(pipe=1, data=1, tensor=0), 2)
     """
 
@@ -93,7 +93,7 @@ class Mesh:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The groups of processes that differ along `axis` alone; they cover all processes, each once.
 
-        >>> Mesh(pipe=2, data=2).groups("pipe")
+        >>> ProcessMesh(pipe=2, data=2).groups("pipe")
         ((0, 2), (1, 3))
         """
         others = [each for each in AXES if each != axis]
@@ -115,7 +115,7 @@ class MeshPlace:
     """A process on its mesh. In one process (a world of one) all ranks of the schedule run."""
 
     world: World
-    mesh: Mesh
+    mesh: ProcessMesh
 
     def __post_init__(self) -> None:
         if self.world.distributed and self.world.size != self.mesh.num_processes:
@@ -124,7 +124,7 @@ class MeshPlace:
     @classmethod
     def line(cls, world: World) -> MeshPlace:
         """A pipeline over all processes: ranks are processes."""
-        return cls(world=world, mesh=Mesh(pipe=world.size))
+        return cls(world=world, mesh=ProcessMesh(pipe=world.size))
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ class MeshPlace:
     def planes(self, ranks: Sequence[int] | None = None) -> list[tuple[int, ...]]:
         """[T] the processes of these ranks (None: of all), by tensor coordinate.
 
-        >>> MeshPlace(world=World(rank=0, size=4), mesh=Mesh(pipe=2, tensor=2)).planes()
+        >>> MeshPlace(world=World(rank=0, size=4), mesh=ProcessMesh(pipe=2, tensor=2)).planes()
         [(0, 2), (1, 3)]
         """
         some = range(self.mesh.num_ranks) if ranks is None else ranks
@@ -163,7 +163,7 @@ class MeshPlace:
     def name_of(self, process: int) -> str:
         """A process for people: its rank, and more where that is not all.
 
-        >>> MeshPlace(world=World(rank=0, size=4), mesh=Mesh(pipe=2, tensor=2)).name_of(3)
+        >>> MeshPlace(world=World(rank=0, size=4), mesh=ProcessMesh(pipe=2, tensor=2)).name_of(3)
         'process 3 (rank 1, tensor 1)'
         """
         if self.mesh.is_line:
@@ -183,7 +183,7 @@ class MeshPlace:
 
 def read_mesh(
     mesh: Mapping[str, int] | None, world: World, *, wanted: int | None, order: Sequence[str] | None = None
-) -> Mesh:
+) -> ProcessMesh:
     """The mesh that was given, or one pipeline over the world.
 
     Arguments:
@@ -216,7 +216,9 @@ def read_mesh(
             f"mesh={_shown(others)} on {world.size} processes: expected "
             f"{'a size that divides' if len(others) == 1 else 'sizes whose product divides'} {world.size}"
         )
-    found = Mesh(pipe=sizes.get("pipe", wanted or world.size // (data * tensor)), data=data, tensor=tensor, order=axes)
+    found = ProcessMesh(
+        pipe=sizes.get("pipe", wanted or world.size // (data * tensor)), data=data, tensor=tensor, order=axes
+    )
     if wanted is not None and found.pipe != wanted:
         raise ValueError(
             f'mesh={{"pipe": {found.pipe}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
@@ -237,9 +239,7 @@ def _read_order(order: Sequence[str] | None) -> tuple[str, ...]:
     if order is None:
         return AXES
     if isinstance(order, str) or not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(AXES):
-        raise ValueError(
-            f"mesh_order={order!r}: expected the axes, each once, the slowest first, as in mesh_order={AXES!r}"
-        )
+        raise ValueError(f"order={order!r}: expected the axes, each once, the slowest first, as in order={AXES!r}")
     return tuple(order)
 
 

@@ -72,7 +72,7 @@ def main() -> None:
     with sw.PipelineModule(
         Classifier(),
         schedule=options.schedule,
-        split_points=options.split_point,
+        cut=options.split_point,
         mesh={"pipe": max(2, int(os.environ.get("WORLD_SIZE", "1")))},
         num_microbatches=4,
         loss_fn=nn.functional.cross_entropy,

@@ -1,6 +1,7 @@
 """The runtime: PipelineModule, stages, and the engine that executes a schedule."""
 
 from ..partition.profiler.optimizers import named
+from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
 from .checkpoint.persist import SaveResult
@@ -12,13 +13,20 @@ from .update.delay_correction import ErrorFeedback
 from .verify import Verification, VerificationError
 
 __all__ = [
+    "Asynchronous",
+    "Auto",
     "ErrorFeedback",
     "EvalResult",
+    "Inputs",
+    "Mesh",
     "NonFiniteLossError",
     "PipelineModule",
+    "Precision",
     "SaveResult",
+    "Slices",
     "StepRecord",
     "StepResult",
+    "Synchronous",
     "Verification",
     "VerificationError",
     "export_checkpoint",

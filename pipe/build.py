@@ -40,7 +40,7 @@ from .update.interface import Update
 from .update.parts import UpdateParts
 from .update.speculative import SpeculativeUpdate, refuse_sharding
 from .update.stream import StreamUpdate, stream_course
-from .verify.plain import PlainModule
+from .verify.plain import NotVerifiableError, PlainModule, copy_fits
 from .verify.regions import Regions
 from .verify.verification import Verifier
 
@@ -86,9 +86,7 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
 
     # 2. A copy to compare with, before the model is divided
     refuse_divided(run.root)
-    judge = layout.place.process_of(layout.schedule.owners[-1][0], tensor=0)
-    is_judge = run.verifies and judge == layout.place.world.rank
-    plain = PlainModule(run.root, settings.loss_fn, given=run.model is None) if is_judge else None
+    plain = _copy_to_verify(run) if run.verifies else None
 
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
@@ -109,6 +107,21 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     _tell_of_two_axes(run, placed, microbatch)
     ranks = Ranks(run, placed.parts, links, update)
     return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain)
+
+
+def _copy_to_verify(run: Run) -> PlainModule | None:
+    """The plain model, in the process of the last stage; where it fits nowhere, the run has none. Collective."""
+    place, plain, fits = run.layout.place, None, True
+    if place.process_of(run.layout.schedule.owners[-1][0], tensor=0) == place.world.rank:
+        try:
+            fits = not run.if_it_fits or copy_fits(run.root, run.settings.device)
+            plain = PlainModule(run.root, run.settings.loss_fn, given=run.model is None) if fits else None
+        except NotVerifiableError:
+            if not run.if_it_fits:
+                raise
+            fits = False
+    run.verifies = all(run.collectives.gather(fits, what="asking whether a copy to verify with fits"))
+    return plain
 
 
 def _assembled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +43,7 @@ class Building:
 
     def _start(self, layout: Layout, example: Given | None) -> None:
         settings = self._options.settings
+        self._options.layout.check_kind(layout.schedule, settings)
         check_slicing(layout, settings)
         check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
         layout.sharding.check_optimizer(has_optimizer=settings.optimizer is not None)
@@ -98,11 +99,14 @@ class Building:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a call, whatever mode it is made in.
+        """Around a call, whatever mode it is made in, and in the precision that was asked for.
 
         In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
         """
-        with torch.inference_mode(False):
+        settings = self._options.settings
+        dtype = settings.autocast
+        autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
+        with torch.inference_mode(False), autocast:
             if self._world.distributed:  # waiting for another thread, each rank would wait for the others
                 yield
                 return
@@ -134,6 +138,7 @@ class Building:
                 model=self._options.model,
                 stages=self._options.layout.stages,
                 verifies=self._options.verify_every is not None,
+                if_it_fits=self._options.verify_if_it_fits,
             )
             self.pipeline = build(run, first)
         return self.pipeline

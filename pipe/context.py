@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..comm import Collectives, Guard, Mesh, MeshPlace, World, read_mesh
+from ..comm import Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
@@ -67,6 +67,8 @@ class Run:
 
     Attributes:
         root: above all modules of the model or of the stages.
+        verifies: whether there is a copy of the plain model to verify with.
+        if_it_fits: whether there need not be one.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Run:
         model: nn.Module | None = None,
         stages: Sequence[nn.Module] | None = None,
         verifies: bool = False,
+        if_it_fits: bool = False,
     ) -> None:
         self.layout = layout
         self.settings = settings
@@ -86,6 +89,7 @@ class Run:
         self.stages = stages
         self.root: nn.Module = nn.ModuleList(stages) if model is None else model
         self.verifies = verifies
+        self.if_it_fits = if_it_fits
         device, timeout, place = settings.device, settings.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, others_failed=guard.others_failed)
         guard.on_failure(self.collectives.abort)
@@ -116,7 +120,7 @@ def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
     option("data_parallel", options.data_parallel, one_of(DATA_PARALLEL))
     decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel")
     if options.plan is not None:
-        options.refuse_beside("plan=", *decided, "schedule", "mesh", "mesh_order")
+        options.refuse_beside("a plan", *decided, "schedule", "mesh", "mesh_order")
         plan, number = read_plan(options.plan), options.num_microbatches
         return partial(layout_of_plan, plan, num_microbatches=number, tensor=options.tensor)
     if options.schedule == AUTO:
@@ -173,7 +177,7 @@ def layout_of_plan(
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
         sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
         # Replicas share one batch: no axis of data.
-        place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks, tensor=plan.tensor)),
+        place=MeshPlace(world=world, mesh=ProcessMesh(pipe=schedule.num_ranks, tensor=plan.tensor)),
         tensor=tensor,
     )
 
@@ -225,7 +229,7 @@ def read_plan(plan: PlanLike) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str | os.PathLike):
-        raise ValueError(f"plan={plan!r:.60}: expected a Plan, or the name of a .json file")
+        raise ValueError(f"schedule={plan!r:.60}: expected a Plan, or the name of a .json file")
     try:
         return Plan.load(Path(plan))
     except (OSError, UnicodeDecodeError) as error:

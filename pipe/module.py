@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,21 +16,37 @@ from torch.utils.data import Dataset
 from ..comm import World, join_world, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
+from .arguments import AnySchedule, Inputs, MeshLike, Precision, read_arguments
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
-from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
 from .building import Building
 from .context import choose_layout
 from .figures import RunFigures
-from .options import PlanLike, ScheduleLike, read_options, refuse_float16_autocast
+from .options import FIRST, read_options, refuse_float16_autocast
 from .run.training import Training
-from .shards.tensor_option import TensorParallelLike
 from .stage.recompute import RecomputeLike
 from .trace.steps import StepRecord
-from .update.delay_correction import ErrorFeedback
 from .update.optimizers import SchedulerFactory
+from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
+
+_log = logging.getLogger("stagewright")
+
+_DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
+_MODE = "train_step, which trains, and eval_step or predict, which evaluate, whatever was called before"
+_INSTEAD = {  # of methods that a torch.nn.Module has
+    **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
+    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
+    **dict.fromkeys(("train", "eval"), _MODE),
+    "zero_grad": "train_step, which does it; behind forward_backward the zero_grad() of your model or optimizer",
+    "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
+    "backward": "train_step, or forward_backward, which run it",
+    "compile": "PipelineModule(..., precision=stagewright.Precision(compile=True))",
+    "apply": "the model's own apply() before PipelineModule(model)",
+    "requires_grad_": "requires_grad_ of the model's parameters before PipelineModule(model)",
+    "resume": "load(folder), which goes on where save(folder) was called",
+}
 
 
 class PipelineModule(RunFigures):
@@ -40,82 +57,45 @@ class PipelineModule(RunFigures):
     in this process). The result equals one process that accumulates the same microbatches.
 
     Arguments:
-        model: any module; cut between its own modules, which run as they are (docs/models.md).
+        model: any module; cut between its own modules, which run as they are (docs/models.md). Or a list of S modules,
+            the stages, each called with the outputs of the one before.
         schedule: a name (`stagewright.schedules.FAMILIES`); a Schedule, Constraints, or a function that makes one; or
             the file of one: "mine.csv", "mine.json", "mine.py:function" (docs/schedules.md). "1f1b" by default.
-            "auto": the first batch is profiled on this machine, and the planner decides on schedule, cut, replicas
-            and microbatches; `plan` then tells.
-        plan: instead of a schedule: a Plan or its .json file (`stagewright plan`), with stages, ranks, recomputation.
-            All ranks pass the same batch.
+            "auto" (`stagewright.Auto`): the first batch is profiled on this machine, and the planner decides on
+            schedule, cut, replicas and microbatches; `plan` then tells. A Plan or its .json file (`stagewright plan`):
+            stages, ranks and recomputation, too; all ranks pass the same batch. What only some schedules have stands in
+            `stagewright.Asynchronous`, `Synchronous` and `Slices` around them.
         num_microbatches: M of the batch that a rank passes; 2P by default.
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
-        num_slices: n slices of a microbatch along the sequence, under schedules that take them (docs/slices.md); 2 by
-            default there. Tokens must meet in causal F.scaled_dot_product_attention alone; that is tried out.
-        slice_lengths: tokens of each slice; as equal as can be by default.
-        sequence_dims: dimension of the sequence in each argument, by name or position, and in the "target": 1 by
-            default; None: all slices of a microbatch get the argument whole.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count); reduction="sum" adds up
             (docs/inputs.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors are named
             `loss_fn.` and their names in it.
             "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
-        loss_weight: over how many items the model's own loss of a microbatch is a mean, so that microbatches make the
-            mean of the batch: "samples", "labels" (the integers labels= but -100), "shifted_labels" (those but the
-            first of each sequence, as causal language models count), or a function of the model's arguments. By
-            default what models of transformers do; of others "samples", unless they take labels= of integers.
         optimizer: parameters -> torch optimizer, or a list of several; called once a stage that has any. Needed by
             `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.
         lr_scheduler: optimizer -> learning-rate scheduler; called once an optimizer, stepped behind each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once a batch, with that batch's.
-        delay_correction: "error-feedback": under an asynchronous schedule each update also gets lambda times its
-            difference to the one before, where lambda is the number of updates by which gradients of the stage are
-            late; or stagewright.ErrorFeedback(factor=, delay=). For any torch optimizer (docs/asynchronous.md).
-        flush_first: under an asynchronous schedule: so many batches, the first ones of the run, are trained on with a
-            flush behind each update, before batches follow each other without one (docs/asynchronous.md).
         max_grad_norm: `train_step` clips the global gradient norm to it.
-        grad_scaler: torch.amp.GradScaler of training under torch.autocast to float16. `train_step` scales losses,
-            divides gradients before clipping, skips the update of all stages where a gradient of any overflowed, and
-            updates the scale, as scale, unscale_, step and update of it would (docs/precision.md). An infinite loss is
-            no error then. Each process makes its own, all alike.
-        example_inputs: one local batch: a tuple, or a dict of keywords; without it, the first call builds the stages.
-        batch_dims: dimension of the batch in each argument, by name or position, and in the "target": 0 by default;
-            None: all microbatches get the argument whole. Tensors without dimensions are shared, too.
-        mesh: {"pipe": P, "data": D, "tensor": T}; by default "auto": a pipeline over all processes (alone: over 1).
-            With D > 1 each of D replicas passes a batch of its own, and gradients and losses are those of all of them
-            together; ranks in a row are replicas of a stage. In one process the one batch is shared out. With T > 1
-            each rank is run by a tensor group of T processes, which pass the same batch (docs/parallel.md).
-        mesh_order: of the axes as process numbers grow, the slowest first: ("pipe", "data", "tensor") by default.
-        tensor_parallel: how the members of a tensor group divide modules: {"blocks.*.up": "column", "blocks.*.down":
-            "row"}, with styles of torch.distributed.tensor.parallel beside the words; or "auto" for attention and MLP
-            blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
-        tensor_sends: what goes from stage to stage where all members of a tensor group hold the same: "whole" from each
-            of them; in "parts" of 1/T, which are gathered on arrival; "auto": in parts between hosts.
-        split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
-        stages: instead of a model: S modules, each called with the outputs of the one before.
-        recompute: what is computed again in the backward instead of being kept: "none"; "full" (a stage keeps its
-            inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the results of its matrix
-            products are kept, too); or one a stage; or for single modules, {"blocks.*": "full", "head": "selective"}.
-        data_parallel: what the ranks that hold a stage (its replicas) divide among themselves: "replicate" nothing;
-            "zero1" the optimizer's state and the sums of gradients; "fsdp" the weights, too, which are gathered for
-            each batch (docs/sharding.md). Replicas in one process share their Parameters: nothing is divided there.
-        replan: "batch", beside schedule="auto": each batch has an order of its own, found for the sizes of its
-            microbatches in the memory of the plan (docs/schedules.md), as `train_step(microbatches=[...])` gives them.
-        trials: plans that schedule="auto" tries, at most: the best one, and others that are predicted to take up to 10%
-            longer, are carried out for a few steps each on a copy of the model, and the one that takes least is trained
-            with (docs/planning.md). 3 by default; 0: the one that is predicted best is taken untried.
-        verify: True: the first batch to train on also runs through a copy of the plain model, in the process of the
-            last stage, and losses, gradients, buffers and outputs are compared; see the method. A number N: that batch
-            and every N-th behind it.
-        seed: of dropout and the like.
-        device: of the run; where the model's parameters are, by default.
-        timeout: of every wait for another rank [s].
-        compile: True, or arguments of torch.compile: each cut unit runs compiled (docs/precision.md).
-        post_validation: with max_grad_norm or grad_scaler under a flush schedule: no rank waits for the norm of all
-            gradients before it updates and begins the next batch. Where the norm then says otherwise, all ranks take
-            the update back and begin that batch again: the numbers are the same (docs/schedules.md). Until the next
-            `train_step`, or `flush`, the model's own Parameters may hold an update that is taken back: call `flush`
-            before you read or change them yourself.
+        mesh: {"pipe": P, "data": D, "tensor": T}; `stagewright.Mesh`, which also says what ranks side by side divide
+            among themselves; or a DeviceMesh with dimensions "pp", "dp" and "tp". By default a pipeline over all
+            processes (alone: over 1).
+        cut: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
+        example_inputs: one local batch, a tuple or a dict of keywords, for which the stages are built at once; without
+            it, the first call builds them. `stagewright.Inputs` also says along which dimensions batches are cut.
+        recompute: what is computed again in the backward instead of being kept (activation checkpointing): "none";
+            "full" (a stage keeps its inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the
+            results of its matrix products are kept, too); or one a stage; or for single modules, {"blocks.*": "full",
+            "head": "selective"}.
+        precision: "bf16" or "fp16": mixed precision, under torch.autocast; `stagewright.Precision` has a loss scale of
+            your own and torch.compile, too. By default the autocast that calls are made in, if any.
+        verify: "first": the first batch to train on also runs through a copy of the plain model, in the process of the
+            last stage, and losses, gradients, buffers and outputs are compared (see the method), where a copy takes
+            little of the memory. True: in any case. A number N: that batch and every N-th behind it. False: none.
         on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
             known, in order; it must not call what is collective.
+        seed: of dropout and the like.
+        timeout: of every wait for another rank [s].
+        device: of the run; where the model's parameters are, by default.
 
     BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
     stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are
@@ -129,47 +109,32 @@ class PipelineModule(RunFigures):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
         *,
-        schedule: ScheduleLike | None = None,
-        plan: PlanLike | None = None,
+        schedule: AnySchedule | None = None,
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
-        num_slices: int | None = None,
-        slice_lengths: Sequence[int] | None = None,
-        sequence_dims: Mapping[str | int, int | None] | None = None,
         loss_fn: Callable[[Any, Any], Any] | str | None = None,
-        loss_weight: LossWeight | None = None,
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
-        delay_correction: ErrorFeedback | str | None = None,
-        flush_first: int = 0,
         max_grad_norm: float | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-        batch_dims: Mapping[str | int, int | None] | None = None,
-        mesh: Mapping[str, int] | str | None = None,
-        mesh_order: Sequence[str] | None = None,
-        tensor_parallel: TensorParallelLike | None = None,
-        tensor_sends: str = "auto",
-        split_points: Sequence[str] | None = None,
-        stages: Sequence[nn.Module] | None = None,
+        mesh: MeshLike | None = None,
+        cut: Sequence[str] | None = None,
+        example_inputs: Inputs | Sequence[Any] | Mapping[str, Any] | None = None,
         recompute: RecomputeLike = "none",
-        data_parallel: str = "replicate",
-        replan: str | None = None,
-        trials: int | None = None,
-        verify: bool | int = False,
-        seed: int = 0,
-        device: torch.device | str | None = None,
-        timeout: float = 300.0,
-        compile: bool | Mapping[str, Any] = False,
-        post_validation: bool = False,
+        precision: Precision | str | torch.dtype | None = None,
+        verify: bool | int | str = FIRST,
         on_step: Callable[[StepRecord], object] | None = None,
+        seed: int = 0,
+        timeout: float = 300.0,
+        device: torch.device | str | None = None,
+        **old: Any,
     ) -> None:
-        options = read_options({name: value for name, value in locals().items() if name != "self"})
+        given = {name: value for name, value in locals().items() if name not in ("self", "old")}
+        options = read_options(read_arguments(given, old))
         make_layout = choose_layout(options.layout)
         self._settings = options.settings
-        self._name = "stages" if model is None else type(model).__name__
+        self._name = "stages" if options.model is None else type(model).__name__
         self._calls = options.calls
         self._verify_every = options.verify_every or math.inf
         self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
@@ -191,10 +156,23 @@ class PipelineModule(RunFigures):
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        if self._until_verified <= 0:
-            self._verify(given)
+        pipeline = self._building.built_for(given)
+        if self._until_verified <= 0 and pipeline.state.run.verifies:
+            self._verify_by_itself(given)
         self._until_verified -= 1
-        return self._building.built_for(given).training
+        return pipeline.training
+
+    def _verify_by_itself(self, given: Given) -> None:
+        pipeline, is_first = self._building.built_for(given), self._until_verified == 0.0
+        try:
+            self._verify(given)
+        except NotVerifiableError as error:
+            if not pipeline.state.run.if_it_fits:
+                raise
+            self._until_verified = math.inf
+            _log.info("the first batch is not verified: %s", error)
+        if is_first and pipeline.training.num_steps == 0:
+            pipeline.measurement.forget()
 
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
@@ -202,7 +180,9 @@ class PipelineModule(RunFigures):
         Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
         Nothing where it is done. Collective over the processes.
         """
-        self._building.built_for(self._given(inputs_and_target, keywords))
+        given = self._given(inputs_and_target, keywords)
+        with self._building.alone():
+            self._building.built_for(given)
 
     def loader(
         self,
@@ -337,6 +317,15 @@ class PipelineModule(RunFigures):
         """
         self._building.decided()
         return [] if self._building.pipeline is None else self._building.pipeline.training.flush()
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> NoReturn:
+        raise TypeError(f"a PipelineModule is not called: expected {_INSTEAD['forward']}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = f": expected {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"a PipelineModule has no {name!r}{instead}")
 
     def __repr__(self) -> str:
         schedule = "to be planned" if self._building.layout is None else repr(self.schedule)

@@ -19,6 +19,7 @@ from ..partition.model.batch_dims import check_batch_dims, parameter_names
 from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
+from ..schedules import Schedule
 from ..schedules.custom.user_schedules import UserScheduleLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
 from .batch.given import CallReader, Given, signature_of
@@ -47,9 +48,13 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
 
 
 _APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation", "flush_first")
+FIRST = "first"
 _VERIFY: Kind[float] = Kind(
-    "True (the first batch), a whole number N of at least 1 (the first batch and every N-th behind it), or False",
-    lambda value: math.inf if value is True else value if value is False or at_least(1).read(value) else None,
+    "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
+    "(the first batch and every N-th behind it), or False",
+    lambda value: (
+        math.inf if value is True or value == FIRST else value if value is False or at_least(1).read(value) else None
+    ),
 )
 _SEED = Kind("a whole number", lambda value: value if isinstance(value, Integral) else None)
 
@@ -68,6 +73,7 @@ class Settings:
     seed: int = 0
     sequence: SequenceOptions = NO_SEQUENCE
     compile: Mapping[str, Any] | None = None
+    autocast: torch.dtype | None = None
     post_validation: bool = False
     delay_correction: ErrorFeedback | None = None
     flush_first: int = 0
@@ -148,6 +154,7 @@ class LayoutOptions:
     data_parallel: str = "replicate"
     replan: str | None = None
     trials: int = 0
+    kind: str | None = None  # of the schedule, where the user says it: synchronous, asynchronous, sliced
 
     @property
     def mesh_sizes(self) -> Mapping[str, int] | None:
@@ -157,6 +164,18 @@ class LayoutOptions:
                 raise ValueError(f'mesh={self.mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
             return None
         return self.mesh
+
+    def check_kind(self, schedule: Schedule, settings: Settings) -> None:
+        """ValueError for a schedule of another kind than the record around it says."""
+        late, sliced = schedule.is_asynchronous, schedule.num_slices > 1
+        corrected = settings.flush_first or settings.delay_correction is not None  # has words of its own
+        is_so = {"synchronous": not late, "asynchronous": late or corrected, "sliced": sliced}
+        if self.kind is not None and not is_so[self.kind]:
+            record, such = _KINDS[self.kind]
+            raise ValueError(
+                f"stagewright.{record} around the schedule {schedule.name!r}, which is not {self.kind}: expected "
+                f"{record}({such!r}) or another of its kind, or the schedule by itself"
+            )
 
     def check_replan(self) -> None:
         if self.replan is None:
@@ -168,7 +187,7 @@ class LayoutOptions:
         if self.schedule != AUTO:
             shown = "schedule='1f1b'" if self.schedule is None else f"schedule={self.schedule!r:.60}"
             raise ValueError(
-                f'replan="batch" beside {shown if self.plan is None else "plan="}, which says the order of every '
+                f'replan="batch" beside {shown if self.plan is None else "a plan"}, which says the order of every '
                 f'batch: expected schedule="auto", whose plan knows what microbatches of each size take'
             )
 
@@ -176,10 +195,18 @@ class LayoutOptions:
         for name in names:
             value = self.mesh_sizes if name == "mesh" else getattr(self, name)
             if value is not None and value != _DEFAULTS.get(name):
-                raise ValueError(f"{name}= beside {what}: expected one of them, since the plan decides on it")
+                raise ValueError(
+                    f"{_SAID.get(name, f'{name}=')} beside {what}: expected one of them, since the plan decides on it"
+                )
 
 
+_KINDS = {
+    "synchronous": ("Synchronous", "zb-h1"),
+    "asynchronous": ("Asynchronous", "2bw"),
+    "sliced": ("Slices", "seq1f1b"),
+}
 _DEFAULTS = {"recompute": "none", "data_parallel": "replicate"}
+_SAID = {"split_points": "cut=", "stages": "a list of stages", "mesh_order": "Mesh(order=)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +218,7 @@ class Options:
         calls: reads what `train_step` and its likes are given.
         example: a batch to build the stages for at once.
         verify_every: batches from one that is verified to the next; None: no copy of the model is kept to verify with.
+        verify_if_it_fits: whether batches go unverified where a copy of the model would take much of the memory.
     """
 
     model: nn.Module | None
@@ -199,6 +227,7 @@ class Options:
     calls: CallReader
     example: Given | None
     verify_every: float | None
+    verify_if_it_fits: bool = False
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -211,16 +240,20 @@ def read_options(given: Mapping[str, Any]) -> Options:
     has_target = loss is not None and not isinstance(loss, ModelLoss)
     calls = CallReader(model, has_target=has_target, batch_dims=check_batch_dims(given["batch_dims"], signature))
     shared_by = "slices of a microbatch"
+    correction = read_delay_correction(given["delay_correction"])
+    scaler, device = read_grad_scaler(given["grad_scaler"]), device_of(root, given["device"])
+    if scaler is None and given["autocast"] is torch.float16 and given["optimizer"] is not None:
+        scaler = GradScaler(device.type)
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
     read = {
         "loss_fn": loss,
-        "delay_correction": read_delay_correction(given["delay_correction"]),
-        "grad_scaler": read_grad_scaler(given["grad_scaler"]),
-        "device": device_of(root, given["device"]),
+        "delay_correction": correction,
+        "grad_scaler": scaler,
+        "device": device,
         "sequence": SequenceOptions(
             lengths=given["slice_lengths"],
-            dims=check_batch_dims(given["sequence_dims"], signature, option="sequence_dims", shared_by=shared_by),
+            dims=check_batch_dims(given["sequence_dims"], signature, option="dims", shared_by=shared_by),
             names=parameter_names(signature),
         ),
         "compile": read_compile(given["compile"]),
@@ -239,6 +272,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
         calls=calls,
         example=example,
         verify_every=verify or None,
+        verify_if_it_fits=given["verify"] == FIRST,
     )
 
 
@@ -251,7 +285,8 @@ def read_trials(trials: object, *, schedule: object) -> int:
     return number
 
 
-_FSDP, _DDP = 'mesh={"pipe": P, "data": D} with data_parallel="fsdp"', 'mesh={"pipe": P, "data": D}'
+_FSDP = 'mesh=stagewright.Mesh(data=D, data_parallel="fsdp")'
+_DDP = 'mesh={"pipe": P, "data": D}'
 _INSTEAD = {"FSDPModule": _FSDP, "FullyShardedDataParallel": _FSDP, "DistributedDataParallel": _DDP}
 _INSTEAD["ReplicateModule"] = _DDP
 
@@ -261,16 +296,16 @@ def check_model(
 ) -> None:
     """ValueError unless there is either a model or a list of stages, and names to cut it at only where they can be."""
     if (model is None) == (stages is None):
-        raise ValueError("expected either a model or stages=[...], not both and not neither")
+        raise ValueError("expected a model, or a list of modules, one a stage: PipelineModule(model, ...)")
     if stages is not None and split_points is not None:
-        raise ValueError("split_points= cut a model: expected none beside stages=, which is cut already")
+        raise ValueError("cut= is for a model: expected none beside a list of stages, which is cut already")
     if split_points is not None and (
         not isinstance(split_points, list | tuple) or not all(isinstance(name, str) for name in split_points)
     ):
-        raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r:.60}]")
+        raise ValueError(f"cut={split_points!r}: expected a list of names, such as [{split_points!r:.60}]")
     if stages is not None and (not isinstance(stages, list | tuple | nn.ModuleList) or not stages):
         shown = f"{type(stages).__name__}(...)" if isinstance(stages, nn.Module) else repr(stages)[:60]
-        raise ValueError(f"stages={shown}: expected a list of modules, one a stage")
+        raise ValueError(f"PipelineModule({shown}): expected a list of modules, one a stage")
     for part in [model] if stages is None else stages:
         if not isinstance(part, nn.Module):
             such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
@@ -294,7 +329,7 @@ def refuse_float16_parameters(*modules: object) -> None:
             if parameter.dtype is torch.float16:
                 raise ValueError(
                     f"parameter {name!r} is torch.float16: expected float32 parameters under "
-                    f"torch.autocast(..., torch.float16) with grad_scaler=torch.amp.GradScaler(...), which divides no "
+                    f"torch.autocast(..., torch.float16) with a torch.amp.GradScaler, which divides no "
                     f"float16 gradients, or torch.bfloat16 (predict, without loss_fn=, runs)"
                 )
 
@@ -308,7 +343,7 @@ def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
     ):
         raise ValueError(
             f"torch.autocast({device.type!r}, dtype=torch.float16) around training, where small gradients become 0 "
-            f"without a loss scale: expected PipelineModule(..., grad_scaler=torch.amp.GradScaler({device.type!r})), "
+            f"without a loss scale: expected PipelineModule(..., precision='fp16'), "
             f"or torch.bfloat16, which needs none"
         )
 

@@ -62,6 +62,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unverified() -> None:
+    """Pipelines of tests verify no first batch unless they ask for it, as those of gloo workers."""
+    from support.pool_worker import leave_unverified
+
+    leave_unverified()
+
+
 @pytest.fixture(scope="session")
 def gloo(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Gloo workers, started by the first case: `gloo.run(function, ranks=2, args=(...))`, results by rank."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.inside import COMMANDS, main
+from support.records import records
 
 import stagewright
 import stagewright.schedules
@@ -121,7 +122,7 @@ def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     if "pipe = " not in code:
         given = {name: names[name] for name in ("model", "loss_fn", "optimizer")}
-        names["pipe"] = stagewright.PipelineModule(**given, example_inputs=(tokens,), mesh={"pipe": 2})
+        names["pipe"] = stagewright.PipelineModule(**records(**given, example_inputs=(tokens,), mesh={"pipe": 2}))
     exec(compile(code, "<snippet>", "exec"), names)
 
 

@@ -8,11 +8,12 @@ torch's last rank reads its own losses, and its other ranks know nothing of them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -64,12 +65,12 @@ class OurSide:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, problem: StagesProblem) -> OurSide:
-        return cls(_pipe(problem, stages=problem.stages, schedule=schedule), problem)
+        return cls(_pipe(problem, problem.stages, schedule=schedule), problem)
 
     @classmethod
     def of_model(cls, problem: WholeProblem, **cut: Any) -> OurSide:
         """A whole model, cut by a plan, or by a schedule with split points, as PipelineModule takes them."""
-        return cls(_pipe(problem, model=problem.make_model(), timeout=TIMEOUT, **cut), problem)
+        return cls(_pipe(problem, problem.make_model(), timeout=TIMEOUT, **cut), problem)
 
     @property
     def timeline(self) -> Timeline:
@@ -86,9 +87,14 @@ class OurSide:
         self.loss = self.result.loss
 
 
-def _pipe(problem: Problem, **model: Any) -> PipelineModule:
+def _pipe(problem: Problem, model: nn.Module | Sequence[nn.Module], **options: Any) -> PipelineModule:
     return PipelineModule(
-        **model, loss_fn=problem.loss_fn, optimizer=problem.optimizer, example_inputs=(problem.inputs,)
+        model,
+        **options,
+        loss_fn=problem.loss_fn,
+        optimizer=problem.optimizer,
+        example_inputs=(problem.inputs,),
+        verify=False,
     )
 
 

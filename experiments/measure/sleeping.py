@@ -64,12 +64,13 @@ class SleepingPipe:
         self.schedule = schedule
         self._batch = (torch.ones(schedule.num_microbatches, TINY_WIDTH),) * 2
         self.pipe = PipelineModule(
-            stages=[SleepingStage(f, b) for f, b in zip(costs.column(Op.F), costs.column(Op.B), strict=True)],
+            [SleepingStage(f, b) for f, b in zip(costs.column(Op.F), costs.column(Op.B), strict=True)],
             schedule=schedule,
             loss_fn=F.mse_loss,
             # a stream updates inside the pipeline: with as little as there is
             optimizer=_sgd if schedule.is_asynchronous else None,
             example_inputs=self._batch[:1],
+            verify=False,
         )
 
     def step(self) -> StepResult:

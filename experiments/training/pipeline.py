@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...partition.plans.plan import Plan
-from ...pipe import ErrorFeedback, PipelineModule, StepRecord
+from ...pipe import Asynchronous, Auto, ErrorFeedback, Mesh, PipelineModule, StepRecord, Synchronous
 from ...schedules import Schedule
 from ...schedules.wording import count
 from ..host import physical_bytes
@@ -47,26 +47,22 @@ def make_pipe(
     loss_fn = task.loss_for(batch)
     schedule = schedule_of(what)
     updates = options.steps * (1 if schedule is None else schedule.groups_per_batch)
-    choice: dict[str, Any]
+    ranks, tensor, choice = None, 1, dict[str, Any]()
     if isinstance(what, Plan):
-        choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
+        choice = {"num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
     elif what is None:
-        mesh = {"pipe": options.ranks} if options.ranks else None
-        choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches, "trials": options.trials}
+        ranks, choice = options.ranks, {"num_microbatches": options.microbatches}
     else:
-        mesh = {"pipe": what.num_ranks, "tensor": options.tensor}
-        choice = {"schedule": what, "mesh": mesh, "recompute": options.recompute}
+        ranks, tensor, choice = what.num_ranks, options.tensor, {"recompute": options.recompute}
     return PipelineModule(
         model,
+        schedule=_arranged(options, Auto(trials=options.trials) if what is None else what),
+        mesh=Mesh(pipe=ranks, tensor=tensor, tensor_parallel=read_tensor_parallel(options.tensor_parallel)),
         **choice,
-        tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         loss_fn=loss_fn,
         optimizer=task.optimizer,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(updates)),
-        delay_correction=_correction(options),
-        flush_first=options.flush_first or 0,
         max_grad_norm=options.clip or None,
-        post_validation=options.post_validation,
         example_inputs=batch.parted(loss_fn)[0],
         verify=options.verify and may_verify(model),
         seed=options.seed,
@@ -85,10 +81,13 @@ def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
         )
 
 
-def _correction(options: TrainOptions) -> ErrorFeedback | None:
-    if options.delay_correction in (None, "none"):
-        return None
-    return ErrorFeedback(factor=1.0 if options.delay_factor is None else options.delay_factor)
+def _arranged(options: TrainOptions, what: Schedule | Plan | Auto) -> Any:
+    """The schedule with the options that only some schedules have."""
+    if options.flush_first or options.delay_correction not in (None, "none"):
+        factor = 1.0 if options.delay_factor is None else options.delay_factor
+        correction = None if options.delay_correction in (None, "none") else ErrorFeedback(factor=factor)
+        return Asynchronous(what, flush_first=options.flush_first or 0, correction=correction)
+    return Synchronous(what) if options.post_validation else what
 
 
 def may_verify(model: nn.Module) -> bool:

@@ -121,13 +121,14 @@ class _Side:
         generator = torch.Generator().manual_seed(1)
         self._batch = [torch.randn(NUM_MICROBATCHES, TINY_WIDTH, generator=generator) for _ in range(2)]
         self.pipe = PipelineModule(
-            stages=[_Ballast() for _ in range(NUM_PIPE * NUM_CHUNKS)],
+            [_Ballast() for _ in range(NUM_PIPE * NUM_CHUNKS)],
             schedule="interleaved",
             num_chunks=NUM_CHUNKS,
             num_microbatches=NUM_MICROBATCHES,
             mesh={"pipe": NUM_PIPE, "data": NUM_DATA},
             loss_fn=F.mse_loss,
             example_inputs=(self._batch[0],),
+            verify=False,
         )
         self._built = self.pipe._building.built("the bench")
         _Wire(self._built)
@@ -263,6 +264,7 @@ def _pipeline(model: GPTConfig) -> tuple[PipelineModule, Callable[[], None]]:
         loss_fn=loss_fn,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
         example_inputs=(inputs,),
+        verify=False,
     )
 
     def step() -> None:

@@ -75,7 +75,7 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
         _plan_file(case).write_text(plan.to_json(), encoding="utf-8")
     shape = f"{plan.schedule} {describe(plan)}"
     say(f"{name}: {shape}")
-    side = OurSide.of_model(problem, plan=plan)
+    side = OurSide.of_model(problem, schedule=plan)
     for _ in range(_WARM_UP_STEPS):
         timed(side.step)
     side.pipe.forget_measurements()
@@ -112,7 +112,7 @@ def memory(case: Case, repetitions: int) -> Iterator[Figure]:
     del repetitions
     plan = Plan.load(_plan_file(case))
     say(f"{case.text('case')} {_described(case)}: memory {case.text('kind')}")
-    for rank, peak in enumerate(resident_peaks(lambda: OurSide.of_model(planned_problem(case), plan=plan))):
+    for rank, peak in enumerate(resident_peaks(lambda: OurSide.of_model(planned_problem(case), schedule=plan))):
         predicted = plan.memory_bytes.get(rank, 0.0)
         yield Figure(
             case=_shown(case),
@@ -190,9 +190,9 @@ def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
     assert plan.simulated_step_time is not None
     by_hand = {"schedule": "1f1b", "num_microbatches": M}
     sides = {
-        "equal layers": OurSide.of_model(problem, split_points=[case.text("cut")], **by_hand),
+        "equal layers": OurSide.of_model(problem, cut=[case.text("cut")], **by_hand),
         "equal parameters": OurSide.of_model(problem, **by_hand),  # PipelineModule's own choice
-        _BY_PROFILE: OurSide.of_model(problem, plan=plan),
+        _BY_PROFILE: OurSide.of_model(problem, schedule=plan),
     }
     for _ in range(_WARM_UP_STEPS):
         for side in sides.values():

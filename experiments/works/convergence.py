@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...pipe import ErrorFeedback, PipelineModule
+from ...pipe import Asynchronous, ErrorFeedback, PipelineModule
 from ...schedules import Schedule, build
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
@@ -196,22 +196,23 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
     rates = learning_rate_curve(setting.total_updates, warmup_part=setting.warmup)
     return PipelineModule(
         GPT(GPTConfig(length=setting.length, layers=setting.layers, width=setting.width)),
-        schedule=schedule,
+        schedule=_arranged(setting, schedule),
         loss_fn=loss_fn,
         optimizer=make_optimizer(setting.optimizer, lr=setting.rate, **by_optimizer[setting.optimizer]),
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, rates),
         example_inputs=(batch(setting, corpus, 0).tokens,),
         seed=setting.seed,
-        flush_first=setting.flush_first // setting.updates_a_step,
-        **_correction(setting),
+        verify=False,
     )
 
 
-def _correction(setting: Setting) -> dict[str, Any]:
-    if setting.correction == NONE:
-        return {}
-    delay = 1.0 if setting.schedule == FLUSH else None
-    return {"delay_correction": ErrorFeedback(factor=setting.factor, delay=delay)}
+def _arranged(setting: Setting, schedule: str | Schedule) -> str | Schedule | Asynchronous:
+    flushes = setting.schedule == FLUSH
+    if setting.correction == NONE and flushes:
+        return schedule
+    delay = 1.0 if flushes else None
+    correction = None if setting.correction == NONE else ErrorFeedback(factor=setting.factor, delay=delay)
+    return Asynchronous(schedule, flush_first=setting.flush_first // setting.updates_a_step, correction=correction)
 
 
 def batch(setting: Setting, corpus: Corpus, step: int) -> TokenBatch:

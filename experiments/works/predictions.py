@@ -101,7 +101,7 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
         optimizer=None,
         max_grad_norm=None,
     )
-    pipe = PipelineModule(problem.make_model(), plan=plan, loss_fn=problem.loss_fn)
+    pipe = PipelineModule(problem.make_model(), schedule=plan, loss_fn=problem.loss_fn, verify=False)
 
     def step() -> StepResult:
         result = pipe.forward_backward(problem.inputs, problem.target)

@@ -218,7 +218,13 @@ def _planned(found: Plan) -> _Side:
 
     batch = _batch()
     pipe = PipelineModule(
-        _model(), plan=found, loss_fn=_loss, optimizer=_sgd, example_inputs=batch[:1], timeout=_TIMEOUT
+        _model(),
+        schedule=found,
+        loss_fn=_loss,
+        optimizer=_sgd,
+        example_inputs=batch[:1],
+        timeout=_TIMEOUT,
+        verify=False,
     )
 
     def step() -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from ...pipe import Synchronous
 from ...schedules import Costs, Schedule, build, check, simulate, synthesize
 from ...schedules.ir import Op
 from ...schedules.timing.costs import CostTable
@@ -168,13 +169,13 @@ def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
         for waits in (True, False):
             problem = make_problem(Workload(model="tiny", schedule="1f1b", num_ranks=P, num_microbatches=M))
             pipe = PipelineModule(
-                stages=problem.stages,
-                schedule=schedule,
+                problem.stages,
+                schedule=Synchronous(schedule, post_validation=not waits),
                 loss_fn=F.mse_loss,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
                 max_grad_norm=1e9,
                 example_inputs=(problem.inputs,),
-                post_validation=not waits,
+                verify=False,
             )
             stack.callback(pipe.close)
 

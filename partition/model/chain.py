@@ -223,7 +223,7 @@ class _ChainPiece:
 def _refuse_keywords(inputs: Form, first: nn.Module, *, given: bool) -> None:
     _, keywords = inputs.assemble([None] * inputs.num_tensors)
     if keywords:
-        what = "stages=[...]" if given else "an nn.Sequential"
+        what = "a list of stages" if given else "an nn.Sequential"
         raise ValueError(
             f"{', '.join(keywords)} by keyword for {what}, whose stages pass on positional arguments alone: expected "
             f"positional arguments, in the order of {type(first).__name__}.forward"

@@ -133,7 +133,7 @@ class StageModule:
             raise OutputError(
                 f"{self.end} at the end of stage {self.name} returns {len(flat)} tensors as {form}, and returned "
                 f"{self.num_outputs} as {self.form} when the stages were built: expected the same structure for every "
-                f"batch; join what varies into one tensor, or let stages end elsewhere (split_points=)"
+                f"batch; join what varies into one tensor, or let stages end elsewhere (cut=)"
             )
         return flat
 

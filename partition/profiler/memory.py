@@ -167,3 +167,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, is_new=True)
         return result
+
+
+def device_memory(device: torch.device, *, sharing: int = 1) -> float:
+    """Bytes of a device; of a host's memory the share of one of so many ranks."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)

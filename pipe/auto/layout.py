@@ -10,7 +10,6 @@ together     a trial: the best plan, and others that come near it, carried out f
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
+from ...partition.profiler.memory import device_memory
 from ...partition.search import plan
 from ..batch.agreement import SamePrograms, agreed, check_agreement
 from ..batch.given import Given, check_batch, signature_of
@@ -242,7 +242,7 @@ class AutoLayout:
         device, world = self._settings.device, self._world
         if not world.distributed:
             level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
-            return Cluster(levels=(level,), kinds=(DeviceKind(memory_bytes=_memory_bytes(device, sharing=1)),))
+            return Cluster(levels=(level,), kinds=(DeviceKind(memory_bytes=device_memory(device, sharing=1)),))
         memory = least_memory(device, self._collectives)
         measured = measure_links(world, device=device, timeout=self._settings.timeout)
         cluster = cluster_of(measured, memory_bytes=memory)
@@ -290,14 +290,8 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
 def least_memory(device: torch.device, together: Collectives) -> float:
     """Bytes that each rank has at least: of its device's memory, or of its host's its share. Collective."""
     hosts = together.gather(socket.gethostname(), what="counting the ranks of each host")
-    memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
+    memory = device_memory(device, sharing=hosts.count(socket.gethostname()))
     return min(together.gather(memory, what="comparing the memory of all ranks"))
-
-
-def _memory_bytes(device: torch.device, *, sharing: int) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)
 
 
 def plan_here(

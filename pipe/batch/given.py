@@ -255,8 +255,8 @@ class CallReader:
         if self.signature is None:
             if kwargs:
                 raise ValueError(
-                    f"{', '.join(map(repr, kwargs))} by keyword for an nn.Sequential or stages=[...], whose modules "
-                    f"pass on positional arguments alone: expected positional arguments"
+                    f"{', '.join(map(repr, kwargs))} by keyword for an nn.Sequential or a list of stages, whose "
+                    f"modules pass on positional arguments alone: expected positional arguments"
                     f"{' and target=...' if self._has_target else ''}"
                 )
             return args, kwargs

@@ -122,7 +122,7 @@ class ModelLoss:
         if weight is None:
             raise ValueError(
                 f"labels have {labels.dim()} dimensions, and it is not known over which ones this model's loss is a "
-                f"mean: expected PipelineModule(..., loss_weight={LABELS!r}) (each label but {IGNORED}), "
+                f"mean: expected example_inputs=stagewright.Inputs(loss_weight={LABELS!r}) (each label but {IGNORED}), "
                 f"{SHIFTED_LABELS!r} (those but the first of each sequence, for a causal language model), {SAMPLES!r}, "
                 f"or a function of the model's arguments that counts"
             )

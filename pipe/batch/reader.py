@@ -132,10 +132,9 @@ class BatchReader:
     def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
         place = next((each.float16 for each in inferred if each.float16 is not None), None)
         if place is not None and self._settings.grad_scaler is None:
-            kind = self._settings.device.type
             raise ValueError(
                 f"{place} in torch.float16, where small gradients become 0 without a loss scale: expected "
-                f"PipelineModule(..., grad_scaler=torch.amp.GradScaler({kind!r})), or torch.bfloat16, which "
+                f"PipelineModule(..., precision='fp16'), or torch.bfloat16, which "
                 f"needs none"
             )
 

@@ -50,23 +50,21 @@ class SequenceOptions:
             or not lengths
             or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in lengths)
         ):
-            raise ValueError(
-                f"slice_lengths={lengths!r}: expected a list of tokens, one number a slice, as in [96, 32]"
-            )
+            raise ValueError(f"lengths={lengths!r}: expected a list of tokens, one number a slice, as in [96, 32]")
 
     def check(self, num_slices: int) -> None:
         """ValueError for options that do not go with so many slices."""
         if num_slices == 1:
-            given = {"slice_lengths": self.lengths, "sequence_dims": self.dims or None}
+            given = {"lengths": self.lengths, "dims": self.dims or None}
             for name, value in given.items():
                 if value is not None:
                     raise ValueError(
                         f"{name}={value!r} for a schedule without slices: expected a schedule over slices of the "
-                        f"sequence, such as schedule='seq1f1b', num_slices=4"
+                        f"sequence, such as stagewright.Slices('seq1f1b', num_slices=4)"
                     )
         if self.lengths is not None and len(self.lengths) != num_slices:
             raise ValueError(
-                f"slice_lengths={list(self.lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens"
+                f"lengths={list(self.lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens"
             )
 
     def spans(self, total: int, num_slices: int) -> list[TokenSpan]:
@@ -80,7 +78,7 @@ class SequenceOptions:
             lengths = [least + (q < longer) for q in range(num_slices)]
         elif sum(lengths) != total:
             raise ValueError(
-                f"slice_lengths={list(lengths)} make {sum(lengths)} tokens, and the sequences of this batch have "
+                f"lengths={list(lengths)} make {sum(lengths)} tokens, and the sequences of this batch have "
                 f"{total}: expected lengths that add up to {total}, or none, for slices as equal as can be"
             )
         return [TokenSpan(start, end, total) for start, end in pairwise([0, *accumulate(lengths)])]
@@ -91,7 +89,9 @@ class SequenceOptions:
         dims = self._dims(arguments)
         total = next((x.shape[d] for x, d in zip(arguments.tensors, dims, strict=True) if d is not None), None)
         if total is None:
-            raise ValueError("no input has a sequence: expected one with it in dimension 1, or named by sequence_dims=")
+            raise ValueError(
+                "no input has a sequence: expected one with it in dimension 1, or named by stagewright.Slices(dims=)"
+            )
         self._check_totals(arguments, dims, total)
         leaves, spec = pytree.tree_flatten(given.target)
         target_dims = [self._target_dim(leaf, total) for leaf in leaves]
@@ -116,7 +116,7 @@ class SequenceOptions:
         for path, name, x, batch in zip(paths, arguments.names, arguments.tensors, arguments.dims, strict=True):
             key = next((key for key in keys_of(path, self.names) if key in self.dims), None)
             if key is not None:
-                found.append(_checked(f"sequence_dims[{key!r}]", name, x, self.dims[key], batch))
+                found.append(_checked(f"dims[{key!r}]", name, x, self.dims[key], batch))
             elif x.dim() == 0:
                 found.append(None)
             elif x.dim() == 1 or batch != 0:
@@ -137,7 +137,7 @@ class SequenceOptions:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
         if TARGET in self.dims:
-            dim = _checked(f"sequence_dims[{TARGET!r}]", "the target", leaf, self.dims[TARGET], None)
+            dim = _checked(f"dims[{TARGET!r}]", "the target", leaf, self.dims[TARGET], None)
             if dim is None or leaf.shape[dim] == total:
                 return dim
             raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
@@ -166,7 +166,7 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
     of = "" if total is None else f" of {total} tokens"
     return (
         f"{name} has shape {tuple(x.shape)}, and where in it the sequence{of} stands is not clear: expected it in "
-        f"dimension 1, and nowhere else; or sequence_dims={{{key}: its dimension, or None where all slices share it}}"
+        f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all slices share it}}"
     )
 
 

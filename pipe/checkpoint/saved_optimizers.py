@@ -155,11 +155,11 @@ class SavedOptimizers:
         told = []
         if missing:
             told.append(
-                f"it has no last update of {shown(missing)} for delay_correction=: the first one here is not corrected"
+                f"it has no last update of {shown(missing)} to correct delay with: the first one here is not corrected"
             )
         if dropped:
             told.append(
-                f"it has the last update of {shown(dropped)} for delay_correction=, and nothing is corrected there now"
+                f"it has the last update of {shown(dropped)} to correct delay with, and nothing is corrected there now"
             )
         return told
 

@@ -63,7 +63,7 @@ class TensorAxis:
     sends: str = "auto"
 
     def __post_init__(self) -> None:
-        option("tensor_sends", self.sends, one_of(SENDS))
+        option("sends", self.sends, one_of(SENDS))
 
     @property
     def least_bytes(self) -> int:

@@ -94,13 +94,13 @@ def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
     num_stages, points, plan = layout.schedule.num_stages, layout.split_points, layout.plan
     if points is not None and len(points) != num_stages - 1:
         raise ValueError(
-            f"split_points={list(points)} begin {len(points) + 1} stages, the schedule has {num_stages}: "
+            f"cut={list(points)} begins {len(points) + 1} stages, the schedule has {num_stages}: "
             f"expected {num_stages - 1} names (each begins a stage; the first stage needs none)"
         )
     if run.stages is not None:
         if len(run.stages) != num_stages:
             raise ValueError(
-                f"stages= has {len(run.stages)} modules and the schedule has {num_stages} stages (ranks x chunks): "
+                f"a list of {len(run.stages)} stages, and the schedule has {num_stages} (ranks x chunks): "
                 f"expected one module a stage"
             )
         return given_stages(run.stages, example, device=device, enter_unit=enter)
@@ -164,5 +164,5 @@ def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
             raise ValueError(
                 f"buffer {name!r} changes in a forward and stands on each of stages {' and '.join(map(str, stages))}: "
                 f"expected one stage, since no rank sees what another writes; give each place a module of its own "
-                f"(copy.deepcopy), let both stand on one stage (split_points=), or put the module into eval()"
+                f"(copy.deepcopy), let both stand on one stage (cut=), or put the module into eval()"
             )

@@ -279,7 +279,7 @@ def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, input
             f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "
             f"{len(other.inputs)} values and returns {other.num_outputs}, and took {len(stage.inputs)} and returned "
             f"{stage.num_outputs} when the stages were built: expected the same values to flow from stage to stage; "
-            f"join what varies into one tensor, or let stages end elsewhere (split_points=)"
+            f"join what varies into one tensor, or let stages end elsewhere (cut=)"
         )
 
 
@@ -310,7 +310,7 @@ def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, ch
                 f"stage {index} ({stage.name}) changes its input {one} in place, which shares memory with its input "
                 f"{other}: in one process both would change, but a stage gets copies. Expected an operation that is "
                 f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage "
-                f"(split_points=)"
+                f"(cut=)"
             )
 
 
@@ -320,7 +320,7 @@ def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
     if layout is not None:
         raise OutputError(
             f"{stage.end} returns a sparse tensor ({layout}) at the end of a stage: expected dense tensors there; "
-            f"return x.to_dense(), or let stages end elsewhere (split_points=)"
+            f"return x.to_dense(), or let stages end elsewhere (cut=)"
         )
 
 

@@ -66,7 +66,7 @@ class Unchanged:
                 raise ValueError(
                     f"{module_at(name)} is an nn.Sequential with a hook, which would never run, since stages run its "
                     f"children: expected the hook on a child (the first one for inputs, the last one for outputs), or, "
-                    f"of stages=[...], before the PipelineModule is built"
+                    f"of the list of stages, before the PipelineModule is built"
                 )
 
     def refuse_untrained(self) -> None:

@@ -92,8 +92,8 @@ class ErrorFeedback:
         """ValueError under a flush schedule, unless a delay was asked for."""
         if self.delay is None:
             raise ValueError(
-                f"delay_correction= under the flush schedule {schedule!r}, whose gradients are not late: expected "
-                f"an asynchronous schedule such as '2bw', delay_correction=None, or a delay to correct as if there "
+                f"correction= under the flush schedule {schedule!r}, whose gradients are not late: expected "
+                f"an asynchronous schedule such as '2bw', correction=None, or a delay to correct as if there "
                 f"were one: stagewright.ErrorFeedback(delay=1)"
             )
 
@@ -106,11 +106,11 @@ def read_delay_correction(option: object) -> ErrorFeedback | None:
         return ErrorFeedback()
     if option == "weight-prediction":
         raise ValueError(
-            "delay_correction='weight-prediction' is not there. Expected 'error-feedback': at a constant rate "
+            "correction='weight-prediction' is not there. Expected 'error-feedback': at a constant rate "
             "both are one trajectory, seen at the weights that gradients are computed with"
         )
     raise ValueError(
-        f"delay_correction={option!r:.60}: expected None, 'error-feedback', or stagewright.ErrorFeedback(factor=...)"
+        f"correction={option!r:.60}: expected None, 'error-feedback', or stagewright.ErrorFeedback(factor=...)"
     )
 
 

@@ -60,7 +60,7 @@ class FlushPrograms:
 def flush_programs(run: Run, schedule: Schedule, ownership: Ownership) -> FlushPrograms:
     """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes."""
     collectives, sharding, num_replicas = run.collectives, run.layout.sharding, run.num_replicas
-    # Replicas of a position along the pipeline stand in a row (see `Mesh`). A stage may have several positions.
+    # Replicas of a position along the pipeline stand in a row (see `ProcessMesh`). A stage may have several positions.
     rows = [range(first, first + num_replicas) for first in range(0, schedule.num_ranks, num_replicas)]
     data_groups = [tuple(row) for row in rows for _ in row] if num_replicas > 1 else [()] * schedule.num_ranks
     sums = () if collectives.alone else tuple(Collective(each, Op.REDUCE_GRAD, 0) for each in ownership.shared())

@@ -61,7 +61,7 @@ def first_difference(
     where = f" ({stage_of[name]})" if name in stage_of else ""
     return (
         f"verify: {what.format(name=f'{name!r}{where}')}. {cause}. Expected the plain module's results: a model as "
-        f"nn.Sequential or stages=[...] runs your own modules as they are; verify=False trains in spite of it"
+        f"nn.Sequential or a list of stages runs your own modules as they are; verify=False trains in spite of it"
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
+from ...partition.profiler.memory import device_memory
 from ..guards.randomness import Seeder
 from ..stage.autocast import Autocast
 from ..stage.loss import with_loss
@@ -25,6 +26,10 @@ _WORDS = 624  # of the state of Python's generator; behind them the place of the
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class NotVerifiableError(ValueError):
+    """The plain model cannot be run beside the pipeline, or cannot be compared with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class Microbatch:
 class PlainModule:
     """A copy of the user's model and of a loss that is a module, which nobody cuts; between two runs without weights.
 
-    Raises ValueError for a model that cannot be copied.
+    Raises NotVerifiableError for a model that cannot be copied.
 
     Attributes:
         root: of the names of both.
@@ -53,7 +58,7 @@ class PlainModule:
         try:
             self._model, loss = copy.deepcopy((model, loss_fn if isinstance(loss_fn, nn.Module) else None))
         except Exception as error:
-            raise ValueError(
+            raise NotVerifiableError(
                 f"verify needs a copy of the model, and copy.deepcopy(model) fails: {error}. Expected a model that can "
                 f"be copied, or verify=False"
             ) from error
@@ -279,3 +284,8 @@ def _python_state(model: nn.Module) -> Iterator[tuple[str, object]]:
         for key, value in vars(module).items():
             if key != "training" and isinstance(value, bool | int | float | str | None):
                 yield (f"{name}.{key}" if name else key), value
+
+
+def copy_fits(root: nn.Module, device: torch.device) -> bool:
+    """Whether a copy of the model and its gradients take less than an eighth of the memory."""
+    return 2 * sum(p.numel() * p.element_size() for p in root.parameters()) < device_memory(device) / 8

@@ -29,7 +29,7 @@ from ..run.evaluation import Evaluation
 from ..stage.build import CutModel
 from ..update.gradients import clip_factor
 from .compare import Outcome, first_difference
-from .plain import Microbatch, PlainModule, Watch
+from .plain import Microbatch, NotVerifiableError, PlainModule, Watch
 from .regions import Regions
 
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -92,18 +92,20 @@ class Verifier:
         if not self._place.world.distributed:
             self._plain = PlainModule(self._run.root, self._settings.loss_fn, given=self._run.model is None)
         elif not self._run.verifies:
-            raise ValueError(
+            raise NotVerifiableError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
         self._refuse_dropout_of_slices()
         started = time.perf_counter()
-        if self._plain is not None and is_shape_alone((given.inputs, given.targets)):
-            with self._guard.together():
-                raise ValueError(
-                    "verify: the process of the last stage runs the plain module, and was passed meta tensors: "
-                    "expected the values of inputs and target there"
-                )
+        has_no_values = self._plain is not None and is_shape_alone((given.inputs, given.targets))
+        with self._guard.together():
+            has_no_values = any(self._collectives.gather(has_no_values, what="asking who has values for verify"))
+        if has_no_values:
+            raise NotVerifiableError(
+                "verify: the process of the last stage runs the plain module, and was passed meta tensors: expected "
+                "the values of inputs and target there"
+            )
         self._training.drain()
         with self._guard.together(), self._update.shards.whole_weights():
             weights = self._ownership.full_state_dict(self._collectives)
@@ -143,13 +145,13 @@ class Verifier:
         )
 
     def _refuse_dropout_of_slices(self) -> None:
-        """ValueError for dropout where microbatches are sliced: the plain module runs them whole, with other masks."""
+        """Of whole microbatches the plain module would draw other masks."""
         if self._schedule.num_slices == 1:
             return
         for name, module in self._parts.root.named_modules():
             probability = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
             if module.training and isinstance(probability, float) and probability > 0:
-                raise ValueError(
+                raise NotVerifiableError(
                     f"verify over slices of the sequence, and {name} ({type(module).__name__}) drops out: whole "
                     f"microbatches draw other masks than their slices. Expected dropout of 0, or verify=False"
                 )

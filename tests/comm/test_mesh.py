@@ -14,9 +14,9 @@ from stagewright.comm import (
     Collectives,
     Coordinates,
     Groups,
-    Mesh,
     MeshPlace,
     ProcessGroupTransport,
+    ProcessMesh,
     TensorSpec,
     World,
     link_lanes,
@@ -24,12 +24,12 @@ from stagewright.comm import (
 from stagewright.schedules import Message, MessageKind
 
 CPU = torch.device("cpu")
-BACKWARDS = Mesh(pipe=2, data=2, order=("data", "pipe", "tensor"))  # rank 1 is process 2, rank 2 is process 1
+BACKWARDS = ProcessMesh(pipe=2, data=2, order=("data", "pipe", "tensor"))  # rank 1 is process 2, rank 2 is process 1
 
 
 @pytest.mark.parametrize("order", list(permutations(AXES)))
 def test_processes_and_coordinates_are_one_to_one(order: tuple[str, ...]) -> None:
-    mesh = Mesh(pipe=2, data=3, tensor=4, order=order)
+    mesh = ProcessMesh(pipe=2, data=3, tensor=4, order=order)
     places = [mesh.coordinates(process) for process in range(mesh.num_processes)]
     assert len(set(places)) == 24
     assert [mesh.process_at(place) for place in places] == list(range(24))
@@ -40,7 +40,7 @@ def test_processes_and_coordinates_are_one_to_one(order: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("order", list(permutations(AXES)))
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_of_an_axis_cover_all_processes_once(axis: str, order: tuple[str, ...]) -> None:
-    mesh = Mesh(pipe=2, data=3, tensor=4, order=order)
+    mesh = ProcessMesh(pipe=2, data=3, tensor=4, order=order)
     groups = mesh.groups(axis)
     assert sorted(process for group in groups for process in group) == list(range(24))
     for group in groups:
@@ -50,7 +50,7 @@ def test_groups_of_an_axis_cover_all_processes_once(axis: str, order: tuple[str,
 
 
 def test_the_processes_of_a_tensor_group_run_the_same_rank() -> None:
-    mesh = Mesh(pipe=2, data=2, tensor=2)
+    mesh = ProcessMesh(pipe=2, data=2, tensor=2)
     assert [mesh.rank_of(process) for process in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     odd = MeshPlace(world=World(rank=5, size=8), mesh=mesh)
     assert odd.local_ranks == (2,)
@@ -74,7 +74,7 @@ def test_in_one_process_all_ranks_run_on_one_batch() -> None:
 
 def test_a_mesh_that_is_none() -> None:
     with pytest.raises(ValueError, match=r"order=\('pipe', 'pipe', 'data'\): expected pipe, data, tensor, each once"):
-        Mesh(pipe=2, order=("pipe", "pipe", "data"))
+        ProcessMesh(pipe=2, order=("pipe", "pipe", "data"))
     with pytest.raises(ValueError, match=r"for 2 processes: expected 4 of them"):
         MeshPlace(world=World(rank=0, size=2), mesh=BACKWARDS)
 

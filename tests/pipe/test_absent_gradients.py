@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -71,7 +72,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def piped(model: nn.Module, loss_fn: Loss, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "example_inputs": batch(1)[:1]}
-    return PipelineModule(model, **(settings | {"loss_fn": loss_fn, "optimizer": adamw, "timeout": 120.0} | options))
+    return PipelineModule(
+        model, **records(**(settings | {"loss_fn": loss_fn, "optimizer": adamw, "timeout": 120.0} | options))
+    )
 
 
 def plain_steps(model: Any, loss_fn: Loss, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor | None]]:

@@ -14,6 +14,7 @@ from support.grids import nightly
 from support.inside import AutoLayout, median_profile
 from support.inside import simulated_simulated as simulated
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.comm import PeerLost
@@ -53,7 +54,7 @@ def make_pipe(**options: Any) -> PipelineModule:
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "timeout": 120.0,
     }
-    return PipelineModule(make_model(), **(settings | options))
+    return PipelineModule(make_model(), **records(**(settings | options)))
 
 
 def trained_alone(steps: int) -> dict[str, Tensor]:
@@ -240,7 +241,7 @@ def _on_two_hosts() -> tuple[str, dict[str, Tensor]]:
         plan = _restricted()
     pipe = PipelineModule(
         make_model(),
-        plan=plan,
+        schedule=plan,
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         timeout=120.0,

@@ -185,7 +185,7 @@ def of_any_size(*middle: nn.Module) -> PipelineModule:
         num_microbatches=4,
         mesh={"pipe": 2},
         loss_fn=loss_of,
-        split_points=["2"],
+        cut=["2"],
         example_inputs=(X,),
     )
 

@@ -21,6 +21,7 @@ import torch
 from support.inside import ReplicaLoader
 from support.inside import files as checkpoint_files
 from support.pool import Pool
+from support.records import records
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -349,10 +350,7 @@ def plain(model: nn.Module, **options: Any) -> PipelineModule:
     """A pipeline without an optimizer, of a model in float64."""
     return PipelineModule(
         model.double(),
-        mesh={"pipe": 2},
-        loss_fn=nn.functional.mse_loss,
-        example_inputs=batch(0)[:1],
-        **options,
+        **records(mesh={"pipe": 2}, loss_fn=nn.functional.mse_loss, example_inputs=batch(0)[:1], **options),
     )
 
 

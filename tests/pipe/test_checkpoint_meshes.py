@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import Checkpoint, TensorPiece
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 import stagewright
@@ -88,7 +89,7 @@ def make(model: nn.Module, **options: Any) -> PipelineModule:
         "example_inputs": (torch.zeros(BATCH, LENGTH, dtype=torch.long),),
         "timeout": 120.0,
     }
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}

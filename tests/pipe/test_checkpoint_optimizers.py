@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.inside import LAST_UPDATE
 from support.pool import Pool
+from support.records import records
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim import lr_scheduler as lr
@@ -34,16 +35,18 @@ def make(
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
     return PipelineModule(
         nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double(),
-        schedule=schedule,
-        num_microbatches=4 // data if torch.distributed.is_initialized() else 4,
-        num_chunks=chunks,
-        mesh={"pipe": ranks, "data": data},
-        loss_fn=nn.functional.mse_loss,
-        optimizer=optimizer,
-        lr_scheduler=scheduler,
-        example_inputs=(torch.zeros(8, 6, dtype=torch.float64),),
-        timeout=120.0,
-        **options,
+        **records(
+            schedule=schedule,
+            num_microbatches=4 // data if torch.distributed.is_initialized() else 4,
+            num_chunks=chunks,
+            mesh={"pipe": ranks, "data": data},
+            loss_fn=nn.functional.mse_loss,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            example_inputs=(torch.zeros(8, 6, dtype=torch.float64),),
+            timeout=120.0,
+            **options,
+        ),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.inside import main
+from support.records import records
 from torch import nn
 
 import stagewright
@@ -59,7 +60,7 @@ def make(plain: nn.Module, **options: Any) -> PipelineModule:
         "lr_scheduler": schedule_of,
         "example_inputs": (torch.zeros(8, dtype=torch.long),),
     }
-    return PipelineModule(plain, **(settings | options))
+    return PipelineModule(plain, **records(**(settings | options)))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

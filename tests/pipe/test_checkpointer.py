@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stagewright.comm import PipelineTimeout
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import Mesh, PipelineModule
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 
@@ -43,8 +43,7 @@ def make(
         model.double().to(device),
         schedule=schedule,
         num_microbatches=4,
-        mesh=mesh or {"pipe": 2},
-        data_parallel=data_parallel,
+        mesh=Mesh(**mesh or {"pipe": 2}, data_parallel=data_parallel),
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.records import records
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -55,7 +56,7 @@ def made(model: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Pipe
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
         "mesh": {"pipe": 2},
     }
-    return PipelineModule(model().to(dtype), **(settings | options))
+    return PipelineModule(model().to(dtype), **records(**(settings | options)))
 
 
 def trained(

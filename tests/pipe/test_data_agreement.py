@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import nightly, one_in
 from support.pool import Pool
+from support.records import records
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,7 +30,7 @@ def make_pipe(schedule: str = "1f1b", **options: Any) -> PipelineModule:
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "timeout": 120.0,
     }
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def train_unseeded(schedule: str, rank_seed: int) -> str:

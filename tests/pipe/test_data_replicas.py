@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.grids import nightly
 from support.inside import on_ranks, replicate
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -52,7 +53,7 @@ def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> Pipelin
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         "timeout": 120.0,
     }
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def trained_alone(batches: list[tuple[Tensor, Tensor]], loss_fn: Any) -> tuple[dict[str, Tensor], list[float]]:

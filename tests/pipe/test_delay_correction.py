@@ -18,11 +18,12 @@ from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make
 from support.cases import same
 from support.inside import LAST_UPDATE, Feedback, Sharing, StageOptimizers, make_stream
 from support.pool import Pool
+from support.records import records
 from support.reference import copied
 from torch import Tensor, nn
 
 from stagewright import ErrorFeedback
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import Asynchronous, PipelineModule
 from stagewright.schedules import build
 
 RULE = AsyncCase(task="mlp", num_ranks=3, sizes=UNEVEN[:5], feedback=1.0, flushes=(2,), decay=True)
@@ -236,12 +237,11 @@ def test_what_is_refused(option: str, schedule: str, story: str) -> None:
     with pytest.raises(ValueError, match=story):
         PipelineModule(
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)),
-            schedule=schedule,
+            schedule=Asynchronous(schedule, correction=option),
             num_microbatches=2,
             loss_fn=nn.functional.mse_loss,
             optimizer=torch.optim.AdamW,
             mesh={"pipe": 2},
-            delay_correction=option,
             example_inputs=(torch.zeros(2, 2),),
         )
     for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}, {"fresh": -1.0}):
@@ -255,12 +255,14 @@ def test_bytes_of_the_buffer_are_counted(factor: float) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         pipe = PipelineModule(
             model,
-            schedule="pipedream",
-            num_microbatches=2,
-            loss_fn=nn.functional.mse_loss,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            mesh={"pipe": 2},
-            **options,
+            **records(
+                schedule="pipedream",
+                num_microbatches=2,
+                loss_fn=nn.functional.mse_loss,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                mesh={"pipe": 2},
+                **options,
+            ),
         )
         for _ in range(2):
             pipe.train_step(torch.ones(4, 8), torch.ones(4, 8))

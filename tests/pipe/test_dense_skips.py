@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import nightly
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.comm import InProcessTransport, ProcessGroupTransport
@@ -77,7 +78,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
     settings |= {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": batch(0)[:1]}
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def by_hand(delay: int) -> dict[str, Tensor]:

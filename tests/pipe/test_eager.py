@@ -15,6 +15,7 @@ from support import eager_objects as objects
 from support.grids import nightly
 from support.inside import Arguments, RecordedUnits
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -92,7 +93,7 @@ def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
         "optimizer": sgd,
         "example_inputs": (X,),
     }
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def equal(model: nn.Module, twin: nn.Module, *, atol: float = 1e-12) -> None:

@@ -15,6 +15,7 @@ from support.cases import same
 from support.grids import nightly
 from support.inside import RunFile, find_traces, read_run, read_traces
 from support.pool import Pool
+from support.records import records
 from support.reference import copied
 from support.small import X, Y, layers, sgd, stream
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def _pipe(**options: Any) -> PipelineModule:
         "mesh": {"pipe": 3},
         "example_inputs": (torch.zeros(8, 4),),
     }
-    return PipelineModule(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), **(settings | options))
+    return PipelineModule(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), **records(**(settings | options)))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])

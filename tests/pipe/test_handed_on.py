@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -143,7 +144,7 @@ def plain(make: Callable[[], list[nn.Module]]) -> tuple[list[float], dict[str, T
 def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """Losses, weights by name."""
     settings = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss, "optimizer": sgd, "timeout": 60.0}
-    pipe = PipelineModule(made(make), **(settings | options))
+    pipe = PipelineModule(made(make), **records(**(settings | options)))
     losses = [pipe.train_step(*batch(step)).loss for step in range(2)]
     state = {name: value.clone() for name, value in pipe.full_state_dict().items()}
     pipe.close()
@@ -208,8 +209,8 @@ def test_units_of_a_recorded_model(recompute: Any) -> None:
     model = Own().double()
     expected = F.mse_loss(model(x), y).item()
     with pytest.raises(ValueError, match=r"reads what units\.0 left in an object.*recompute='full' for the stage"):
-        PipelineModule(model, recompute=recompute, **options).forward_backward(x, y)
-    pipe = PipelineModule(model, recompute="full", **options)
+        PipelineModule(model, **records(recompute=recompute, **options)).forward_backward(x, y)
+    pipe = PipelineModule(model, **records(recompute="full", **options))
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
 
 
@@ -225,10 +226,12 @@ def test_given_stages() -> None:
     x, y = batch(0)
     expected = F.mse_loss(nn.Sequential(*units)(x), y).item()
     options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
-    pipe = PipelineModule(stages=[nn.Sequential(*units[:4]), nn.Sequential(*units[4:])], **options)
+    pipe = PipelineModule(**records(stages=[nn.Sequential(*units[:4]), nn.Sequential(*units[4:])], **options))
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match=r"'1\.0' takes a tensor of shape \(2, 4\) that '0\.1' hands on"):
-        PipelineModule(stages=[nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], **options).forward_backward(x, y)
+        PipelineModule(
+            **records(stages=[nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], **options)
+        ).forward_backward(x, y)
 
 
 class Counts(nn.Module):

@@ -24,6 +24,7 @@ from support.keyword_models import (
     draw,
     loss_of,
 )
+from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -39,7 +40,7 @@ def models(make_model: Callable[[], nn.Module] = Tagger) -> tuple[Any, Any]:
 
 def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"num_microbatches": 3, "mesh": {"pipe": 2}, "loss_fn": loss_of}
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def assert_equal_gradients(model: nn.Module, twin: nn.Module) -> None:
@@ -190,7 +191,7 @@ def test_a_dimension_that_a_tensor_does_not_have() -> None:
 
 
 def test_chains_take_positionals_alone() -> None:
-    with pytest.raises(ValueError, match=r"'input' by keyword for an nn.Sequential or stages=\[\.\.\.\], whose mod"):
+    with pytest.raises(ValueError, match=r"'input' by keyword for an nn.Sequential or a list of stages, whose mod"):
         make().train_step(input=X, target=Y)
     assert make().train_step(X, target=Y).loss_step == 0
     with pytest.raises(ValueError, match=r"batch_dims names 'x', .*: expected positions"):

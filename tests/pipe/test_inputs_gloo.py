@@ -24,6 +24,7 @@ from support.keyword_models import (
     loss_of,
 )
 from support.pool import Pool
+from support.records import records
 from torch import Tensor
 
 from stagewright.comm import PipelineError
@@ -37,7 +38,7 @@ def build(make_model: Any, **options: Any) -> tuple[PipelineModule, Any]:
     model = make_model().double()
     twin = copy.deepcopy(model)
     settings: dict[str, Any] = {"num_microbatches": 3, "timeout": 120.0}
-    return PipelineModule(model, **(settings | options)), twin
+    return PipelineModule(model, **records(**(settings | options))), twin
 
 
 def differences(pipe: PipelineModule, twin: Any) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import interleaved
+from support.records import records
 from support.small import WIDTH, sgd
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ def assert_trains(model: nn.Module, *, loss: Any = F.mse_loss, stages: bool = Fa
         optimizer.step()
         expected.append(value.item())
     what = {"stages": list(model.children())} if stages else {"model": model}
-    pipe = PipelineModule(**what, loss_fn=loss, optimizer=sgd, **options)
+    pipe = PipelineModule(**records(**what, loss_fn=loss, optimizer=sgd, **options))
     assert [pipe.train_step(X, Y).loss for _ in range(3)] == pytest.approx(expected, rel=1e-12)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

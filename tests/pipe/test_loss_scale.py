@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
-from stagewright.pipe import NonFiniteLossError, PipelineModule, StepRecord
+from stagewright.pipe import NonFiniteLossError, PipelineModule, Precision, StepRecord
 
 WIDTH, SAMPLES, M, DEPTH = 6, 8, 4, 4
 
@@ -159,7 +160,7 @@ def piped_run(schedule: str, clip: float | None = None, save: Path | None = None
             "mesh": {"pipe": 2},
             "on_step": told.append,
         }
-        return PipelineModule(model(dtype), **(settings | options)), own
+        return PipelineModule(model(dtype), **records(**(settings | options))), own
 
     pipe, own = make()
     results: dict[int, Any] = {}
@@ -236,12 +237,14 @@ def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(tmp_path: Path) -
     def make(**options: Any) -> PipelineModule:
         return PipelineModule(
             model(torch.float64),
-            num_microbatches=M,
-            loss_fn=loss_fn,
-            optimizer=adamw,
-            mesh={"pipe": 2},
-            example_inputs=(batch(0, {}, torch.float64)[0],),
-            **options,
+            **records(
+                num_microbatches=M,
+                loss_fn=loss_fn,
+                optimizer=adamw,
+                mesh={"pipe": 2},
+                example_inputs=(batch(0, {}, torch.float64)[0],),
+                **options,
+            ),
         )
 
     def trained(pipe: PipelineModule, *steps: int) -> dict[str, Tensor]:
@@ -289,7 +292,7 @@ def piped_run_here(schedule: str, options: dict[str, Any]) -> dict[str, Any]:
 def small(**options: Any) -> tuple[PipelineModule, torch.amp.GradScaler]:
     own = options.pop("grad_scaler", None) or scaler()
     settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": loss_fn, "optimizer": adamw, "mesh": {"pipe": 2}}
-    return PipelineModule(model(torch.float32), **(settings | {"grad_scaler": own} | options)), own
+    return PipelineModule(model(torch.float32), **records(**(settings | {"grad_scaler": own} | options))), own
 
 
 def test_an_infinite_loss_is_skipped_and_the_next_batch_trains() -> None:
@@ -393,7 +396,7 @@ def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
         for own in (None, scaler()) if schedule == "1f1b" else (None,):
             settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": M, "mesh": {"pipe": 2}}
             pipe = PipelineModule(
-                copy.deepcopy(chain), loss_fn=F.mse_loss, optimizer=adamw, grad_scaler=own, **settings
+                copy.deepcopy(chain), **records(loss_fn=F.mse_loss, optimizer=adamw, grad_scaler=own, **settings)
             )
             if message is not None and own is None:
                 assert isinstance(pipe.predict(x), Tensor)
@@ -415,7 +418,9 @@ def test_the_default_type_of_numbers_is_the_users() -> None:
     """torch.set_default_dtype(torch.float64) makes no difference to a scale, which is float32 anyhow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     made = nn.Sequential(nn.Linear(2, 2))
-    pipe = PipelineModule(made, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, grad_scaler=scaler, mesh={"pipe": 1})
+    pipe = PipelineModule(
+        made, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, precision=Precision(grad_scaler=scaler), mesh={"pipe": 1}
+    )
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

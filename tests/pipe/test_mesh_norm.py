@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -109,7 +110,7 @@ def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[
 
     norms = []
     if schedule != "2bw":
-        pipe = PipelineModule(model(), schedule=schedule, example_inputs=own(0)[:1], **(settings | options))
+        pipe = PipelineModule(model(), **records(schedule=schedule, example_inputs=own(0)[:1], **(settings | options)))
         for norm_type in NORMS:
             pipe.forward_backward(*own(0))
             norms.append(pipe.clip_grad_norm_(1e9, norm_type))
@@ -119,7 +120,9 @@ def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[
                 parameter.grad = None
         pipe.close()
     made, own_scaler = model(), None if schedule == "2bw" else scaler()
-    pipe = PipelineModule(made, schedule=schedule, max_grad_norm=0.1, grad_scaler=own_scaler, **(settings | options))
+    pipe = PipelineModule(
+        made, **records(schedule=schedule, max_grad_norm=0.1, grad_scaler=own_scaler, **(settings | options))
+    )
     results = []
     for step in range(STEPS):
         made[0].is_bad = own_scaler is not None and (step, dist.get_rank()) == AT

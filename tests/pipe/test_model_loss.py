@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import IGNORED, LABELS, WIDTH, WORDS, Language, gpt2, in_float64, loss_in
+from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ def models(**options: Any) -> tuple[Any, Any]:
 
 def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": "model"}
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def assert_equal_gradients(model: nn.Module, twin: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import nightly, one_in
 from support.pool import Pool
+from support.records import records
 from support.zoo import TORCHVISION, TRANSFORMERS, Batch, Case
 from torch import nn
 
@@ -22,10 +23,12 @@ M = 2
 def make_pipe(model: nn.Module, *, ranks: int, **options: Any) -> PipelineModule:
     return PipelineModule(
         model,
-        **{"schedule": "1f1b", "num_microbatches": M, "loss_fn": "model"} | options,
-        mesh={"pipe": ranks},
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        timeout=120.0,
+        **records(
+            **{"schedule": "1f1b", "num_microbatches": M, "loss_fn": "model"} | options,
+            mesh={"pipe": ranks},
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            timeout=120.0,
+        ),
     )
 
 

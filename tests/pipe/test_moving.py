@@ -16,6 +16,7 @@ from support.matrix import make_case
 from support.pipeline import run
 from support.pool import Pool
 from support.random_moves import with_random_moves
+from support.records import records
 from support.reference import reference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,11 +104,13 @@ def watched(schedule: Schedule, model: nn.Module, *, autocast: bool = False, **o
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     with sw.PipelineModule(
         model,
-        schedule=schedule,
-        mesh={"pipe": schedule.num_ranks},
-        loss_fn=nn.functional.mse_loss,
-        example_inputs=(x,),
-        **options,
+        **records(
+            schedule=schedule,
+            mesh={"pipe": schedule.num_ranks},
+            loss_fn=nn.functional.mse_loss,
+            example_inputs=(x,),
+            **options,
+        ),
     ) as pipe:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             pipe.forward_backward(x, x)
@@ -281,5 +284,5 @@ def test_compiled_stages_are_refused() -> None:
             mesh={"pipe": 2},
             loss_fn=nn.functional.mse_loss,
             example_inputs=(torch.randn(8, 4),),
-            compile={"backend": "eager"},
+            precision=sw.Precision(compile={"backend": "eager"}),
         )

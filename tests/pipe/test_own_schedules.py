@@ -17,6 +17,7 @@ import torch
 from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order, in_turns
 from support.plain import MICROBATCHES, STEPS, agree, batch, linear, made, piped, plain, sgd
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -112,7 +113,7 @@ def test_stages_without_backward_keep_nothing() -> None:
     model = made(Recycled)
     model.blocks[1][0].register_forward_pre_hook(lambda module, inputs: seen.append(weakref.ref(inputs[0])))
     settings: dict[str, Any] = {"loss_fn": mse_loss, "optimizer": sgd, "example_inputs": batch(0)[:1]}
-    pipe = PipelineModule(model, schedule=recycling(), **settings)
+    pipe = PipelineModule(model, **records(schedule=recycling(), **settings))
     seen.clear()
     pipe.train_step(*batch(0))
     gc.collect()
@@ -200,7 +201,7 @@ def test_rules_functions_and_filters_are_schedules(tmp_path: Path, monkeypatch: 
     ):
         model = made(chain)
         settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": mse_loss, "example_inputs": batch(0)[:1]}
-        pipe = PipelineModule(model, schedule=schedule, mesh=mesh, **settings)
+        pipe = PipelineModule(model, **records(schedule=schedule, mesh=mesh, **settings))
         x, y = batch(0)
         assert pipe.forward_backward(x, y).loss == pytest.approx(mse_loss(model(x), y).item(), abs=1e-12)
         assert pipe.num_ranks == (
@@ -220,7 +221,7 @@ def differences(name: str) -> list[str]:
     make: Any = (lambda: Recycled(2)) if is_recycled else chain
     one, losses = plain(make)
     settings: dict[str, Any] = {"split_points": None if is_recycled else ["1", "2"], "example_inputs": batch(0)[:1]}
-    pipe = PipelineModule(made(make), schedule=schedule, loss_fn=mse_loss, optimizer=sgd, **settings)
+    pipe = PipelineModule(made(make), **records(schedule=schedule, loss_fn=mse_loss, optimizer=sgd, **settings))
     found = [pipe.train_step(*batch(step)).loss for step in range(STEPS)]
     theirs = one.state_dict()
     wrong = [key for key, x in pipe.full_state_dict().items() if not torch.allclose(x, theirs[key], rtol=0, atol=1e-12)]

@@ -16,6 +16,7 @@ import torch
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, agree, assert_exact, make_batch, make_model, replay
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright import PipelineModule
@@ -53,7 +54,7 @@ def test_three_weights_by_hand() -> None:
     model = scalars(1.0, 2.0, 1.0)
     schedule = build("paci", num_ranks=2, num_microbatches=1)
     options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(0.1), "split_points": ["2"]}
-    with PipelineModule(model, schedule=schedule, mesh={"pipe": 2}, **options) as pipe:
+    with PipelineModule(model, **records(schedule=schedule, mesh={"pipe": 2}, **options)) as pipe:
         for _ in range(2):
             pipe.train_step(torch.ones(1, 1).double(), torch.zeros(1, 1).double())
         pipe.flush()
@@ -75,7 +76,7 @@ def test_gradient_descent_on_a_quadratic_is_stable_up_to_the_known_rate(
     schedule = build("paci", num_ranks=2, num_microbatches=every)
     options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(rate), "split_points": ["1"]}
     errors = [1.0, 1.0]
-    with PipelineModule(model, schedule=schedule, mesh={"pipe": 2}, **options) as pipe:
+    with PipelineModule(model, **records(schedule=schedule, mesh={"pipe": 2}, **options)) as pipe:
         ones, zeros = (fill(every, 1, dtype=torch.float64) for fill in (torch.ones, torch.zeros))
         for t in range(30):
             pipe.train_step(ones, zeros)

@@ -153,7 +153,7 @@ def test_plans_train_as_one_process_does(seed: int) -> None:
     x, y = torch.randn(2, batch, 5, dtype=torch.float64)
     loss = F.mse_loss(modules[1](x), y)
     loss.backward()
-    pipe = PipelineModule(modules[0], plan=found, loss_fn=F.mse_loss, timeout=60.0)
+    pipe = PipelineModule(modules[0], schedule=found, loss_fn=F.mse_loss, timeout=60.0)
     assert pipe.forward_backward(x, y).loss == pytest.approx(loss.item(), rel=1e-12)
     for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)

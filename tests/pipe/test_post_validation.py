@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from support.grids import nightly
 from support.inside import Engine, Sharing, cut_behind_warm_up
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import PipelineModule, Synchronous
 from stagewright.schedules import FAMILIES, Op, build
 
 WIDTH, SAMPLES, M, STEPS = 8, 12, 4, 14
@@ -70,14 +71,13 @@ def train(
     made = model()
     pipe = PipelineModule(
         made,
-        schedule=schedule,
+        schedule=Synchronous(schedule, post_validation=post_validation),
         num_microbatches=M,
         loss_fn=loss_fn,
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.002),
         lr_scheduler=decay,
         max_grad_norm=limit,
         mesh={"pipe": ranks, "data": data},
-        post_validation=post_validation,
     )
     results = []
     for step in range(stop):
@@ -137,7 +137,7 @@ def test_weights_are_confirmed_before_they_are_read() -> None:
                 optimizer=torch.optim.AdamW,
                 max_grad_norm=LIMIT,
                 mesh={"pipe": 2},
-                post_validation=post_validation,
+                schedule=Synchronous(post_validation=post_validation),
             )
             for step in range(1, 4):
                 result = pipe.train_step(*batch(step))
@@ -170,11 +170,11 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
             "mesh": {"pipe": 2},
             "post_validation": True,
         }
-        return PipelineModule(model(), **(settings | options))
+        return PipelineModule(model(), **records(**(settings | options)))
 
     with pytest.raises(ValueError, match=r"Counting changes its attribute 'steps'.*post_validation=False"):
         pipe(optimizer=lambda p: Counting(p, lr=0.1)).train_step(*batch(1))
-    with pytest.raises(ValueError, match=r"asynchronous schedule '2bw'.*expected a flush schedule"):
+    with pytest.raises(ValueError, match=r"Synchronous around the schedule '2bw'"):
         pipe(schedule="2bw").train_step(*batch(1))
     with pytest.raises(ValueError, match="post_validation=1: expected True or False"):
         pipe(post_validation=1)
@@ -193,7 +193,7 @@ def test_weights_changed_behind_an_update_that_is_not_confirmed() -> None:
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
             max_grad_norm=LIMIT,
             mesh={"pipe": 2},
-            post_validation=post_validation,
+            schedule=Synchronous(post_validation=post_validation),
         )
 
     def clamp(pipe: PipelineModule) -> None:
@@ -236,7 +236,7 @@ def test_a_step_that_writes_into_its_gradients() -> None:
             optimizer=lambda p: Writing(p, lr=0.1, momentum=0.9),
             max_grad_norm=LIMIT,
             mesh={"pipe": 2},
-            post_validation=post_validation,
+            schedule=Synchronous(post_validation=post_validation),
         )
         for step in range(1, 9):
             pipe.train_step(*batch(step))

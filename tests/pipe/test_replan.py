@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.inside import AutoLayout, BatchOrders, Given, find_traces, peak_held, read_traces
 from support.pool import CaseError, Pool
 from support.unequal import BATCHES, alone, assert_alone, make_batch, make_pipe
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagewright import PipelineModule
 from stagewright.partition import Node, Profile
@@ -142,7 +142,7 @@ def test_updates_ahead_of_the_norm_are_taken_back_as_ever() -> None:
 
 
 def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> None:
-    with measured(), mock.patch("stagewright.pipe.auto.layout._memory_bytes", return_value=80e3):
+    with measured(), mock.patch("stagewright.pipe.auto.layout.device_memory", return_value=80e3):
         pipe = make()
         pipe.train_step(microbatches=BATCHES[0])
         long = make_batch(0, (3, 9, 4, 40))
@@ -158,16 +158,19 @@ def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replan": "step"}, r"replan='step': expected \"batch\", a schedule for each batch; or None"),
         ({"schedule": "zb-h1"}, r"replan=\"batch\" beside schedule='zb-h1', which says .*: expected schedule=\"auto\""),
         ({"schedule": "2bw"}, r"replan=\"batch\" beside schedule='2bw'"),
         ({"schedule": None}, "replan=\"batch\" beside schedule='1f1b'"),
-        ({"schedule": None, "plan": "mine.json", "mesh": None}, r"replan=\"batch\" beside plan="),
     ],
 )
-def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(**options)
+def test_options_that_only_old_names_put_together(options: dict[str, Any], message: str) -> None:
+    with pytest.warns(FutureWarning, match="replan"), pytest.raises(ValueError, match=message):
+        PipelineModule(nn.Linear(4, 4), replan="batch", **options)
+
+
+def test_another_word() -> None:
+    with pytest.raises(ValueError, match=r"replan='step': expected \"batch\", a schedule for each batch; or None"):
+        make(replan="step")
 
 
 def test_batches_that_do_not_go_together() -> None:

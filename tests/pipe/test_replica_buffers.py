@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -56,7 +57,7 @@ def plain(model: nn.Module, order: list[int]) -> dict[str, Tensor]:
 def piped(model: nn.Module, *, replica: int | None = None, **options: Any) -> tuple[dict[str, Tensor], ...]:
     """(full state, this process's); each process passes its own replica's microbatches, k = replica mod D."""
     settings: dict[str, Any] = {"mesh": {"pipe": 2, "data": D}, "loss_fn": F.mse_loss, "num_microbatches": M}
-    pipe = PipelineModule(model, optimizer=sgd, **(settings | options))
+    pipe = PipelineModule(model, **records(optimizer=sgd, **(settings | options)))
     for step in range(STEPS):
         given = batch(step)
         if replica is not None:

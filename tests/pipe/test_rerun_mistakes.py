@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,8 @@ def test_mistakes(recompute: Any, message: str) -> None:
         pipeline(nn.Sequential(Unused(), Unused()).double(), recompute)
 
 
-def test_a_plan_has_its_own_recomputation() -> None:
-    with pytest.raises(ValueError, match=r"recompute"):
-        PipelineModule(nn.Sequential(nn.Linear(D, D)), plan="plan.json", recompute={"*": "full"}, loss_fn=F.mse_loss)
+def test_a_plan_has_its_own_recomputation(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"stages": []}')
+    with pytest.raises(ValueError, match=r"recompute= beside a plan"):
+        PipelineModule(nn.Sequential(nn.Linear(D, D)), schedule=plan, recompute={"*": "full"}, loss_fn=F.mse_loss)

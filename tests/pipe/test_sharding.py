@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from support.grids import nightly, one_in
 from support.pool import Pool
+from support.records import records
 from support.sharded import X, Y, even, halved, sgd
 from torch import Tensor, nn
 
 from stagewright import named
 from stagewright.partition import Plan, PlanStage
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import Mesh, PipelineModule
 from stagewright.schedules import Costs
 
 WIDTH, VOCABULARY, STEPS = 6, 7, 4
@@ -100,11 +101,7 @@ def trained(data: int, optimizer: str, sizes: list[list[int]], options: dict[str
     replica = torch.distributed.get_rank() % data
     pipe = PipelineModule(
         make_model(),
-        loss_fn=loss_fn,
-        optimizer=OPTIMIZERS[optimizer],
-        lr_scheduler=halved,
-        timeout=120.0,
-        **options,
+        **records(loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], lr_scheduler=halved, timeout=120.0, **options),
     )
     losses = []
     is_flush = True
@@ -200,13 +197,15 @@ def streamed(sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
     replica = torch.distributed.get_rank() % 2 if torch.distributed.is_initialized() else 0
     pipe = PipelineModule(
         make_model() if options["schedule"] == "2bw" else untied(),
-        loss_fn=loss_fn,
-        optimizer=OPTIMIZERS["adamw"],
-        lr_scheduler=halved,
-        mesh={"pipe": 2, "data": 2},
-        num_microbatches=3,
-        timeout=120.0,
-        **options,
+        **records(
+            loss_fn=loss_fn,
+            optimizer=OPTIMIZERS["adamw"],
+            lr_scheduler=halved,
+            mesh={"pipe": 2, "data": 2},
+            num_microbatches=3,
+            timeout=120.0,
+            **options,
+        ),
     )
     results = []
     for step in range(5):
@@ -267,7 +266,9 @@ class Scale(nn.Module):
 
 def verified() -> int:
     model, options = nn.Sequential(even(), Scale()), {"mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2}
-    with PipelineModule(model, data_parallel="fsdp", loss_fn=F.mse_loss, optimizer=sgd, verify=True, **options) as pipe:
+    with PipelineModule(
+        model, **records(data_parallel="fsdp", loss_fn=F.mse_loss, optimizer=sgd, verify=True, **options)
+    ) as pipe:
         return pipe.verify(X, Y).num_gradients
 
 
@@ -285,8 +286,7 @@ def kept(kind: str) -> dict[str, Any]:
     model = even()
     pipe = PipelineModule(
         model,
-        data_parallel=kind,
-        mesh={"pipe": 1, "data": 2},
+        mesh=Mesh(pipe=1, data=2, data_parallel=kind),
         num_microbatches=2,
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -370,12 +370,11 @@ def test_what_a_rank_keeps(gloo: Pool) -> None:
 
 def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
     with pytest.raises(ValueError, match=r"data_parallel='zero3': expected one of 'replicate', 'zero1', 'fsdp'"):
-        PipelineModule(even(), data_parallel="zero3")
+        PipelineModule(even(), mesh=Mesh(data_parallel="zero3"))
     for kind in ("zero1", "fsdp"):
         pipe = PipelineModule(
             even(),
-            data_parallel=kind,
-            mesh={"pipe": 2, "data": 2},
+            mesh=Mesh(pipe=2, data=2, data_parallel=kind),
             num_microbatches=2,
             loss_fn=F.mse_loss,
             optimizer=torch.optim.AdamW,
@@ -389,7 +388,8 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     loss = 0.0
     for begins, options in ((True, before), (False, after)):
         pipe = PipelineModule(
-            even(), loss_fn=F.mse_loss, optimizer=OPTIMIZERS["two"], num_microbatches=2, timeout=120.0, **options
+            even(),
+            **records(loss_fn=F.mse_loss, optimizer=OPTIMIZERS["two"], num_microbatches=2, timeout=120.0, **options),
         )
         pipe.build(X, Y)
         if not begins:
@@ -450,7 +450,7 @@ def planned(schedule: str, shards: int) -> dict[str, Tensor]:
         predicted_step_time=3,
         bound=3,
     )
-    pipe = PipelineModule(even(), plan=plan, loss_fn=F.mse_loss, optimizer=sgd, timeout=120.0)
+    pipe = PipelineModule(even(), schedule=plan, loss_fn=F.mse_loss, optimizer=sgd, timeout=120.0)
     for _ in range(4):
         pipe.train_step(X, Y)
     pipe.flush()

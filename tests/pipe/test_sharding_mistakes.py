@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support.grids import nightly
 from support.inside import separable
 from support.pool import Pool
+from support.records import records
 from support.sharded import X, Y, even, halved, sgd
 
 from stagewright.pipe import PipelineModule
@@ -18,7 +19,7 @@ from stagewright.pipe import PipelineModule
 def refused(options: dict[str, Any]) -> str:
     settings: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)}
     try:
-        PipelineModule(even(), loss_fn=F.mse_loss, timeout=120.0, num_microbatches=2, **(settings | options))
+        PipelineModule(even(), **records(loss_fn=F.mse_loss, timeout=120.0, num_microbatches=2, **(settings | options)))
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -100,7 +101,7 @@ def stepped_by_hand(data_parallel: str) -> list[str]:
     """A rank's error of each optimizer; behind zero_grad nothing is left for its step, or for the next train_step."""
     mesh = {"pipe": 1, "data": 2}
     options: Any = {"loss_fn": F.mse_loss, "optimizer": sgd, "mesh": mesh, "num_microbatches": 2, "timeout": 120.0}
-    pipe = PipelineModule(even(), data_parallel=data_parallel, **options)
+    pipe = PipelineModule(even(), **records(data_parallel=data_parallel, **options))
     pipe.forward_backward(X, Y)
     told = []
     for optimizer in pipe.optimizers:

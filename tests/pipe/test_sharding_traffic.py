@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stagewright.comm import Collectives
 from stagewright.partition import Cluster
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import Mesh, PipelineModule
 
 RANKS, WIDTH = 3, 6
 
@@ -25,11 +25,10 @@ def sent(kind: str) -> list[int]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
     pipe = PipelineModule(
         model,
-        mesh={"pipe": 1, "data": RANKS},
+        mesh=Mesh(pipe=1, data=RANKS, data_parallel=kind),
         num_microbatches=1,
         loss_fn=nn.functional.mse_loss,
         optimizer=torch.optim.Adam,
-        data_parallel=kind,
     )
     found, plain = [], Collectives.exchange
 

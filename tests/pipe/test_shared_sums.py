@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import ALONE_BYTES, BUCKET_BYTES, buckets_of
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule
@@ -63,10 +64,7 @@ def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
     settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
     return PipelineModule(
         tied_model(),
-        schedule="interleaved",
-        split_points=["1", "2", "3"],
-        loss_fn=loss_fn,
-        **(settings | options),
+        **records(schedule="interleaved", split_points=["1", "2", "3"], loss_fn=loss_fn, **(settings | options)),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from support.sliced import (
     VOCABULARY,
     T,
@@ -26,13 +27,13 @@ from support.sliced import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stagewright import PipelineModule, first_position
+from stagewright import PipelineModule, Slices, first_position
 
 
 def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     """The pipeline's loss and gradients are those of the plain model, below 1e-12; also a second time."""
     expected = plainly(model, loss_fn, *inputs)
-    pipe = PipelineModule(model, loss_fn=loss_fn, **{"mesh": {"pipe": 2}, "num_microbatches": 2, **options})
+    pipe = PipelineModule(model, **records(loss_fn=loss_fn, **{"mesh": {"pipe": 2}, "num_microbatches": 2, **options}))
     for _ in range(2):
         found = piped(pipe, *inputs)
         assert found.loss == pytest.approx(expected.loss, abs=1e-13)
@@ -72,7 +73,12 @@ def test_gradients_equal_one_process(schedule: str, sizes: dict[str, Any]) -> No
 def test_verify_and_evaluation_take_whole_sequences() -> None:
     model, (tokens, targets) = chain(), batch()
     pipe = PipelineModule(
-        model, schedule="seq1f1b", num_slices=3, num_microbatches=2, mesh={"pipe": 2}, loss_fn=mean_loss, verify=True
+        model,
+        schedule=Slices("seq1f1b", num_slices=3),
+        num_microbatches=2,
+        mesh={"pipe": 2},
+        loss_fn=mean_loss,
+        verify=True,
     )
     expected = model(tokens)
     pipe.forward_backward(tokens, targets)
@@ -102,7 +108,8 @@ def test_dropout_does_not_depend_on_the_cut_or_on_recomputation() -> None:
     made = [
         piped(
             PipelineModule(
-                chain(dropout=0.3), schedule=schedule, num_slices=3, num_microbatches=2, loss_fn=mean_loss, **options
+                chain(dropout=0.3),
+                **records(schedule=schedule, num_slices=3, num_microbatches=2, loss_fn=mean_loss, **options),
             ),
             *batch(),
         )
@@ -122,7 +129,7 @@ def test_slices_draw_masks_of_their_own() -> None:
     masks: list[Tensor] = []
     model = chain(layers=1, dropout=0.5)
     model[0].dropout.register_forward_hook(lambda module, given, output: masks.append(output == 0))
-    pipe = PipelineModule(model, schedule="seq1f1b", num_slices=3, num_microbatches=1, loss_fn=mean_loss)
+    pipe = PipelineModule(model, schedule=Slices("seq1f1b", num_slices=3), num_microbatches=1, loss_fn=mean_loss)
     piped(pipe, *batch())
     drawn = [mask for mask in masks if mask.any()]  # none when slices are tried
     assert len(drawn) == 3
@@ -227,7 +234,9 @@ def test_training_on_sequences_of_several_lengths() -> None:
             raise RuntimeError("once")
         return mean_loss(logits, targets)
 
-    pipe = PipelineModule(model, loss_fn=loss_fn, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **options)
+    pipe = PipelineModule(
+        model, **records(loss_fn=loss_fn, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **options)
+    )
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for length in (12, 7, 12, 9):
         tokens, targets = batch(length=length)
@@ -321,7 +330,7 @@ def test_models_whose_tokens_meet_elsewhere(layer: Callable[[], nn.Module], mess
     torch.manual_seed(0)
     tokens, targets = batch()
     model = nn.Sequential(nn.Embedding(VOCABULARY, 8), layer(), nn.Linear(8, VOCABULARY)).double()
-    pipe = PipelineModule(model, schedule="seq1f1b", num_slices=3, num_microbatches=2, loss_fn=mean_loss)
+    pipe = PipelineModule(model, schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=mean_loss)
     with pytest.raises(ValueError, match=message):
         pipe.forward_backward(tokens, targets)
 
@@ -340,7 +349,9 @@ def last_token(logits: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss_fn", [shifting_loss, mean_of_some, last_token])
 def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
-    pipe = PipelineModule(chain(layers=1), schedule="seq1f1b", num_slices=3, num_microbatches=2, loss_fn=loss_fn)
+    pipe = PipelineModule(
+        chain(layers=1), schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=loss_fn
+    )
     with pytest.raises(
         ValueError, match=r"loss_fn makes .* of whole sequences and .* of their 3 slices: expected a mean"
     ):
@@ -351,16 +362,16 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
     ("options", "message"),
     [
         ({"num_slices": 13}, "a sequence of 12 tokens for num_slices=13"),
-        ({"num_slices": 2, "slice_lengths": [6, 5]}, r"slice_lengths=\[6, 5\] make 11 tokens, .* have 12"),
-        ({"num_slices": 2, "slice_lengths": [4, 4, 4]}, r"slice_lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
-        ({"slice_lengths": [6, 6.0]}, r"slice_lengths=\[6, 6.0\]: expected a list of tokens"),
+        ({"num_slices": 2, "slice_lengths": [6, 5]}, r"lengths=\[6, 5\] make 11 tokens, .* have 12"),
+        ({"num_slices": 2, "slice_lengths": [4, 4, 4]}, r"lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
+        ({"slice_lengths": [6, 6.0]}, r"lengths=\[6, 6.0\]: expected a list of tokens"),
         (
             {"sequence_dims": {0: 0}},
-            r"sequence_dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch",
+            r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch",
         ),
-        ({"sequence_dims": {0: "1"}}, r"sequence_dims\[0\]='1': expected the number of a dimension"),
+        ({"sequence_dims": {0: "1"}}, r"dims\[0\]='1': expected the number of a dimension"),
         ({"schedule": "1f1b", "num_slices": 2}, "num_slices=2 for schedule '1f1b': it takes microbatches whole"),
-        ({"schedule": "1f1b", "slice_lengths": [6, 6]}, "slice_lengths=.* for a schedule without slices"),
+        ({"schedule": "1f1b", "slice_lengths": [12]}, "Slices around the schedule '1f1b', which is not sliced"),
         ({"loss_fn": "model"}, 'loss_fn="model" under schedule'),
     ],
     ids=str,
@@ -369,7 +380,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     options = {"schedule": "seq1f1b", "num_microbatches": 2, "loss_fn": mean_loss, **options}
 
     def build_and_run() -> None:
-        PipelineModule(chain(layers=1), **options).forward_backward(*batch())
+        PipelineModule(chain(layers=1), **records(**options)).forward_backward(*batch())
 
     with pytest.raises(ValueError, match=message):
         build_and_run()
@@ -414,7 +425,7 @@ def test_layers_that_are_left_out_of_some_slices() -> None:
     model = chain(layers=4)
     for number in range(1, 5):
         model[number] = Dropped(model[number])
-    pipe = PipelineModule(model, schedule="seq1f1b", num_slices=3, num_microbatches=2, loss_fn=mean_loss)
+    pipe = PipelineModule(model, schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=mean_loss)
     with pytest.raises(ValueError, match="attention in Attention runs for the slice from token 4 on, and did not for"):
         pipe.forward_backward(*batch())
 

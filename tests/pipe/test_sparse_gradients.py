@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.inside import profile_model
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
@@ -42,7 +43,7 @@ def make(schedule: Any = "1f1b", **options: Any) -> PipelineModule:
     }
     if isinstance(schedule, str):
         settings |= {"num_microbatches": 4, "mesh": {"pipe": 2}}
-    return PipelineModule(make_model(), **(settings | options))
+    return PipelineModule(make_model(), **records(**(settings | options)))
 
 
 def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Tensor]:

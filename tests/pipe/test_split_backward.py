@@ -11,11 +11,12 @@ import torch
 from support.cases import Layout, agree
 from support.matrix import make_case
 from support.pipeline import run
+from support.records import records
 from support.reference import reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stagewright import PipelineModule
+from stagewright import PipelineModule, Precision
 from stagewright.pipe import StepResult
 from stagewright.schedules import Action, Op, Schedule, build, lower, simulate
 
@@ -94,7 +95,7 @@ def gradients(schedule: Any, make: Callable[[], nn.Module], **options: Any) -> t
     model = make()
     x, target = torch.randn(6, 4), torch.randn(6, 4)
     settings = {"num_microbatches": 3, "loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 2}}
-    with PipelineModule(model, schedule=schedule, **(settings | options)) as pipe:
+    with PipelineModule(model, **records(schedule=schedule, **(settings | options))) as pipe:
         pipe.forward_backward(x, target)
     return [p.grad for p in model.parameters() if p.grad is not None], model
 
@@ -142,7 +143,8 @@ def test_weight_versions(name: str, recompute: str) -> None:
         model = nn.Sequential(*[Counting(4) for _ in range(4)])
         settings: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 2}, "recompute": recompute}
         with PipelineModule(
-            model, schedule=schedule, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **settings
+            model,
+            **records(schedule=schedule, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **settings),
         ) as pipe:
             for _ in range(4):
                 pipe.train_step(torch.randn(8, 4), torch.randn(8, 4))
@@ -166,7 +168,7 @@ def test_float16_with_overflows_and_clipping() -> None:
             num_microbatches=5,
             loss_fn=nn.functional.mse_loss,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            grad_scaler=scaler,
+            precision=Precision(grad_scaler=scaler),
             max_grad_norm=0.1,
             mesh={"pipe": 2},
         ) as pipe:

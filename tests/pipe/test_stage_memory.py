@@ -9,6 +9,7 @@ import torch
 from support.grids import nightly
 from support.inside import profile_model
 from support.pool import Pool
+from support.records import records
 from torch import nn
 
 import stagewright as sw
@@ -112,7 +113,7 @@ def planned(sharding: str, layers: int = 0, schedule: str = "1f1b") -> tuple[flo
         optimizer_sharding=(sharding,),
         runnable=True,
     )
-    with sw.PipelineModule(model, plan=found, example_inputs=(x,), **options) as pipe:
+    with sw.PipelineModule(model, **records(plan=found, example_inputs=(x,), **options)) as pipe:
         pipe.train_step(x, x)
         pipe.flush()
         with pipe.watch_memory() as memory:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.comm import PipelineError
@@ -45,7 +46,7 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
         "max_grad_norm": 0.05,
         "timeout": 120.0,
     }
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +119,6 @@ def test_in_one_process_there_is_no_tensor_axis() -> None:
         make_pipe(make_model(0))
     with pytest.raises(ValueError, match=r'beside schedule="auto"'):
         make_pipe(make_model(0), schedule="auto")
-    with pytest.raises(ValueError, match=r"mesh_order=\('pipe',\): expected the axes"):
+    with pytest.raises(ValueError, match=r"order=\('pipe',\): expected the axes"):
         make_pipe(make_model(0), mesh={"pipe": 2}, mesh_order=("pipe",))
     assert math.isfinite(make_pipe(make_model(0), mesh={"pipe": 2}).train_step(*make_batch(0)).loss or math.nan)

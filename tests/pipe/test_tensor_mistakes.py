@@ -70,7 +70,7 @@ def partial_gradients() -> list[str]:
     model = nn.Sequential(nn.Linear(WIDTH, 12, bias=False), nn.Linear(12, WIDTH, bias=False)).double()
     options = {"mesh": {"tensor": 2}, "tensor_parallel": {"0": "column", "1": "row"}, "loss_fn": F.mse_loss}
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="begin 2 stages, the schedule has 1"):
+    with pytest.raises(ValueError, match="begins 2 stages, the schedule has 1"):
         make_pipe(model, split_points=["1"], **options).build(x, x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match=r"optimizer Muon holds '0.weight', which is divided") as error:

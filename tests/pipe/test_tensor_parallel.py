@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-from stagewright.comm import Mesh, MeshPlace, ProcessGroupTransport, World
+from stagewright.comm import MeshPlace, ProcessGroupTransport, ProcessMesh, World
 from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs
 
@@ -248,13 +248,13 @@ class Hosts:
 
 
 def test_parts_go_between_hosts() -> None:
-    place = MeshPlace(world=World(rank=0, size=8), mesh=Mesh(pipe=4, tensor=2))
+    place = MeshPlace(world=World(rank=0, size=8), mesh=ProcessMesh(pipe=4, tensor=2))
     peers = partial(TensorAxis(parallel={}).peers_in_parts, place)
     assert peers(Hosts(["a"] * 4 + ["b"] * 4)) == {2, 3}  # type: ignore[arg-type]
     assert peers(Hosts(["a", "a", "b", "b", "b", "c", "c", "c"])) == {1, 3}  # type: ignore[arg-type]
     assert peers(Hosts(["a", "b"] * 4)) == frozenset()  # type: ignore[arg-type]
     assert TensorAxis(parallel={}, sends="parts").peers_in_parts(place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tensor_sends='half': expected one of 'auto', 'parts', 'whole'"):
+    with pytest.raises(ValueError, match="sends='half': expected one of 'auto', 'parts', 'whole'"):
         TensorAxis(sends="half")
 
 

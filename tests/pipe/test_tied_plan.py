@@ -43,7 +43,7 @@ def planned(ranks: int, **options: Any) -> Plan:
 
 def run(found: Plan) -> tuple[list[int], dict[int, float]]:
     """One step on this rank: bytes of gradients in each sum over ranks, weights that its stages hold [bytes]."""
-    pipe = PipelineModule(model(), plan=found, loss_fn=loss, optimizer=torch.optim.SGD, example_inputs=(inputs(),))
+    pipe = PipelineModule(model(), schedule=found, loss_fn=loss, optimizer=torch.optim.SGD, example_inputs=(inputs(),))
     sums, plain = [], Collectives.begin_all_reduce
 
     def counted(self: Collectives, tensor: Tensor, **more: Any) -> Callable[[], None]:

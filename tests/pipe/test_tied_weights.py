@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -66,11 +67,13 @@ def differences(options: dict[str, Any], frozen: str = "") -> list[str]:
     clip = {"max_grad_norm": 0.05}
     pipe = PipelineModule(
         make_model(frozen=frozen),
-        loss_fn=F.mse_loss,
-        optimizer=optimizer_of,
-        example_inputs=batch(0)[:1],
-        timeout=120.0,
-        **({"num_microbatches": MICROBATCHES} | clip | options),
+        **records(
+            loss_fn=F.mse_loss,
+            optimizer=optimizer_of,
+            example_inputs=batch(0)[:1],
+            timeout=120.0,
+            **({"num_microbatches": MICROBATCHES} | clip | options),
+        ),
     )
     num_replicas = options["mesh"].get("data", 1) if pipe.world.distributed else 1
     replica = pipe.rank % num_replicas

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from support.inside import Arguments, Given, Settings, Trials, auto, named, to_try, trial
 from support.inside import simulated_simulated as simulated
+from support.records import records
 from support.trials import BATCH, WIDTH, Draws, fails, make_batch, make_loss, make_model, make_pipe, profiled, seen
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives, MeshPlace, join_world
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.pipe import PipelineModule
+from stagewright.pipe import Auto, PipelineModule, Precision, Synchronous
 from stagewright.schedules import Costs, Op
 
 CPU = torch.device("cpu")
@@ -228,12 +229,11 @@ def test_errors_are_those_of_the_run() -> None:
     [
         ({"trials": -1}, "trials=-1: expected a number of plans, 0 to try none"),
         ({"trials": True}, "trials=True: expected a number of plans"),
-        ({"trials": 2, "schedule": "1f1b"}, 'trials=2: expected schedule="auto" beside it'),
     ],
 )
 def test_the_option_is_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PipelineModule(make_model(), loss_fn=F.mse_loss, **({"schedule": "auto"} | options))
+        PipelineModule(make_model(), **records(loss_fn=F.mse_loss, **({"schedule": "auto"} | options)))
 
 
 def test_a_batch_that_microbatches_do_not_divide() -> None:
@@ -271,11 +271,13 @@ def test_code_that_changes_its_batch_counts_and_knows_its_parameters() -> None:
 
         pipe = PipelineModule(
             model,
-            num_microbatches=2,
-            loss_fn=lambda output, target: counting(output, target.add_(1)),
-            optimizer=optimizer,
-            max_grad_norm=1.0,
-            **options,
+            **records(
+                num_microbatches=2,
+                loss_fn=lambda output, target: counting(output, target.add_(1)),
+                optimizer=optimizer,
+                max_grad_norm=1.0,
+                **options,
+            ),
         )
         hooked.clear()
         pipe.build(*make_batch())
@@ -300,14 +302,12 @@ def in_float16(trials: int) -> list[Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     pipe = PipelineModule(
         model,
-        schedule="auto",
-        trials=trials,
+        schedule=Synchronous(Auto(trials=trials)),
         num_microbatches=2,
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-3)),
         max_grad_norm=1.0,
-        grad_scaler=scaler,
-        post_validation=True,
+        precision=Precision(grad_scaler=scaler),
     )
     x, y = (each.float() for each in make_batch())
     with torch.autocast("cpu", dtype=torch.float16), mock.patch.object(auto, "PROFILE_SECONDS", 0.01):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import nightly
 from support.pool import Pool
+from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -49,7 +50,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def make_pipe(**options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": momentum, "max_grad_norm": LIMIT, "timeout": 120.0}
-    return PipelineModule(make_model(), **(settings | options))
+    return PipelineModule(make_model(), **records(**(settings | options)))
 
 
 class Trained(NamedTuple):

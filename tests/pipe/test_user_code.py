@@ -28,6 +28,7 @@ from support.plain import (
     sgd,
 )
 from support.pool import Pool
+from support.records import records
 from support.reference import mix
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def now_and_then(**options: Any) -> list[list[float]]:
     model.double()
     seed_all(os.getpid())  # as processes of one run do not agree
     pipe = PipelineModule(
-        model, num_microbatches=2, loss_fn=F.mse_loss, optimizer=sgd, example_inputs=batch(0)[:1], **options
+        model, **records(num_microbatches=2, loss_fn=F.mse_loss, optimizer=sgd, example_inputs=batch(0)[:1], **options)
     )
     found = []
     for step, size in enumerate((8, 6, 8)):

@@ -12,6 +12,7 @@ from support.grids import nightly, one_in
 from support.inside import Verifier
 from support.models import TASKS, make_batch, make_model, task_of
 from support.pool import Pool
+from support.records import records
 from support.verified import Net, chain
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ def pipe_of(task: str, schedule: str, **options: Any) -> PipelineModule:
         "timeout": 120.0,
     }
     whole = {"stages": list(model.children())} if kind == "stages" else {"model": model}
-    return PipelineModule(**whole, **(settings | options))
+    return PipelineModule(**records(**whole, **(settings | options)))
 
 
 def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:
@@ -85,11 +86,13 @@ def test_a_batch_that_is_changed_in_place_is_trained_on_as_it_was() -> None:
         torch.manual_seed(0)
         pipe = PipelineModule(
             nn.Sequential(Scales(3, 3), nn.Linear(3, 3)),
-            mesh={"pipe": 2},
-            num_microbatches=2,
-            loss_fn=lambda output, target: F.mse_loss(output, target.add_(1)),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-            **options,
+            **records(
+                mesh={"pipe": 2},
+                num_microbatches=2,
+                loss_fn=lambda output, target: F.mse_loss(output, target.add_(1)),
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+                **options,
+            ),
         )
         return [pipe.train_step(torch.ones(4, 3), torch.zeros(4, 3)).loss for _ in range(2)]
 
@@ -244,7 +247,7 @@ def test_a_gradient_that_is_lost_or_too_many_is_named(monkeypatch: pytest.Monkey
 def test_bad_options() -> None:
     for verify in ("yes", 0, -1, 2.0):
         with pytest.raises(
-            ValueError, match=rf"verify={verify!r}: expected True \(the first batch\), a whole number N"
+            ValueError, match=rf"verify={verify!r}: expected 'first' \(the first batch, where .*, a whole number N"
         ):
             pipe_of("mlp", "1f1b", verify=verify)
     with pytest.raises(ValueError, match="training needs a loss"):
@@ -318,7 +321,7 @@ def test_no_false_alarm_and_nothing_left_behind(make: Callable[[], nn.Module], s
         given = torch.arange(6).unsqueeze(1) if make is sparse else x
         settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
         settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "schedule": schedule, "verify": verify}
-        pipe = PipelineModule(net, **settings)
+        pipe = PipelineModule(net, **records(**settings))
         for _ in range(3):
             pipe.train_step(given, y)
         states.append((pipe.full_state_dict(), torch.get_rng_state()))
@@ -338,7 +341,7 @@ def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scal
             return F.mse_loss(output, target) + scale * sum(p.square().sum() for p in net.parameters())
 
         settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": loss_fn, "verify": verify}
-        pipe = PipelineModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+        pipe = PipelineModule(net, **records(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings))
         pipe.train_step(x, y)
         states.append(pipe.full_state_dict())
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from stagewright.pipe import PipelineModule, VerificationError
+from stagewright.pipe import Mesh, PipelineModule, VerificationError
 
 
 class ForgetfulColumn(ParallelStyle):
@@ -171,10 +171,9 @@ def trained(option: Any, dropout: float) -> tuple[str | None, float]:
     tokens = torch.arange(40).view(5, 8) % 32  # microbatches of two sizes
     with PipelineModule(
         model,
-        mesh={"pipe": 2, "tensor": 2},
+        mesh=Mesh(pipe=2, tensor=2, tensor_parallel=option),
         schedule="1f1b",
         num_microbatches=2,
-        tensor_parallel=option,
         loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         verify=True,

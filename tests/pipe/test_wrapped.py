@@ -38,7 +38,7 @@ def wrapped_by_the_user() -> list[tuple[str, str]]:
 
 @pytest.mark.gloo
 def test_a_users_own_wrappers_are_pointed_to_the_mesh(gloo: Pool) -> None:
-    fsdp = 'expected plain modules, and mesh={"pipe": P, "data": D} with data_parallel="fsdp", which does the same'
+    fsdp = 'expected plain modules, and mesh=stagewright.Mesh(data=D, data_parallel="fsdp"), which does the same'
     ddp = 'expected plain modules, and mesh={"pipe": P, "data": D}, which does the same for each stage'
     expected = [
         f"the model is a FSDPModule already: {fsdp}",

@@ -11,6 +11,7 @@ from support.grids import nightly
 from support.matrix import make_case
 from support.pipeline import run
 from support.pool import Pool
+from support.records import records
 from support.reference import reference
 from torch import nn
 
@@ -41,10 +42,10 @@ def test_a_schedule_for_measured_costs_runs() -> None:
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 3}}
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     x, y = torch.randn(2, 8, 4)
-    first = PipelineModule(model, schedule="zb-h1", num_microbatches=4, **options)
+    first = PipelineModule(model, **records(schedule="zb-h1", num_microbatches=4, **options))
     first.forward_backward(x, y)
     costs = first.measured_costs()
     assert isinstance(costs, Costs)
     schedule = build("zb-2p", num_ranks=3, num_microbatches=8, costs=costs, memory_limit=4)
-    result = PipelineModule(model, schedule=schedule, **options).forward_backward(x, y)
+    result = PipelineModule(model, **records(schedule=schedule, **options)).forward_backward(x, y)
     assert result.timeline().peak_activations <= (4, 4, 4)

@@ -65,7 +65,7 @@ def agree_with_one_process(
         num_microbatches=4,
         mesh={"pipe": ranks},
         loss_fn=loss_of,
-        split_points=split_points,
+        cut=split_points,
         example_inputs=given,
         recompute=recompute,
     )

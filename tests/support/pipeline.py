@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from support.records import records
+
 from .cases import Case, Layout, Outcome
 from .models import TASKS, Chain, make_batch
 from .reference import copied, make_scheduler, pipeline_optimizer, reference_model
@@ -39,7 +41,7 @@ def assembled(model: nn.Module, **settings: Any) -> Any:
     from stagewright.pipe import PipelineModule
 
     what = {"stages": list(model)} if isinstance(model, Chain) else {"model": model}
-    return PipelineModule(**what, **({"timeout": 120.0} | settings))
+    return PipelineModule(**records(**what, **({"timeout": 120.0} | settings)))
 
 
 def run(case: Case, layout: Layout) -> Outcome:

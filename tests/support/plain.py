@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
+from support.records import records
 
 WIDTH, MICROBATCHES, BATCH = 6, 4, 8
 STEPS = 3
@@ -60,7 +61,7 @@ def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, 
     model = made(make)
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "split_points": ["2"], "example_inputs": batch(0)[:1]}
     settings |= {"num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "optimizer": sgd}
-    pipe = PipelineModule(model, **(settings | options))
+    pipe = PipelineModule(model, **records(**(settings | options)))
     losses = []
     for step in range(STEPS):
         between(model, step)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stagewright.pipe import PipelineModule
+from support.records import records
 
 from .layers import D, T
 
@@ -28,7 +29,7 @@ def pipeline(model: Any, recompute: Any, **options: Any) -> PipelineModule:
         "recompute": recompute,
         **what,
     }
-    return PipelineModule(**(settings | options))
+    return PipelineModule(**records(**(settings | options)))
 
 
 def made(make: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stagewright import PipelineModule
 from support.inside import GPT, GPTConfig
+from support.records import records
 
 T, VOCABULARY = 12, 11
 
@@ -83,7 +84,7 @@ def difference(found: Made, expected: Made) -> float:
 def of_this_rank(options: Mapping[str, Any]) -> tuple[float, float, set[str]]:
     """Differences of the loss and the gradients on this rank, and the names of these."""
     expected = plainly(chain(), mean_loss, *batch())
-    with PipelineModule(chain(), loss_fn=mean_loss, num_microbatches=2, **options) as pipe:
+    with PipelineModule(chain(), **records(loss_fn=mean_loss, num_microbatches=2, **options)) as pipe:
         piped(pipe, *batch())
         found = piped(pipe, *batch())
     return abs(found.loss - expected.loss), difference(found, expected), set(found.gradients)

@@ -10,6 +10,7 @@ from torch import nn
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Schedule
+from support.records import records
 
 WIDTH = 6
 # The same in every process, whatever it drew before.
@@ -37,7 +38,7 @@ def make(**options: Any) -> PipelineModule:
     }
     if "stages" not in options:
         settings["model"] = layers()
-    return PipelineModule(**(settings | options))
+    return PipelineModule(**records(**(settings | options)))
 
 
 def stream(schedule: str | Schedule = "2bw", **options: Any) -> PipelineModule:

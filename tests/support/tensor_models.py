@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
+from support.records import records
 
 WIDTH, HEADS, LENGTH, WORDS = 8, 4, 6, 12
 
@@ -90,4 +91,4 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
         "max_grad_norm": 0.7,
         "timeout": 120.0,
     }
-    return PipelineModule(model, **(settings | options))
+    return PipelineModule(model, **records(**(settings | options)))

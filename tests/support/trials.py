@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stagewright.partition import Cluster, Node, Profile
 from stagewright.pipe import PipelineModule
 from support.inside import AutoLayout, Given
+from support.records import records
 
 WIDTH, BATCH = 6, 8
 seen: list[str] = []  # by a hook of the model
@@ -88,7 +89,7 @@ def make_pipe(num_layers: int = 4, **options: Any) -> PipelineModule:
         "max_grad_norm": 0.5,
         "timeout": 120.0,
     }
-    return PipelineModule(make_model(num_layers), **(settings | options))
+    return PipelineModule(make_model(num_layers), **records(**(settings | options)))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright import PipelineModule
+from support.records import records
 
 D, WORDS, BLOCKS = 8, 11, 3
 LENGTHS = (3, 9, 4, 7)
@@ -54,7 +55,7 @@ def make_pipe(**options: Any) -> PipelineModule:
         "num_microbatches": len(LENGTHS),
         "timeout": 120.0,
     }
-    return PipelineModule(make_model(), **(settings | options))
+    return PipelineModule(make_model(), **records(**(settings | options)))
 
 
 BATCHES = [make_batch(0), make_batch(1, (8, 2, 5, 5)), make_batch(2, (1, 6, 12, 3))]

@@ -33,7 +33,7 @@ class RecordingError(ValueError):
 
 _EXPECTED = (
     "code between its modules that reads no values of tensors and changes no attributes; change that line, move it "
-    "into a module of its own, which runs as it is, or give the parts yourself: PipelineModule(stages=[...])"
+    "into a module of its own, which runs as it is, or give the parts yourself: PipelineModule([...])"
 )
 
 

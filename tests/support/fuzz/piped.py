@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from support.records import records
+
 from . import changes
 from .cases import Call, Case, Outcome
 from .models import (
@@ -76,12 +78,14 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
         options["example_inputs"] = given if isinstance(given, tuple | dict) else (given,)
     what: dict[str, Any] = {"stages": list(model.children())} if case.model.style == "stages" else {"model": model}
     return PipelineModule(
-        **what,
-        **options,
-        loss_fn=loss,
-        optimizer=named(grouped) if case.optimizer == "grouped" else make_optimizer(case.optimizer),
-        lr_scheduler=make_scheduler(case.option("lr_scheduler")),
-        timeout=60.0,
+        **records(
+            **what,
+            **options,
+            loss_fn=loss,
+            optimizer=named(grouped) if case.optimizer == "grouped" else make_optimizer(case.optimizer),
+            lr_scheduler=make_scheduler(case.option("lr_scheduler")),
+            timeout=60.0,
+        ),
     )
 
 

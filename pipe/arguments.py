@@ -1,0 +1,321 @@
+"""What belongs together in the arguments of PipelineModule: one record for each, read into its options.
+
+    mesh        Mesh          how many ranks along which axis, and what ranks of one stage divide among themselves
+    schedule    Auto          found by measuring
+                Synchronous, Asynchronous, Slices     a schedule, with what only such a schedule has
+    inputs      Inputs        what a batch looks like
+    precision   Precision     in which numbers units compute, and whether compiled
+
+Each name, dict or object that stands for a record with nothing but defaults may be given in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.mesh import AXES
+from ..partition.plans.plan import Plan
+from .batch.model_loss import LossWeight
+from .options import AUTO, PlanLike, ScheduleLike
+from .shards.tensor_option import TensorParallelLike
+from .update.delay_correction import ErrorFeedback
+
+BatchDimsLike: TypeAlias = Mapping[str | int, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Ranks along each axis, and what those side by side divide among themselves (docs/parallel.md).
+
+    Arguments:
+        pipe: P ranks along the pipeline; by default what the processes leave.
+        data: D replicas. Each passes a batch of its own, and gradients and losses are those of all of them together;
+            ranks in a row are replicas of a stage. In one process the one batch is shared out.
+        tensor: T processes of a tensor group, which run one rank and pass the same batch.
+        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "tensor") by default.
+        data_parallel: what the replicas of a stage divide: "replicate" nothing; "zero1" the optimizer's state and the
+            sums of gradients; "fsdp" the weights, too, which are gathered for each batch (docs/sharding.md). Replicas
+            in one process share their Parameters: nothing is divided there.
+        tensor_parallel: how the members of a tensor group divide modules: {"blocks.*.up": "column", "blocks.*.down":
+            "row"}, with styles of torch.distributed.tensor.parallel beside the words; or "auto" for attention and MLP
+            blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
+        sends: what goes from stage to stage where all members of a tensor group hold the same: "whole" from each of
+            them; in "parts" of 1/T, which are gathered on arrival; "auto": in parts between hosts.
+    """
+
+    pipe: int | None = None
+    data: int = 1
+    tensor: int = 1
+    order: Sequence[str] | None = None
+    data_parallel: str = "replicate"
+    tensor_parallel: TensorParallelLike | None = None
+    sends: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """schedule="auto": the first batch is profiled, and the planner decides on schedule, cut, replicas, microbatches.
+
+    Arguments:
+        trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are
+            carried out for a few steps each on a copy of the model, and the one that takes least is trained with
+            (docs/planning.md). 0: the one that is predicted best is taken untried.
+        replan: "batch": each batch has an order of its own, found for the sizes of its microbatches in the memory of
+            the plan (docs/schedules.md), as `train_step(microbatches=[...])` gives them.
+    """
+
+    trials: int | None = None
+    replan: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asynchronous:
+    """A schedule whose batches follow each other without a flush, and how it meets late gradients.
+
+    Arguments:
+        schedule: "2bw", "pipedream", a Plan with such a schedule ...
+        flush_first: so many batches, the first ones of the run, are trained on with a flush behind each update
+            (docs/asynchronous.md).
+        correction: "error-feedback": each update also gets lambda times its difference to the one before, where lambda
+            is the number of updates by which gradients of the stage are late; or stagewright.ErrorFeedback(factor=,
+            delay=). For any torch optimizer.
+    """
+
+    schedule: ScheduleLike | Plan | Auto = "2bw"
+    flush_first: int = 0
+    correction: ErrorFeedback | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronous:
+    """A schedule that flushes behind each batch.
+
+    Arguments:
+        schedule: "zb-h1", "1f1b", a Plan with such a schedule ...
+        post_validation: with max_grad_norm or a loss scale: no rank waits for the norm of all gradients before it
+            updates and begins the next batch. Where the norm then says otherwise, all ranks take the update back and
+            begin that batch again: the numbers are the same (docs/schedules.md). Until the next `train_step`, or
+            `flush`, the model's own Parameters may hold an update that is taken back: call `flush` before you read or
+            change them yourself.
+    """
+
+    schedule: ScheduleLike | Plan | Auto = "1f1b"
+    post_validation: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """A schedule over slices of each microbatch along the sequence (docs/slices.md).
+
+    Tokens must meet in causal F.scaled_dot_product_attention alone; that is tried out.
+
+    Arguments:
+        schedule: "seq1f1b", "terapipe" ...
+        num_slices: n of a microbatch; as many as `lengths` has, or the schedule's own number, or 2.
+        lengths: tokens of each slice; as equal as can be by default.
+        dims: dimension of the sequence in each argument, by name or position, and in the "target": 1 by default; None:
+            all slices of a microbatch get the argument whole.
+    """
+
+    schedule: ScheduleLike = "seq1f1b"
+    num_slices: int | None = None
+    lengths: Sequence[int] | None = None
+    dims: BatchDimsLike | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a batch looks like.
+
+    Arguments:
+        example: one local batch: a tuple, or a dict of keywords. The stages are built for it at once.
+        batch_dims: dimension of the batch in each argument, by name or position, and in the "target": 0 by default;
+            None: all microbatches get the argument whole. Tensors without dimensions are shared, too.
+        loss_weight: over how many items the model's own loss of a microbatch is a mean, so that microbatches make the
+            mean of the batch: "samples", "labels" (the integers labels= but -100), "shifted_labels" (those but the
+            first of each sequence, as causal language models count), or a function of the model's arguments. By
+            default what models of transformers do; of others "samples", unless they take labels= of integers.
+    """
+
+    example: Sequence[Any] | Mapping[str, Any] | None = None
+    batch_dims: BatchDimsLike | None = None
+    loss_weight: LossWeight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """In which numbers units compute (docs/precision.md).
+
+    Arguments:
+        dtype: "bf16" or "fp16" (or the torch.dtype): all calls run under torch.autocast to it. None: under the
+            autocast that they are called in, if any.
+        grad_scaler: torch.amp.GradScaler of training in float16, which has one of its own by default. `train_step`
+            scales losses, divides gradients before clipping, skips the update of all stages where a gradient of any
+            overflowed, and updates the scale, as scale, unscale_, step and update of it would. An infinite loss is no
+            error then. Each process makes its own, all alike.
+        compile: True, or arguments of torch.compile: each cut unit runs compiled.
+    """
+
+    dtype: str | torch.dtype | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    compile: bool | Mapping[str, Any] = False
+
+
+MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str"
+AnySchedule: TypeAlias = "ScheduleLike | PlanLike | Auto | Asynchronous | Synchronous | Slices"
+
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+_AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
+
+# Names of one release ago: where each value stands today.
+_RENAMED = {
+    "plan": "schedule=plan",
+    "num_slices": 'schedule=stagewright.Slices("seq1f1b", num_slices=...)',
+    "slice_lengths": 'schedule=stagewright.Slices("seq1f1b", lengths=...)',
+    "sequence_dims": 'schedule=stagewright.Slices("seq1f1b", dims=...)',
+    "delay_correction": 'schedule=stagewright.Asynchronous("2bw", correction=...)',
+    "flush_first": 'schedule=stagewright.Asynchronous("2bw", flush_first=...)',
+    "post_validation": 'schedule=stagewright.Synchronous("1f1b", post_validation=...)',
+    "trials": "schedule=stagewright.Auto(trials=...)",
+    "replan": "schedule=stagewright.Auto(replan=...)",
+    "loss_weight": "example_inputs=stagewright.Inputs(loss_weight=...)",
+    "batch_dims": "example_inputs=stagewright.Inputs(batch_dims=...)",
+    "mesh_order": "mesh=stagewright.Mesh(order=...)",
+    "data_parallel": "mesh=stagewright.Mesh(data=..., data_parallel=...)",
+    "tensor_parallel": "mesh=stagewright.Mesh(tensor=..., tensor_parallel=...)",
+    "tensor_sends": "mesh=stagewright.Mesh(tensor=..., sends=...)",
+    "split_points": "cut=[...]",
+    "stages": "PipelineModule([...])",
+    "grad_scaler": "precision=stagewright.Precision(grad_scaler=...)",
+    "compile": "precision=stagewright.Precision(compile=...)",
+}
+
+
+def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option by its own name, as `read_options` takes them.
+
+    Arguments:
+        given: the arguments of PipelineModule.
+        old: others, by names that it had one release ago.
+
+    Raises TypeError for a name that it never had, ValueError for what is no record and stands for none.
+    """
+    options: dict[str, Any] = dict.fromkeys(_RENAMED)
+    options |= {"flush_first": 0, "post_validation": False, "data_parallel": "replicate", "tensor_sends": "auto"}
+    options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
+    options |= {"split_points": given["cut"], "compile": False, "kind": None}
+    model = given["model"]
+    if isinstance(model, list | tuple) or (isinstance(model, nn.ModuleList) and not _is_called(model)):
+        options |= {"model": None, "stages": list(model)}
+    options |= _mesh_options(given["mesh"]) | _schedule_options(given["schedule"])
+    options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
+    for name, value in old.items():
+        if name not in _RENAMED:
+            raise TypeError(
+                f"PipelineModule() got an unexpected keyword argument {name!r}: expected one of {', '.join(given)}"
+            )
+        warnings.warn(
+            f"PipelineModule({name}=...) goes with the next release: expected PipelineModule(..., {_RENAMED[name]})"
+            if name != "stages"
+            else "PipelineModule(stages=[...]) goes with the next release: expected PipelineModule([...])",
+            FutureWarning,
+            stacklevel=4,
+        )
+        options[name] = value
+    return options
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:
+    if isinstance(mesh, DeviceMesh):
+        mesh = _mesh_of(mesh)
+    if not isinstance(mesh, Mesh):
+        return {"mesh": mesh}
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    given = {axis: size for axis, size in sizes.items() if size is not None and (size != 1 or axis == "pipe")}
+    return {
+        "mesh": given or None,
+        "mesh_order": mesh.order,
+        "data_parallel": mesh.data_parallel,
+        "tensor_parallel": mesh.tensor_parallel,
+        "tensor_sends": mesh.sends,
+    }
+
+
+def _mesh_of(mesh: DeviceMesh) -> Mesh:
+    """torch's mesh with the axes "pp" (or "pipe"), "dp" ("data") and "tp" ("tensor"), all processes in order."""
+    names = mesh.mesh_dim_names or ()
+    axes = [_AXIS_OF.get(name, name) for name in names]
+    if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
+        raise ValueError(
+            f"mesh={mesh}: expected dimensions named 'pp', 'dp' and 'tp' (or 'pipe', 'data', 'tensor'), 'pp' among "
+            f"them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
+        )
+    if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
+        raise ValueError(f"mesh={mesh}: expected all processes, numbered along its last dimension first")
+    sizes: dict[str, Any] = dict(zip(axes, mesh.mesh.shape, strict=True))
+    return Mesh(**sizes, order=[*axes, *(axis for axis in AXES if axis not in axes)])
+
+
+def _schedule_options(schedule: object) -> dict[str, Any]:
+    match schedule:
+        case Auto():
+            return {"schedule": AUTO, "trials": schedule.trials, "replan": schedule.replan}
+        case Asynchronous():
+            late = {"flush_first": schedule.flush_first, "delay_correction": schedule.correction}
+            return _schedule_options(schedule.schedule) | late | {"kind": "asynchronous"}
+        case Synchronous():
+            ahead = {"post_validation": schedule.post_validation}
+            return _schedule_options(schedule.schedule) | ahead | {"kind": "synchronous"}
+        case Slices():
+            number = schedule.num_slices
+            if number is None:
+                number = len(schedule.lengths) if isinstance(schedule.lengths, Sequence) else None
+            cut = {"num_slices": number, "slice_lengths": schedule.lengths, "sequence_dims": schedule.dims}
+            return {"schedule": schedule.schedule, "kind": "sliced", **cut}
+        case _:
+            return {"schedule": None, "plan": schedule} if _is_plan(schedule) else {"schedule": schedule}
+
+
+def _is_plan(schedule: object) -> bool:
+    """Whether it is a plan, or a file of one: an object with `stages`."""
+    if not isinstance(schedule, str | os.PathLike) or not str(schedule).endswith(".json"):
+        return isinstance(schedule, Plan)
+    try:
+        record = json.loads(Path(schedule).read_text())
+    except (OSError, ValueError):  # the reader of schedules says what is wrong with it
+        return False
+    return isinstance(record, dict) and "stages" in record
+
+
+def _input_options(inputs: object) -> dict[str, Any]:
+    if not isinstance(inputs, Inputs):
+        return {"example_inputs": inputs}
+    named = {field.name: getattr(inputs, field.name) for field in fields(Inputs)}
+    return {"example_inputs": named.pop("example"), **named}
+
+
+def _precision_options(precision: object) -> dict[str, Any]:
+    if precision is None:
+        return {"autocast": None}
+    record = precision if isinstance(precision, Precision) else Precision(dtype=precision)  # type: ignore[arg-type]
+    dtype = _DTYPES.get(record.dtype, record.dtype) if isinstance(record.dtype, str) else record.dtype
+    if dtype not in (None, *_DTYPES.values()):
+        raise ValueError(
+            f"precision={precision!r}: expected 'bf16' or 'fp16', or stagewright.Precision(dtype=, grad_scaler=, "
+            f"compile=)"
+        )
+    return {"autocast": dtype, "grad_scaler": record.grad_scaler, "compile": record.compile}

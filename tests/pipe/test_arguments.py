@@ -1,0 +1,242 @@
+"""The arguments of PipelineModule: records, what may stand for them, and the names of one release ago."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.inside import arguments, plain
+from torch import nn
+from torch.nn import functional as F
+
+import stagewright as sw
+from stagewright.schedules import build
+
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+
+
+def small(**options: Any) -> sw.PipelineModule:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "mesh": {"pipe": 2}, "num_microbatches": 4}
+    settings["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    return sw.PipelineModule(model, **(settings | options))
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """All arguments, those left out by default."""
+    signature = inspect.signature(sw.PipelineModule.__init__).parameters.values()
+    defaults = {each.name: each.default for each in signature if each.name not in ("self", "old")}
+    return defaults | options
+
+
+def test_at_most_18_arguments() -> None:
+    assert len(given()) <= 18
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        ({"flush_first": 2}, {"schedule": sw.Asynchronous("2bw", flush_first=2)}),
+        ({"delay_correction": "error-feedback"}, {"schedule": sw.Asynchronous("2bw", correction="error-feedback")}),
+        ({"post_validation": True}, {"schedule": sw.Synchronous("2bw")}),
+        ({"num_slices": 3, "slice_lengths": [3, 2, 1]}, {"schedule": sw.Slices("2bw", lengths=[3, 2, 1])}),
+        ({"num_slices": 2, "sequence_dims": {"x": 2}}, {"schedule": sw.Slices("2bw", 2, dims={"x": 2})}),
+        ({"loss_weight": "labels"}, {"example_inputs": sw.Inputs(loss_weight="labels")}),
+        ({"batch_dims": {"x": 1}}, {"example_inputs": sw.Inputs(batch_dims={"x": 1})}),
+        ({"mesh_order": ("data", "pipe", "tensor")}, {"mesh": sw.Mesh(order=("data", "pipe", "tensor"))}),
+        ({"data_parallel": "zero1"}, {"mesh": sw.Mesh(data_parallel="zero1")}),
+        ({"tensor_parallel": "auto"}, {"mesh": sw.Mesh(tensor_parallel="auto")}),
+        ({"tensor_sends": "whole"}, {"mesh": sw.Mesh(sends="whole")}),
+        ({"split_points": ["2"]}, {"cut": ["2"]}),
+        ({"compile": True}, {"precision": sw.Precision(compile=True)}),
+    ],
+)
+def test_a_name_of_one_release_ago_says_the_same_and_what_to_write(old: dict[str, Any], today: dict[str, Any]) -> None:
+    with pytest.warns(FutureWarning, match=r"goes with the next release: expected PipelineModule\(") as warned:
+        before = arguments.read_arguments(given(schedule="2bw"), old)
+    assert len(warned) == len(old)
+    after = arguments.read_arguments(given(schedule="2bw") | today, {})
+    assert before | {"kind": None} == after | {"kind": None}
+
+
+def test_every_old_name_says_what_to_write_in_a_line_of_the_caller() -> None:
+    with pytest.warns(FutureWarning, match=r"PipelineModule\(split_points=.*cut=\[") as warned:
+        small(split_points=["2"])
+    assert warned[0].filename == __file__
+
+
+def test_trials_and_replan_are_those_of_auto() -> None:
+    after = arguments.read_arguments(given(schedule=sw.Auto(trials=2, replan="batch")), {})
+    assert (after["schedule"], after["trials"], after["replan"]) == ("auto", 2, "batch")
+
+
+def test_a_name_that_never_was() -> None:
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'micro_batches': expected one of model, .*num_microbatches"
+    ):
+        small(micro_batches=4)
+
+
+def test_a_list_of_modules_is_one_of_stages() -> None:
+    stages = [nn.Linear(4, 8), nn.Linear(8, 4)]
+    for form in (stages, tuple(stages), nn.ModuleList(stages)):
+        assert arguments.read_arguments(given(model=form), {})["stages"] == stages
+
+    class Routed(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((block(x) for block in self), torch.zeros(()))
+
+    model = Routed(stages)
+    assert arguments.read_arguments(given(model=model), {})["model"] is model
+
+
+def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: Path) -> None:
+    order = tmp_path / "order.json"
+    order.write_text(build("1f1b", num_ranks=2, num_microbatches=4).to_json())
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"version": 2, "stages": []}')
+    assert arguments.read_arguments(given(schedule=str(plan)), {})["plan"] == str(plan)
+    assert arguments.read_arguments(given(schedule=order), {})["schedule"] == order
+    with pytest.raises(ValueError, match=r"missing\.json"):
+        small(schedule=str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": sw.Asynchronous("1f1b", flush_first=2)}, r"flush_first=2 under the schedule '1f1b'"),
+        ({"schedule": sw.Synchronous("2bw"), "max_grad_norm": 1.0}, r"Synchronous around the schedule '2bw', which is"),
+        (
+            {"schedule": sw.Slices("1f1b")},
+            r"Slices around the schedule '1f1b', which is not sliced.*Slices\('seq1f1b'\)",
+        ),
+        ({"schedule": sw.Slices("1f1b", 2)}, r"num_slices=2 for schedule '1f1b'"),
+        ({"schedule": sw.Asynchronous("1f1b")}, r"Asynchronous around the schedule '1f1b'"),
+        ({"schedule": sw.Auto(), "cut": ["2"]}, r"cut= beside schedule=\"auto\""),
+        ({"precision": "bf8"}, r"precision='bf8': expected 'bf16' or 'fp16'"),
+        ({"mesh": sw.Mesh(order=("pipe",))}, r"order=\('pipe',\): expected the axes"),
+        ({"verify": "last"}, r"verify='last': expected 'first'"),
+        ({"cut": ["2"], "model": [nn.Linear(4, 4)]}, r"cut= is for a model"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+    model = options.pop("model", None)
+    with pytest.raises(ValueError, match=message):
+        small(**options).train_step(X, Y) if model is None else sw.PipelineModule(model, **options)
+
+
+def test_precision_is_autocast_around_every_call() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = small()
+        expected = [around.train_step(X, Y).loss for _ in range(3)], around.predict(X)
+    inside = small(precision="bf16")
+    losses = [inside.train_step(X, Y).loss for _ in range(3)]
+    assert losses == expected[0]
+    assert torch.equal(inside.predict(X), expected[1])  # type: ignore[arg-type]
+    plainly = small()
+    assert [plainly.train_step(X, Y).loss for _ in range(3)] != losses
+
+
+def test_float16_has_a_loss_scale_of_its_own() -> None:
+    pipe = small(precision=torch.float16)
+    assert pipe.train_step(X, Y).skipped is False
+    with pytest.raises(ValueError, match=r"precision='fp16'"):
+        small(precision="fp16", optimizer=None).forward_backward(X, Y)
+
+
+class Nondeterministic(nn.Module):
+    """Adds how often it was called: no two runs of a batch are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1.0
+        return self.linear(x) * self.calls[0]
+
+
+class Uncopyable(nn.Linear):
+    def __deepcopy__(self, memo: object) -> Uncopyable:
+        raise RuntimeError("not to be copied")
+
+
+def count_verifications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    runs: list[int] = []
+    run = plain.PlainModule.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append(1)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(plain.PlainModule, "run", counted)
+    return runs
+
+
+def test_the_first_batch_is_verified_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(sw.PipelineModule.__init__)
+    assert "verify: bool | int | str = FIRST" in source  # tests are built without (tests/support/pool_worker.py)
+    runs = count_verifications(monkeypatch)
+    pipe = small(verify="first")
+    first, second = pipe.train_step(X, Y).loss, pipe.train_step(X, Y).loss
+    assert len(runs) == 1
+    unverified = small(verify=False)
+    assert [unverified.train_step(X, Y).loss for _ in range(2)] == [first, second]
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("verify", ["first", True])
+def test_where_a_copy_cannot_be_had_only_the_default_goes_on(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = count_verifications(monkeypatch)
+    model = nn.Sequential(Uncopyable(4, 4), nn.Linear(4, 4))
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": torch.optim.SGD, "mesh": {"pipe": 2}}
+    pipe = sw.PipelineModule(model, verify=verify, **options)
+    if verify is True:
+        with pytest.raises(ValueError, match=r"not to be copied.*verify=False"):
+            pipe.train_step(X, Y)
+    else:
+        assert pipe.train_step(X, Y).loss is not None
+    assert not runs
+
+
+def test_a_large_model_is_not_verified_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = count_verifications(monkeypatch)
+    monkeypatch.setattr(plain, "device_memory", lambda device: 8.0)
+    small(verify="first").train_step(X, Y)
+    assert not runs
+    small(verify=True).train_step(X, Y)
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("to", r"device="),
+        ("half", r"precision="),
+        ("train", r"train_step"),
+        ("eval", r"eval_step"),
+        ("zero_grad", r"train_step, which does it"),
+        ("forward", r"predict"),
+        ("resume", r"load\(folder\)"),
+    ],
+)
+def test_methods_of_a_module_say_what_to_use(name: str, instead: str) -> None:
+    pipe = small()
+    with pytest.raises(AttributeError, match=rf"no '{name}': expected .*{instead}"):
+        getattr(pipe, name)
+    with pytest.raises(TypeError, match=r"is not called: expected predict"):
+        pipe(X)
+    assert not hasattr(pipe, "nothing_of_the_kind")
+
+
+def test_what_there_is_is_listed() -> None:
+    names = {"PipelineModule", "Mesh", "Auto", "Asynchronous", "Synchronous", "Slices", "Inputs", "Precision", "pipe"}
+    assert names <= set(dir(sw))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sw.Mesh(data=2) == sw.pipe.Mesh(data=2)
