@@ -21,7 +21,7 @@ TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help setup train test nightly extras check lint types bench format clean
+.PHONY: help setup train test nightly gpu extras check lint types bench format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,10 @@ extras: .venv/extras  ## install what only some tests use: transformers, torchvi
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'nightly and gloo' $(ARGS) $(OR_NONE)
+
+gpu: $(READY)  ## run what a device must show on one CUDA device; figures go to experiments/results/gpu
+	rm -f experiments/results/gpu/figures.jsonl
+	STAGEWRIGHT_DEVICE=$${STAGEWRIGHT_DEVICE:-cuda} STAGEWRIGHT_REPORT=experiments/results/gpu $(PYTEST) -n 0 -m gpu -s tests/gpu $(ARGS)
 
 check: lint  ## format, lint, types and the fast tests
 	$(PYTEST) $(ON_ALL_CORES) -m 'not slow and not gloo and not nightly' $(ARGS)
