@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 58_393,
     "library code lines": 40_512,
-    "experiments lines": 18_188,
+    "experiments lines": 18_189,
     "library files": 305,
     "library classes": 522,
     "annotated fields": 1_321,
