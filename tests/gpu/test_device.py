@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from support.gpu_report import note
+from support.inside import profile_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stagewright as sw
 from stagewright.partition import Cluster, plan
-from stagewright.partition.profiler import profile_model
 from stagewright.schedules import build, memory_curves, simulate, with_offload
 
 DEVICE = os.environ.get("STAGEWRIGHT_DEVICE", "cpu")
