@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.inside import arguments, plain
+from support.pool import Pool
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import stagewright as sw
 from stagewright.schedules import build
 
-X, Y = torch.randn(8, 4), torch.randn(8, 4)
+X, Y = (torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 
 def small(**options: Any) -> sw.PipelineModule:
@@ -149,18 +151,6 @@ def test_float16_has_a_loss_scale_of_its_own() -> None:
         small(precision="fp16", optimizer=None).forward_backward(X, Y)
 
 
-class Nondeterministic(nn.Module):
-    """Adds how often it was called: no two runs of a batch are alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), [0.0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1.0
-        return self.linear(x) * self.calls[0]
-
-
 class Uncopyable(nn.Linear):
     def __deepcopy__(self, memo: object) -> Uncopyable:
         raise RuntimeError("not to be copied")
@@ -240,3 +230,39 @@ def test_what_there_is_is_listed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sw.Mesh(data=2) == sw.pipe.Mesh(data=2)
+
+
+def on_meshes() -> list[Any]:
+    """Loss of a step by how the mesh is said, and what is said of meshes that are none."""
+    found: list[Any] = []
+    meshes: list[Any] = [
+        {"pipe": 2, "data": 2},
+        sw.Mesh(data=2),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")),
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp")),
+    ]
+    for mesh in meshes:
+        try:
+            pipe = small(mesh=mesh, timeout=60.0)
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        replica = pipe._building.replica[0]
+        found.append((pipe.train_step(X[replica::2], Y[replica::2]).loss, replica, pipe.num_ranks))
+        pipe.close()
+    return found
+
+
+@pytest.mark.gloo
+def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
+    for process, (plain_dict, record, device_mesh, other_order, unknown, odd) in enumerate(
+        gloo.run(on_meshes, ranks=4)
+    ):
+        assert plain_dict == record == device_mesh
+        assert plain_dict[1] == process % 2
+        assert other_order[0] == pytest.approx(plain_dict[0], rel=1e-6)
+        assert other_order[1] == process // 2
+        assert "expected dimensions named 'pp', 'dp' and 'tp'" in unknown
+        assert "numbered along its last dimension first" in odd
