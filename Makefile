@@ -21,7 +21,7 @@ TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help setup train test nightly gpu extras check lint types bench format clean
+.PHONY: help setup train test nightly gpu extras check lint types bench release format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,17 @@ types: $(READY)  ## mypy in strict mode
 
 bench: $(READY)  ## measure this runtime beside torch.distributed.pipelining; ARGS="..." passes options
 	$(BIN)/stagewright bench $(ARGS)
+
+release: $(READY)  ## build dist/, and check both files: as a package index would, installed alone, and by the tests in them
+	rm -rf dist build/check
+	$(BIN)/python -m pip install -qq -c constraints.txt build twine
+	$(BIN)/python -m build --outdir dist > /dev/null
+	$(BIN)/twine check --strict dist/*
+	mkdir -p build/check/link
+	$(BIN)/python -m pip install -qq --no-deps --target build/check/wheel dist/*.whl
+	cd build && PYTHONPATH=check/wheel ../$(BIN)/python -m stagewright schedule 1f1b --ranks 2 --microbatches 4
+	tar xzf dist/*.tar.gz -C build/check && ln -s ../stagewright-$$(PYTHONPATH=build/check/wheel $(BIN)/python -c 'import stagewright; print(stagewright.__version__)') build/check/link/stagewright
+	cd build/check/link/stagewright && PYTHONPATH=$(CURDIR)/build/check/link $(CURDIR)/$(BIN)/pytest -q -n auto -p no:cacheprovider -m 'not slow and not gloo and not nightly' tests/schedules tests/gpu
 
 format: $(READY)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix-only .

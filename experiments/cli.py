@@ -36,6 +36,8 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("commands.bench", "measure this runtime beside torch.distributed.pipelining"),
 }
 
+_EXTRA = ("matplotlib", "rich", "tyro")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a user's mistake."""
@@ -56,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..schedules.wording import printable  # a word that is asked for often needs no other room
 
         print(f"stagewright: error: {printable(str(error))}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        print(f"stagewright: error: no {error.name} here: pip install 'stagewright[cli]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stagewright: stopped", file=sys.stderr)

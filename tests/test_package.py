@@ -184,6 +184,22 @@ def test_folders_load_on_first_use_and_are_listed():
     assert (done.stdout.strip(), done.stderr) == ("[] True False", "")
 
 
+def test_a_step_needs_nothing_of_the_commands_and_they_say_what_to_install():
+    hidden = "import sys\nfor name in ('matplotlib', 'rich', 'tyro'): sys.modules[name] = None\n"
+    step = """
+import torch, stagewright
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+options = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD, "mesh": {"pipe": 2}}
+pipe = stagewright.PipelineModule(model, **options)
+print(pipe.train_step(torch.ones(4, 2), torch.ones(4, 2)).loss > 0)
+from stagewright.experiments.cli import main
+print(main(["simulate", "1f1b", "--ranks", "2", "--microbatches", "4"]))
+"""
+    run = subprocess.run([sys.executable, "-c", hidden + step], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["True", "2"], run.stderr
+    assert "pip install 'stagewright[cli]'" in run.stderr
+
+
 def test_version_is_the_installed_one():
     assert stagewright.__version__ == importlib.metadata.version("stagewright")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+try:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("pictures need matplotlib: pip install 'stagewright[cli]'", name=error.name) from error
 
 _SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "stagewright"}  # text stays text; ids that are the same each time
 
