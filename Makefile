@@ -21,7 +21,7 @@ TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help setup train test nightly gpu extras check lint types bench release format clean
+.PHONY: help setup train test nightly gpu extras check lint types bench docs release format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -34,7 +34,7 @@ train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." pa
 test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
 	$(PYTEST) $(THREE_FOR_TWO_CORES) -m 'not nightly' $(ARGS) $(OR_NONE)
 
-extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, ortools, a driver for Chromium
+extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, ortools, mkdocs, a driver for Chromium
 
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
@@ -69,6 +69,9 @@ release: $(READY)  ## build dist/, and check both files: as a package index woul
 	tar xzf dist/*.tar.gz -C build/check && ln -s ../stagewright-$$(PYTHONPATH=build/check/wheel $(BIN)/python -c 'import stagewright; print(stagewright.__version__)') build/check/link/stagewright
 	cd build/check/link/stagewright && PYTHONPATH=$(CURDIR)/build/check/link $(CURDIR)/$(BIN)/pytest -q -n auto -p no:cacheprovider -m 'not slow and not gloo and not nightly' tests/schedules tests/gpu
 
+docs: .venv/docs  ## build the pages as a site, build/site/index.html; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+
 format: $(READY)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
@@ -91,6 +94,10 @@ $(READY): pyproject.toml constraints.txt
 # torchvision stands in a folder of its own, where only the tests look: PyPI's wheel is built for CUDA, and beside a CPU
 # build of torch its import fails unless two operators are declared first.
 .venv/extras: $(READY)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,slurm,browser,solvers]'
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,slurm,browser,solvers,docs]'
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target .venv/torchvision "$$(grep '^torchvision==' constraints.txt)"
+	@touch $@
+
+.venv/docs: $(READY)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[docs]'
 	@touch $@
