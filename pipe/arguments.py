@@ -35,7 +35,7 @@ BatchDimsLike: TypeAlias = Mapping[str | int, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Ranks along each axis, and what those side by side divide among themselves (docs/parallel.md).
+    """Ranks along each axis, and what those side by side divide among themselves (docs/guides/parallelism.md).
 
     Arguments:
         pipe: P ranks along the pipeline; by default what the processes leave.
@@ -44,8 +44,8 @@ class Mesh:
         tensor: T processes of a tensor group, which run one rank and pass the same batch.
         order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "tensor") by default.
         data_parallel: what the replicas of a stage divide: "replicate" nothing; "zero1" the optimizer's state and the
-            sums of gradients; "fsdp" the weights, too, which are gathered for each batch (docs/sharding.md). Replicas
-            in one process share their Parameters: nothing is divided there.
+            sums of gradients; "fsdp" the weights, too, which are gathered for each batch (docs/guides/parallelism.md).
+            Replicas in one process share their Parameters: nothing is divided there.
         tensor_parallel: how the members of a tensor group divide modules: {"blocks.*.up": "column", "blocks.*.down":
             "row"}, with styles of torch.distributed.tensor.parallel beside the words; or "auto" for attention and MLP
             blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
@@ -69,9 +69,9 @@ class Auto:
     Arguments:
         trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are
             carried out for a few steps each on a copy of the model, and the one that takes least is trained with
-            (docs/planning.md). 0: the one that is predicted best is taken untried.
+            (docs/guides/planning.md). 0: the one that is predicted best is taken untried.
         replan: "batch": each batch has an order of its own, found for the sizes of its microbatches in the memory of
-            the plan (docs/schedules.md), as `train_step(microbatches=[...])` gives them.
+            the plan (docs/guides/schedules.md), as `train_step(microbatches=[...])` gives them.
     """
 
     trials: int | None = None
@@ -85,7 +85,7 @@ class Asynchronous:
     Arguments:
         schedule: "2bw", "pipedream", a Plan with such a schedule ...
         flush_first: so many batches, the first ones of the run, are trained on with a flush behind each update
-            (docs/asynchronous.md).
+            (docs/guides/asynchronous.md).
         correction: "error-feedback": each update also gets lambda times its difference to the one before, where lambda
             is the number of updates by which gradients of the stage are late; or stagewright.ErrorFeedback(factor=,
             delay=). For any torch optimizer.
@@ -104,7 +104,7 @@ class Synchronous:
         schedule: "zb-h1", "1f1b", a Plan with such a schedule ...
         post_validation: with max_grad_norm or a loss scale: no rank waits for the norm of all gradients before it
             updates and begins the next batch. Where the norm then says otherwise, all ranks take the update back and
-            begin that batch again: the numbers are the same (docs/schedules.md). Until the next `train_step`, or
+            begin that batch again: the numbers are the same (docs/guides/schedules.md). Until the next `train_step`, or
             `flush`, the model's own Parameters may hold an update that is taken back: call `flush` before you read or
             change them yourself.
     """
@@ -115,7 +115,7 @@ class Synchronous:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """A schedule over slices of each microbatch along the sequence (docs/slices.md).
+    """A schedule over slices of each microbatch along the sequence (docs/guides/schedules.md).
 
     Tokens must meet in causal F.scaled_dot_product_attention alone; that is tried out.
 
@@ -154,7 +154,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In which numbers units compute (docs/precision.md).
+    """In which numbers units compute (docs/guides/precision.md).
 
     Arguments:
         dtype: "bf16" or "fp16" (or the torch.dtype): all calls run under torch.autocast to it. None: under the

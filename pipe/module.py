@@ -57,10 +57,10 @@ class PipelineModule(RunFigures):
     in this process). The result equals one process that accumulates the same microbatches.
 
     Arguments:
-        model: any module; cut between its own modules, which run as they are (docs/models.md). Or a list of S modules,
-            the stages, each called with the outputs of the one before.
+        model: any module; cut between its own modules, which run as they are (docs/guides/models.md). Or a list of S
+            modules, the stages, each called with the outputs of the one before.
         schedule: a name (`stagewright.schedules.FAMILIES`); a Schedule, Constraints, or a function that makes one; or
-            the file of one: "mine.csv", "mine.json", "mine.py:function" (docs/schedules.md). "1f1b" by default.
+            the file of one: "mine.csv", "mine.json", "mine.py:function" (docs/guides/schedules.md). "1f1b" by default.
             "auto" (`stagewright.Auto`): the first batch is profiled on this machine, and the planner decides on
             schedule, cut, replicas and microbatches; `plan` then tells. A Plan or its .json file (`stagewright plan`):
             stages, ranks and recomputation, too; all ranks pass the same batch. What only some schedules have stands in
@@ -68,8 +68,8 @@ class PipelineModule(RunFigures):
         num_microbatches: M of the batch that a rank passes; 2P by default.
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count); reduction="sum" adds up
-            (docs/inputs.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors are named
-            `loss_fn.` and their names in it.
+            (docs/guides/models.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors are
+            named `loss_fn.` and their names in it.
             "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
         optimizer: parameters -> torch optimizer, or a list of several; called once a stage that has any. Needed by
             `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.

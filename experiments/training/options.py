@@ -27,7 +27,7 @@ DEFAULT_MICROBATCHES = 8
 DEFAULT_BATCH = 16
 DEFAULT_SCHEDULE = "interleaved"
 DEFAULT_OWN_SCHEDULE = "1f1b"  # a model of the user's may have fewer units than an interleaved schedule has stages
-# Of the GPT, from docs/convergence.md: optimizer and correction, and the rate by optimizer.
+# Of the GPT, from docs/results.md: optimizer and correction, and the rate by optimizer.
 Correction = Literal["none", "error-feedback"]
 FRESH_GRADIENTS: tuple[str, Correction] = ("adamw", "none")
 LATE_GRADIENTS: tuple[str, Correction] = ("muon", "error-feedback")
@@ -265,7 +265,7 @@ def schedule_of(what: Schedule | Plan | None) -> Schedule | None:
 
 
 def _delay_factor(schedule: Schedule | None) -> float:
-    """Factor that trained best: docs/convergence.md."""
+    """Factor that trained best: docs/results.md."""
     return 2.0 if schedule is not None and schedule.weight_rule == "2bw" else 1.0
 
 

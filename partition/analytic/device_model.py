@@ -13,7 +13,7 @@ o is the number of outputs of a product. A device computes them in waves: every 
 once, and the last wave is, on average, half empty. So small microbatches and narrow slices of a tensor cost more a FLOP
 than large ones. `experiments/works/device_fit.py` finds the constants. With those of the presets and the formulas of
 `layers.py` Megatron-LM's Table 1 is predicted within 6% (`tests/experiments/test_megatron_table.py`); fitted to half of
-the trainings that vTrain's authors measured it predicts the other half (docs/planning.md).
+the trainings that vTrain's authors measured it predicts the other half (docs/concepts/cost-model.md).
 """
 
 from __future__ import annotations
@@ -215,5 +215,5 @@ PRESETS = (
 """SXM modules, 16-bit matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021),
 H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to Megatron-LM's Table 1, thus to
 the A100 80 GB; for the others it is an assumption, and a fit takes measurements. DGX-A100 is all that vTrain's 55
-trainings show of A100 80 GB in nodes of eight with four network cards (docs/planning.md): a device to begin a fit of
-others' measurements with."""
+trainings show of A100 80 GB in nodes of eight with four network cards (docs/concepts/cost-model.md): a device to begin
+a fit of others' measurements with."""

@@ -74,7 +74,7 @@ def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice
 _EXPECTED = (
     "Expected a model whose tokens meet in F.scaled_dot_product_attention(..., is_causal=True) alone, each with its "
     "position from stagewright.first_position() within a module's forward, or from an input of the model "
-    "(docs/slices.md); or a schedule without slices"
+    "(docs/guides/schedules.md); or a schedule without slices"
 )
 
 

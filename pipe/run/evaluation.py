@@ -37,7 +37,7 @@ def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_sam
     if numbers:
         warnings.warn(
             f"output {numbers} of the model has the batch on two axes, as similarities have: those of a microbatch of "
-            f"{num_samples} alone; {how}. Expected num_microbatches=1 for all of the batch (docs/inputs.md)",
+            f"{num_samples} alone; {how}. Expected num_microbatches=1 for all of the batch (docs/guides/models.md)",
             stacklevel=2,
         )
 

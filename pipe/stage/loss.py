@@ -86,7 +86,8 @@ class _Left(torch.Tensor):
         raise ValueError(
             f"loss_fn reads {place}, which an earlier stage leaves behind, or code between modules, which runs once. "
             f"Expected it in the model's output, which travels: blocks that return (h, aux), a model that returns "
-            f"(h, sum of aux), and loss_fn=lambda output, target: loss(output[0], target) + output[1] (docs/inputs.md)"
+            f"(h, sum of aux), and loss_fn=lambda output, target: loss(output[0], target) + output[1] "
+            f"(docs/guides/models.md)"
         )
 
 

@@ -160,7 +160,7 @@ def test_broken_files_are_values_that_name_them(tmp_path: Path, seed: int) -> No
 
 
 def test_a_users_own_loop_leaves_what_is_read(tmp_path: Path) -> None:
-    """The few lines of docs/timeline.md."""
+    """The few lines of docs/tools/timeline.md."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     pipe = PipelineModule(
         model,

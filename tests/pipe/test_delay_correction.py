@@ -167,7 +167,7 @@ def _radius(kind: Any, late: int, strength: float, curvature: float) -> float:
     return float(max(abs(polynomial.roots)))
 
 
-# Largest stable rate x curvature, as docs/asynchronous.md has it.
+# Largest stable rate x curvature, as docs/guides/asynchronous.md has it.
 LIMITS = [
     (_averaged, 0, 0, 38.0),
     (_averaged, 1, 0, 1.0),

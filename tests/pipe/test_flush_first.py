@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: st
 
 
 def test_it_is_a_checkpoint_of_1f1b_carried_on(tmp_path: Path) -> None:
-    """So were the figures of docs/convergence.md found."""
+    """So were the figures of docs/results.md found."""
     case = replace(CASE, flushes=())
     flush = replace(case, schedule="1f1b", flush_first=0, feedback=1.0, feedback_delay=1.0)
     pipe = make_pipeline(flush, make_model(flush))

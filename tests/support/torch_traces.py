@@ -29,7 +29,7 @@ _CLASSES = {
 
 
 def name_actions(stage: PipelineStage) -> None:
-    """Give names to the actions of schedules that give none, as docs/timeline.md has it."""
+    """Give names to the actions of schedules that give none, as docs/tools/timeline.md has it."""
     for method, op in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
         run = getattr(stage, method)
 

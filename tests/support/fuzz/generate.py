@@ -53,7 +53,8 @@ class _Drawn:
         is_cast = ("autocast", True) in options  # types between stages are known inside of it
         is_lazy = is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5))
         if self.gloo and not is_lazy and model.loss == "model" and calls[0][0] == "bad":
-            calls = calls[1:]  # of built stages whose labels all processes weigh: it ends the run, docs/failures.md
+            # Of built stages whose labels all processes weigh: it ends the run, docs/guides/debugging.md.
+            calls = calls[1:]
         return Case(
             model=model,
             schedule=schedule,
@@ -156,7 +157,7 @@ class _Drawn:
             out |= RANDOM
         if schedule in ASYNC:
             out |= {"parameter-hook", "counter"}
-        if schedule == "paci":  # what runs again sees newer weights: docs/asynchronous.md
+        if schedule == "paci":  # what runs again sees newer weights: docs/guides/asynchronous.md
             out |= AGAIN
         if style in ("set-of-blocks", "dense", "memory", "unet", "twice", "residual", "checkpoint", "halves"):
             out |= {"argument"}

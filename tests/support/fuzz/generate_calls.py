@@ -81,7 +81,7 @@ class Calls:
 
     def kinds(self) -> list[str]:
         kinds = ["eval", "predict", "state", "rate", "load-state", "flush", *["change"] * 4]
-        if not self.gloo:  # over processes a bad batch ends the run, unless it is the first: docs/failures.md
+        if not self.gloo:  # over processes a bad batch ends the run, unless it is the first: docs/guides/debugging.md
             kinds.append("bad")
         if self.schedule in ASYNC:
             return kinds
