@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing/index.md", "CHANGELOG.md": "changelog.md"}
 RESULTS = "experiments/results"
+NAMED = re.compile(r"(?<=[ (])docs/([\w/-]+)\.md")  # in docstrings, as a reader of the source finds the page
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
 
 
@@ -31,10 +32,11 @@ def on_startup(**_: Any) -> None:
 
 
 class Doctests(Preprocessor):
-    """A doctest of a docstring is code: Markdown would read `>>>` as quotes in quotes."""
+    """Docstrings as Markdown: a doctest is code, and no quote in quotes; a page that is named is a link."""
 
     def run(self, lines: list[str]) -> list[str]:
         made: list[str] = []
+        lines = [NAMED.sub(r"[\1](\1.md)", line) for line in lines]
         is_fenced = is_doctest = False
         for line in lines:
             is_fenced ^= line.lstrip().startswith("```")

@@ -68,8 +68,8 @@ class PipelineModule(RunFigures):
         num_microbatches: M of the batch that a rank passes; 2P by default.
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count); reduction="sum" adds up
-            (docs/guides/models.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors are
-            named `loss_fn.` and their names in it.
+            (docs/guides/models.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors
+            are named `loss_fn.` and their names in it.
             "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
         optimizer: parameters -> torch optimizer, or a list of several; called once a stage that has any. Needed by
             `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.

@@ -129,7 +129,7 @@ class Piped:
         random_state = torch.get_rng_state(), random.getstate()
         for at, call in enumerate(self.case.calls):
             self.outcome.at = at
-            # With the last update under way, docs/guides/schedules.md asks for a flush before a program looks at weights.
+            # With the last update under way, a program flushes before it looks at weights: docs/guides/schedules.md.
             if self.case.is_async and call[0] not in ("train", "train-unequal"):
                 self.note(self.pipe.flush())
             if self.case.option("post_validation") and call[0] in ("change", "rate", "forward"):
