@@ -127,7 +127,7 @@ def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
