@@ -85,9 +85,8 @@ class _Left(torch.Tensor):
         place = next(leaf.place for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Left))
         raise ValueError(
             f"loss_fn reads {place}, which an earlier stage leaves behind, or code between modules, which runs once. "
-            f"Expected it in the model's output, which travels: blocks that return (h, aux), a model that returns "
-            f"(h, sum of aux), and loss_fn=lambda output, target: loss(output[0], target) + output[1] "
-            f"(docs/guides/models.md)"
+            f"Expected it in the model's output, which travels: blocks that return (h, aux), a model (h, sum of aux), "
+            f"and loss_fn=lambda output, target: loss(output[0], target) + output[1] (docs/guides/models.md)"
         )
 
 
