@@ -12,6 +12,7 @@ at once, too), and follows the reports to their end. The board is the rendezvous
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from traceback import StackSummary, TracebackException
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -33,6 +37,8 @@ _SOON = 0.6  # [s] for the reports of ranks that lose a connection, and for the 
 _LATER = 1.5  # [s] for those of ranks whose own wait began a little later
 _STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
 _POLL = 0.05  # [s]
+_LIBRARY = [f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("comm", "partition", "pipe", "schedules")]
+_NOT_THE_USERS = (*_LIBRARY, str(Path(os.__file__).parent))  # files of frames
 _GLANCE = 0.25  # [s] that count at most between two looks: more than that, and this process did not run
 
 
@@ -243,10 +249,28 @@ def _tell_uncaught(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    before(kind, error, traceback)
+    is_plain = before is sys.__excepthook__ or getattr(before, "__module__", "") == _get_default_store.__module__
+    if isinstance(error, PipelineError) and is_plain:
+        print(_own_lines(error), file=sys.stderr, flush=True)
+    else:
+        before(kind, error, traceback)
     guard = known()
     if guard is not None:
         guard.fail(error)
+
+
+def _own_lines(error: PipelineError) -> str:
+    """Where in the user's own code it happened, and what; the frames below go to a file, which is named.
+
+    The error behind a run's end is another rank's: its traceback here, chained from gloo up, tells nothing of it.
+    """
+    whole = TracebackException.from_exception(error)
+    with NamedTemporaryFile("w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8") as log:
+        log.writelines(whole.format())
+    own = [frame for frame in whole.stack if not frame.filename.startswith(_NOT_THE_USERS)]
+    lines = StackSummary.from_list(own).format()
+    said = "".join(whole.format_exception_only())
+    return f"Traceback (your own lines; all of it: {log.name}):\n{''.join(lines)}{said}".rstrip()
 
 
 def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> tuple[str, bool]:

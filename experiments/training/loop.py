@@ -170,6 +170,7 @@ class _Training:
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)
+            progress.note("validating, and gathering the weights ...")
         self.record.sampled = self.tracer.close()
         val_loss = self._validate()
         weights = self.pipe.full_state_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from .. import progress
 from .run_folder import Metrics
@@ -20,12 +21,16 @@ class Progress(progress.Progress):
         self.steps = steps
         self.every = max(1, steps // PLAIN_LINES)
         self.started = time.perf_counter()
+        self._shown_bubble: int | None = None  # step of the newest bubble in a line
 
     def step(self, metrics: Metrics) -> None:
         done = metrics.step + 1
         self.show(describe(metrics), done=done)
         if not self.has_bar and (done % self.every == 0 or done == self.steps):
             minutes, seconds = divmod(int(time.perf_counter() - self.started), 60)
+            if metrics.bubble_step is not None and metrics.bubble_step == self._shown_bubble:  # was told
+                metrics = replace(metrics, bubble=None)
+            self._shown_bubble = metrics.bubble_step
             self.note(f"step {done:>{len(str(self.steps))}}/{self.steps}  {minutes}:{seconds:02}  {describe(metrics)}")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -259,3 +262,29 @@ def test_in_one_process_nothing_ends() -> None:
     assert let_go == ["mailbox"]
     with guard.together():
         pass
+
+
+def test_an_error_of_the_run_that_nobody_catches_shows_the_users_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[type[BaseException]] = []
+    guard = failures.Guard(None)
+
+    def plainly(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+        told.append(kind)
+
+    plainly.__module__ = "torch.distributed.distributed_c10d"  # its hook, which shows all of the chain
+    for kind in (failures.PipelineTimeout, ValueError):
+        try:
+            try:
+                raise OSError("gloo timed out")
+            except OSError as below:
+                raise kind("rank 0: waited 8.0 s") from below
+        except Exception as error:
+            failures._tell_uncaught(weakref.ref(guard), plainly, kind, error, error.__traceback__)
+    assert told == [ValueError]
+    shown = capsys.readouterr().err
+    assert re.search(r"test_failures\.py.*\n.*raise kind", shown)
+    assert shown.rstrip().endswith("PipelineTimeout: rank 0: waited 8.0 s")
+    assert "gloo" not in shown
+    log = Path(re.search(r"all of it: (.*)\)", shown)[1])  # type: ignore[index]
+    assert "gloo timed out" in log.read_text()
+    log.unlink()
