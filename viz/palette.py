@@ -1,7 +1,7 @@
 """The colours of pictures: the op gives the hue, the chunk its shade, every other batch is a little paler.
 
-Hues are those of Okabe and Ito ("Color Universal Design", 2008) and, for idle causes, of Tol's muted scheme
-("Colour Schemes", SRON/EPS/TN/09-002), which stay apart under the common forms of colour blindness.
+Hues are those of Okabe and Ito ("Color Universal Design", 2008). Those of idle causes were searched for: any two differ
+by 20 of CIE 1976 or more under the common forms of colour blindness, and all show on white and on a dark ground.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ COLLECTIVE_HUES, COLLECTIVE_WORDS = ({op: row[at] for op, row in _COLLECTIVES.it
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",
     "drain": "#999933",
-    "late_peer": "#882255",
-    "transfer": "#88CCEE",
-    "imbalance": "#CC6677",
-    "update": OP_HUES[Op.U],
-    "unexplained": "#1A1A1A",
+    "late_peer": "#CC1F75",
+    "transfer": "#43E622",
+    "imbalance": "#E67E7E",
+    "update": "#994636",
+    "unexplained": "#8250E6",
 }
 SERIES_HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#5C5C5C")  # lines of plots
-MEMORY_HUES = {  # Tol's bright scheme
+MEMORY_HUES = {  # Tol's bright scheme; activations in none of the blues of forwards
     MemoryPart.WEIGHTS: "#4477AA",
     MemoryPart.GRADIENTS: "#EE6677",
     MemoryPart.OPTIMIZER: "#CCBB44",
     MemoryPart.BUFFERS: "#BBBBBB",
-    MemoryPart.ACTIVATIONS: "#66CCEE",
+    MemoryPart.ACTIVATIONS: "#8422E6",
     MemoryPart.WORKSPACE: "#AA3377",
     MemoryPart.MESSAGES: "#228833",
 }

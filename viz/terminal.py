@@ -40,7 +40,6 @@ _IDLE = {  # without colours, by cause
     "unexplained": "?",
 }
 _SHADE, _BLOCK = "\u2592", "\u2588"  # in colours: idle time, and bars of it
-_ON_ANY_GROUND = {"unexplained": "default"}  # too dark for a dark terminal
 
 
 class _Look(NamedTuple):
@@ -198,7 +197,7 @@ class _Page:
         side.append("  ")
         if self.colour:
             for count, (_, cause) in zip(_parts([share / self.most for share, _ in shares], room), shares, strict=True):
-                side.append(_BLOCK * count, style=_cause_style(cause))
+                side.append(_BLOCK * count, style=CAUSE_HUES[cause])
             return side
         words = ""
         for share, cause in shares:
@@ -236,7 +235,7 @@ class _Page:
             drawn.setdefault(cause if self.colour else _IDLE[cause], []).append(cause)
         for sign, several in drawn.items():
             sample = 2 * _BLOCK if self.colour else sign
-            keys.append((sample, _cause_style(several[0]), ", ".join(map(_words, several))))
+            keys.append((sample, CAUSE_HUES[several[0]], ", ".join(map(_words, several))))
         lines = [Text("")]
         for sample, style, words in keys:
             key = Text().append(sample, style=style if self.colour else None).append(f"{' ' if sample else ''}{words}")
@@ -281,14 +280,10 @@ def _rows(panel: TimelinePanel) -> list[_Row]:
             for box in boxes_of(timeline, rank)
         ]
         for cause, start, end in idle:
-            look = _Look(_IDLE[cause], _IDLE[cause], _cause_style(cause), _SHADE)
+            look = _Look(_IDLE[cause], _IDLE[cause], CAUSE_HUES[cause], _SHADE)
             pieces.append(_Piece(start - timeline.start, end - timeline.start, look))
         rows.append((pieces, None if rank in timeline.missing else shares))
     return rows
-
-
-def _cause_style(cause: str) -> str:
-    return _ON_ANY_GROUND.get(cause, CAUSE_HUES[cause])
 
 
 def _on(background: RGB) -> str:

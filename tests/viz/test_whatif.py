@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.inside import builder_of, defer_updates, on_ranks, replicate, whatif_data
 
-from stagewright.schedules import FAMILIES, AllReduce, Costs, Edge, Link, Links, Schedule, build, simulate
+from stagewright.schedules import FAMILIES, AllReduce, Costs, Edge, Link, Links, Schedule, StepSamples, build, simulate
 from stagewright.viz import Exhibit
 
 LINKS = Links(network=Link(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
@@ -111,6 +111,18 @@ def test_a_prediction_of_other_costs_is_told(browser: Any) -> None:
     move(looked, "Backward B", 2)
     assert told(looked).startswith("makespan 15 s \u2192 25 s (1.667 times)")
     assert told(looked).endswith("15 s would be predicted, not the 30 s above: compare with the former.")
+
+
+def test_heading_and_sidebar_divide_by_the_same_prediction_where_durations_vary(browser: Any) -> None:
+    """One percent more work is no step that takes 0.97 times as long; noise is no distance from the bound."""
+    schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
+    sampled = StepSamples(seconds=(15.4,) * 99, bubbles=(0.2,) * 99)
+    looked = browser.show(replace(exhibit(schedule, costs), sampled=sampled))
+    assert "15.4 s 1 \u00d7 bound without noise" in looked.page.inner_text("#figures")
+    move(looked, "Forward F", 1.01)
+    heading = looked.evaluate("stagewright.panels.summary(stagewright.page.panels[1])")
+    assert "(1.003 times unchanged)" in heading
+    assert "(1.003 times)" in told(looked)
 
 
 def test_edges(browser: Any) -> None:

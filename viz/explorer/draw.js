@@ -38,10 +38,14 @@
 
     // The colours of the theme, and the hatches in them.
     retheme() {
-      const found = getComputedStyle(document.documentElement);
-      this.theme = Object.fromEntries(
-        ["ground", "surface", "ink", "muted", "faint", "rule", "row", "accent", "mark"].map((name) => [name, found.getPropertyValue("--" + name).trim()]),
-      );
+      const probe = document.createElement("i"); // says what system colours are, where the user forces them
+      probe.style.forcedColorAdjust = "none";
+      document.body.append(probe);
+      this.theme = Object.fromEntries(["ground", "surface", "ink", "muted", "faint", "rule", "row", "accent", "mark"].map((name) => {
+        probe.style.color = "var(--" + name + ")";
+        return [name, getComputedStyle(probe).color];
+      }));
+      probe.remove();
       this.hatches.clear();
     }
 
@@ -380,7 +384,7 @@
       const after = view.gutter + context.measureText(title).width + 12;
       this.font(12);
       context.fillStyle = theme.muted;
-      context.fillText(app.panels.summary(panel), after, middle);
+      context.fillText(app.panels.summary(panel), after, middle, Math.max(view.gutter + view.plotWidth - after, 40));
       if (view.hasSide && panel.rows.some((row) => row.shares)) {
         context.fillText("idle [% of " + (panel.data.window ? "time" : "makespan") + "]", view.sideLeft, middle);
       }

@@ -23,7 +23,8 @@
     const before = panel.kind === "predicted" ? null : panel.exhibit.predicted;
     const clocks = data.clocks ? ", " + data.clocks : "";
     const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // where durations vary, not as drawn
-    const ratio = (own, other) => (before && other > 0 ? " (" + app.words.digits(own / other, 4) + " times predicted)" : "");
+    const base = (other) => (panel.kind === "supposed" ? data.before : other); // what its sliders divide by
+    const ratio = (own, other) => (before && base(other) > 0 ? " (" + app.words.digits(own / base(other), 4) + " times " + (panel.kind === "supposed" ? "unchanged)" : "predicted)") : "");
     if (panel.schedule.asynchronous) {
       const times = ratio(data.batch_seconds, before && told[1]);
       return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
@@ -64,12 +65,14 @@
     const groups = Object.entries(FIGURES).map(([group, labels]) => [group, labels.filter((label) => rows.some(({ given }) => given.has(label)))]);
     const columns = groups.flatMap(([group, labels]) => labels.map((label, i) => ({ group, label, first: i ? "" : "first" })));
     const several = page.exhibits.length > 1;
-    const cell = (given, { group, label, first }) => {
+    const cell = ({ exhibit, given }, { group, label, first }) => {
       const found = given.get(label);
       if (!found) return make("td", { class: first }, make("small", {}, "\u2013"));
       if (group === "bubble") return make("td", { class: first, title: found.how }, percent(found.bubble));
       const other = { predicted: "lower bound", measured: "predicted" }[label];
-      const beside = other && given.has(other) ? " " + digits(found.seconds / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") : "";
+      const noisy = label === "predicted" && /^90%/.test(found.how); // the bound has no noise: as drawn, at the medians
+      const own = noisy ? exhibit.predicted.data.batch_seconds : found.seconds;
+      const beside = other && given.has(other) ? " " + digits(own / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") + (noisy ? " without noise" : "") : "";
       const how = /^(median|90%)/.test(found.how) ? ", " + found.how.split(";")[0] : "";
       return make("td", { class: first, title: found.how }, time(found.seconds), make("small", {}, beside + how));
     };
@@ -79,7 +82,7 @@
       make("thead", {},
         make("tr", {}, blank && blank.cloneNode(), ...groups.map(([group, labels]) => make("th", { class: "columns", scope: "colgroup", colspan: labels.length }, stream && group === "step" ? "batch to batch" : group))),
         make("tr", {}, blank, ...columns.map(({ label, first }) => make("th", { scope: "col", class: first }, label)))),
-      make("tbody", {}, ...rows.map(({ exhibit, given }) => make("tr", {}, several ? make("th", { scope: "row" }, exhibit.name) : null, ...columns.map((column) => cell(given, column)))))));
+      make("tbody", {}, ...rows.map((row) => make("tr", {}, several ? make("th", { scope: "row" }, row.exhibit.name) : null, ...columns.map((column) => cell(row, column)))))));
   }
 
   // A slider for each exhibit with several measured steps.

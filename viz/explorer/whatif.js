@@ -158,7 +158,7 @@
         const more = knobs.filter(({ control }) => control.value !== control.rest).map(({ name, seconds, control }) =>
           name + (seconds ? " + " + app.words.time(control.value) : " × " + app.words.digits(control.value, 3)));
         if (at !== base) more.push("M = " + wirings[at].microbatches);
-        exhibit.suppose("what if: " + more.join(", "), panelOf(app.page, wirings[at], run, exhibit.predicted.data));
+        exhibit.suppose("what if: " + more.join(", "), { ...panelOf(app.page, wirings[at], run, exhibit.predicted.data), before: before.batchSeconds });
       }
       app.refresh();
     }
