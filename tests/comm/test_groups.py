@@ -103,7 +103,7 @@ def test_a_mesh_that_does_not_fit(mesh: Any, world: World, wanted: int | None, m
 
 @pytest.mark.parametrize("order", ["tensor", ("pipe", "data"), ("pipe", "data", "data"), 3])
 def test_an_order_of_axes_that_is_none(order: Any) -> None:
-    with pytest.raises(ValueError, match=r"mesh_order=.*: expected the axes, each once, the slowest first"):
+    with pytest.raises(ValueError, match=r"order=.*: expected the axes, each once, the slowest first"):
         read_mesh({"pipe": 4}, FOUR, wanted=None, order=order)
 
 
