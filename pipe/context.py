@@ -131,6 +131,11 @@ def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
                 f'mesh={{"tensor": {members}}} beside schedule="auto", which measures whole modules: expected '
                 f'"tensor": 1, or a schedule by name'
             )
+        if options.replan is not None and (replicas := (sizes or {}).get("data", 1)) != 1:
+            raise ValueError(
+                f'mesh={{"data": {replicas}}} beside replan="batch": replicas would share out microbatches before '
+                f'anybody knows how long they are: expected "data": 1, or no replan='
+            )
         return None
     return layout_of_options(options)
 

@@ -38,6 +38,7 @@ _ALONE = (
     "each microbatch size measures on N ranks at once, and `plan --profile FILE...` takes its files"
 )
 DEFAULT_DEVICE = "a100"
+PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
 _EVERY = 1.0  # seconds between two lines of progress
 _OPTIONS = {  # as `plan` calls them
     "global_batch": "--batch",
@@ -328,7 +329,7 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
 
 def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
     """The user's model, measured here in microbatches and over tensor ranks of the sizes to choose from."""
-    from ...pipe.auto.layout import PROFILE_SECONDS, sizes_to_profile
+    from ...pipe.auto.layout import sizes_to_profile
     from ..own_profile import profile_own
 
     sizes = options.microbatches or sizes_to_profile(options.batch, cluster.num_devices)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -125,9 +125,8 @@ class _Training:
         self.verifies = may_verify(model)  # before the stages of others are let go
         self.pipe = make_pipe(options, what, task, model, self.first, on_step=self.told.append)
         if what is None:
-            if self.pipe.rank == 0 and not options.json:
-                text = "planning" if options.trials == 0 else "planning, trying (--trials 0: not)"
-                print(f"profiling the model and the links, {text}: a minute or two ...", file=sys.stderr, flush=True)
+            if options.json:
+                logging.getLogger("stagewright").setLevel(logging.WARNING)
             self.pipe.build(*self.first.args, **self.first.kwargs)
             self.meter.forget_peak()  # a trial has a copy of the model
         self.checkpoints = Checkpoints(options, self.pipe, self.batches, folder)

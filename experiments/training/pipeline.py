@@ -51,7 +51,7 @@ def make_pipe(
     if isinstance(what, Plan):
         choice = {"num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
     elif what is None:
-        ranks, choice = options.ranks, {"num_microbatches": options.microbatches}
+        choice = {"num_microbatches": options.microbatches}  # all processes, however the plan divides them
     else:
         ranks, tensor, choice = what.num_ranks, options.tensor, {"recompute": options.recompute}
     return PipelineModule(

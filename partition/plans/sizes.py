@@ -22,6 +22,7 @@ from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share
 
 _BYTES = ("activation_bytes", "stash_bytes", "workspace_bytes", "selective_bytes")
+_SECONDS = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_grad_seconds", "selective_seconds")
 _LEAST = 1e-9  # [s] of an action, so that every one takes some time
 
 
@@ -64,6 +65,24 @@ def planned_for(profiles: Profiles) -> Profile:
         return replace(node, **{name: getattr(nodes[node.name], name) for name in _BYTES})
 
     return replace(middle, nodes=tuple(map(joined, middle.nodes)))
+
+
+def at_size(profiles: Mapping[int, Profile], samples: int) -> Profile:
+    """The profile of microbatches of so many samples: as measured, or what grows with their size by its law."""
+    if samples in profiles:
+        return profiles[samples]
+
+    def grown(values: Sequence[float | None]) -> float | None:
+        known = {Size(size, 1): value for size, value in zip(profiles, values, strict=True) if value}
+        return fitted(known)(Size(samples, 1)) if len(known) == len(profiles) else values[0]
+
+    first = next(iter(profiles.values()))
+    nodes = tuple(
+        replace(same[0], **{name: grown([getattr(node, name) for node in same]) for name in (*_SECONDS, *_BYTES)})
+        for same in zip(*(profile.nodes for profile in profiles.values()), strict=True)
+    )
+    whole = grown([profile.step_seconds for profile in profiles.values()])
+    return replace(first, nodes=nodes, step_seconds=whole, microbatch_size=samples)
 
 
 def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[dict[str, Law]]:

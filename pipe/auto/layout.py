@@ -9,7 +9,6 @@ together     a trial: the best plan, and others that come near it, carried out f
 
 from __future__ import annotations
 
-import logging
 import socket
 import statistics
 from collections.abc import Mapping, Sequence
@@ -30,25 +29,27 @@ from ...partition.model.untouched import untouched
 from ...partition.plans.plan import Plan
 from ...partition.plans.reorder import reorder
 from ...partition.plans.replan import Replanner
-from ...partition.plans.sizes import Size, planned_for, sizes_to_measure
+from ...partition.plans.sizes import Size, at_size, planned_for, sizes_to_measure
 from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
 from ...partition.profiler.memory import device_memory
 from ...partition.search import plan
+from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
 from ..batch.given import Given, check_batch, signature_of
 from ..context import Layout, layout_of_plan
 from ..options import LayoutOptions, Settings
 from ..stage.shapes import Signature
+from .phases import Phases
 from .replan import BatchSchedules, size_of
 from .runtime_seconds import clipping, measure_runtime_seconds
-from .trial import Trials, to_try
+from .trial import WITHIN, Trials, to_try
 
-PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
-SEARCH_SECONDS = 3.0  # for a better order of the plan's work
+PROFILE_SECONDS = 4.0  # for all microbatch sizes together, tracing apart
+SEARCH_SECONDS = 2.0  # for better orders of the plans' work
 MAX_SIZES = 4
+_LEAST_NOISE = 0.05  # of a prediction, however steady its profile
 _FREE = 1e15  # [bytes/s] between ranks in one process
-_log = logging.getLogger("stagewright")
 
 
 class AutoLayout:
@@ -66,10 +67,15 @@ class AutoLayout:
         self._world = world
         self._settings = settings
         self._guard = guard
-        self._num_ranks = read_mesh(options.mesh_sizes, world, wanted=None).num_processes
+        mesh = read_mesh(options.mesh_sizes, world, wanted=None)
+        self._num_ranks = mesh.num_processes
+        # Axes that the user gave stay as they are; without, the plan divides all ranks.
+        self._axes = {"pipeline_sizes": (mesh.pipe,), "data_sizes": (mesh.data,)} if options.mesh_sizes else {}
+        self._phases = Phases(world.rank)
         self._num_microbatches = options.num_microbatches
         self._replans = options.replan is not None
         self._trials = options.trials
+        self._noise = WITHIN
         self._parameters = parameter_names(signature_of(model))
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
         self._runtime: tuple[float, float] | None = None
@@ -115,14 +121,24 @@ class AutoLayout:
 
     def _measured_plan(self, given: Given, num_samples: int, wanted: int | None, restrictions: dict[str, Any]) -> Plan:
         self._agree(given, wanted)
+        self._phases.begin(
+            f"profiling the model on {count(self._num_ranks, 'rank')} for {count(num_samples, 'sample')} a batch; "
+            "then links, a search, and trials where plans come close"
+        )
         if wanted is not None and (given.microbatches or self._replans):
             profiles = self._by_size(given.on(self._settings.device).cut(wanted))
         else:
             profiles = self._by_samples(given, num_samples)
+        spread = max(profile.step_spread for profile in profiles.values())
+        self._noise = min(WITHIN, max(_LEAST_NOISE, spread))
+        sizes = ", ".join(map(str, profiles))
+        self._phases.ended("profile", f"microbatches of {sizes} samples", then="links between the ranks")
         cluster = self._cluster()
+        self._phases.ended("links", then="a search for the best plan and its order")
         batch = num_samples if wanted is None else max(profiles) * wanted
         if self._replans:  # replicas would share out microbatches before anybody knows how long they are
             restrictions = {"data_sizes": (1,), **restrictions}
+        restrictions = {**self._axes, **restrictions}
         # Whether the user's optimizer may be divided is known only once it is made.
         settings = {
             "runnable": True,
@@ -136,9 +152,10 @@ class AutoLayout:
             best = plan(profiles, cluster, global_batch=batch, on_runners_up=others.extend, **settings)
             if self._replans:  # each batch has its own
                 return [best.to_json()]
+            chosen = to_try(best, others, trials=self._trials, noise=self._noise)
             ordered = [
-                reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS)
-                for each in to_try(best, others, trials=self._trials)
+                reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS / len(chosen))
+                for each in chosen
             ]
             return [each.to_json() for each in sorted(ordered, key=lambda each: each.simulated_step_time or 0.0)]
 
@@ -147,8 +164,8 @@ class AutoLayout:
         found = self._tried([Plan.from_json(text) for text in texts], given)
         self._collectives.gather(None, what="planning")
         self._collectives.close()
-        if self._world.rank == 0:
-            _log.info("%s", found.explain())
+        assert self.predicted is not None
+        self._phases.decided(found, self.predicted, num_samples=num_samples)
         return found
 
     def _agree(self, given: Given, wanted: int | None) -> None:
@@ -164,10 +181,14 @@ class AutoLayout:
         self.predicted = plans[0]
         if not self._trials:
             return plans[0]
-        if self._replans:
-            note = "not tried: each batch has an order of its own"
-            return replace(plans[0], notes=(*plans[0].notes, note))
-        found, self.predicted = Trials(self._model, self._world, self._settings, self._collectives).best(plans, given)
+        note = "each batch has an order of its own" if self._replans else None
+        if len(plans) == 1 < self._trials:
+            note = note or f"no other plan comes within {self._noise:.0%} of it, more than the profile can be off"
+        if note is not None:
+            return replace(plans[0], notes=(*plans[0].notes, f"not tried: {note}"))
+        self._phases.ended("search", then=f"{count(len(plans), 'trial')}, of plans closer than {self._noise:.0%}")
+        trials = Trials(self._model, self._world, self._settings, self._collectives)
+        found, self.predicted = trials.best(plans, given)
         return found
 
     def _by_samples(self, given: Given, num_samples: int) -> dict[int, Profile]:
@@ -175,8 +196,10 @@ class AutoLayout:
         if self._num_microbatches is not None:
             sizes = (-(-num_samples // self._num_microbatches),)
         whole = given.on(self._settings.device)
-        parts = {size: whole.cut(-(-num_samples // size))[0] for size in sizes}  # the first is the largest
-        return {size: self._profile(part, PROFILE_SECONDS / len(sizes)) for size, part in parts.items()}
+        measured = sizes if len(sizes) < 3 else (sizes[1], sizes[-1])  # others by a law through these
+        parts = {size: whole.cut(-(-num_samples // size))[0] for size in measured}  # the first is the largest
+        found = {size: self._profile(part, PROFILE_SECONDS / len(parts)) for size, part in parts.items()}
+        return {size: at_size(found, size) for size in sizes}
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
         """The one profile to plan with for microbatches that differ: see `planned_for`."""
@@ -194,9 +217,6 @@ class AutoLayout:
         loss, target = settings.loss_fn, first.target
         if settings.model_loss is not None:
             target = settings.model_loss.weigh([first.arguments])[0]
-        if self._world.rank == 0:
-            _log.info("profiling a microbatch of %d samples", first.arguments.num_samples)
-
         kind = settings.device.type
         same = SamePrograms(self._collectives, self._guard, Signature.of(first.arguments))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,24 +38,25 @@ from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, layout_of_plan
 from ..options import Settings
+from .phases import figure, tell
 
-TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
-WITHIN = 0.1  # of the best predicted step: others that may be tried
+TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less
+LONGEST = 16.0  # seconds that _LEAST steps may take
+WITHIN = 0.1  # of the best predicted step, at most: others that may be tried
 _WARM_UP = 2  # steps that do not count; one where there is little time
-_MOST = 12  # steps that do, at least one
+_LEAST, _MOST = 2, 12  # steps
 _KINDS = ("own", "memory", "lost")  # of errors, what counts first
-_log = logging.getLogger("stagewright")
 
 
-def to_try(best: Plan, others: Sequence[Plan], *, trials: int) -> list[Plan]:
-    """The best plan, and others that are predicted to take up to 10% longer, of other layouts, at most `trials`.
+def to_try(best: Plan, others: Sequence[Plan], *, trials: int, noise: float = WITHIN) -> list[Plan]:
+    """The best plan, and others that are predicted to take longer by this share at most, of other layouts, `trials`.
 
     Layouts differ in replicas, microbatches, or in whether ranks have several chunks.
     """
     found, layouts = [best], {_layout(best)}
     least = best.simulated_step_time or 0.0
     for plan in sorted(others, key=lambda plan: plan.simulated_step_time or 0.0):
-        is_near = (plan.simulated_step_time or 0.0) <= least * (1 + WITHIN)
+        is_near = (plan.simulated_step_time or 0.0) <= least * (1 + noise)
         if len(found) < trials and is_near and _layout(plan) not in layouts:
             layouts.add(_layout(plan))
             found.append(plan)
@@ -96,19 +96,16 @@ class Trials:
         tried: list[tuple[Plan, Plan]] = []  # as predicted and as measured
         for number, plan in enumerate(plans if why is None else ()):
             label = _label(plan)
-            seconds = TRIAL_SECONDS * (1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1))
-            found: _Ran | str | None = self._refusal_of(plan, seconds=seconds)
+            found: _Ran | str | None = self._refusal_of(plan)
             if found is None:
-                if self._world.rank == 0:
-                    step = duration(plan.simulated_step_time or 0.0)
-                    _log.info("trial %d of at most %d: %s, predicted %s a batch", number + 1, len(plans), label, step)
-                found = self._try(plan, given, seconds=seconds)
+                found = self._try(plan, given, seconds=TRIAL_SECONDS / len(plans))
             if isinstance(found, str):
                 notes.append(f"not tried: {label}: {found}")
-                continue
-            tried.append((plan, self._measured(plan, found)))
-            if self._world.rank == 0:
-                _log.info("took %s a batch in %d steps", duration(_seconds(tried[-1])), len(found[0]))
+                told = f"not possible: {found}"
+            else:
+                tried.append((plan, self._measured(plan, found)))
+                told = figure(tried[-1][1], plan)
+            tell(f"trial {number + 1} of {len(plans)}: {label}: {told}", rank=self._world.rank)
         if not tried:
             plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
             return plan, plan
@@ -128,8 +125,8 @@ class Trials:
             return "microbatches differ in size, and the next batch's in another way"
         return None
 
-    def _refusal_of(self, plan: Plan, *, seconds: float) -> str | None:
-        """Why this plan is not tried in so many seconds; None where it is."""
+    def _refusal_of(self, plan: Plan) -> str | None:
+        """Why this plan is not tried; None where it is."""
         if not self._world.distributed and plan.num_devices > 1:
             return "all ranks are in one process, where they take turns"
         if plan.tensor > 1:
@@ -137,8 +134,8 @@ class Trials:
         if family(plan.schedule or "1f1b").rule.is_asynchronous:
             return "batches of a stream overlap: a few of them say little"
         step = plan.simulated_step_time or 0.0
-        if 2 * step > seconds:
-            return f"2 steps of {duration(step)} take longer than {duration(seconds)}, the time of a trial"
+        if _LEAST * step > LONGEST:
+            return f"{_LEAST} steps of {duration(step)} take longer than {duration(LONGEST)}, the time of a trial"
         own = sum(x.numel() * x.element_size() for x in (*self._model.parameters(), *self._model.buffers()))
         limits, memory = plan.memory_limits, plan.memory_bytes
         for rank in sorted(limits.keys() & memory.keys()):

@@ -1,0 +1,73 @@
+"""What schedule="auto" says while it measures and searches: a line a phase, on rank 0, and the plan at the end.
+
+To the handlers of the logger "stagewright" where there are any, else to stderr; silenced by
+logging.getLogger("stagewright").setLevel(logging.WARNING).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from ...partition.plans.as_text import describe
+from ...partition.plans.plan import Plan
+from ...schedules.wording import count, duration
+
+_log = logging.getLogger("stagewright")
+
+
+def tell(text: str, *, rank: int) -> None:
+    if rank != 0:
+        return
+    if _log.hasHandlers():
+        _log.info("%s", text)
+    elif _log.level <= logging.INFO:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Phases:
+    """Phases of one decision, one after the other."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._begun = self._phase_begun = time.perf_counter()
+
+    def begin(self, text: str) -> None:
+        self._begun = self._phase_begun = time.perf_counter()
+        tell(f'schedule="auto": {text}', rank=self._rank)
+
+    def ended(self, phase: str, *details: str, then: str) -> None:
+        now = time.perf_counter()
+        took = [f"{phase}: {duration(now - self._phase_begun)}", *details]
+        self._phase_begun = now
+        tell(f"{'; '.join(took)}. Next: {then}", rank=self._rank)
+
+    def decided(self, plan: Plan, predicted: Plan, *, num_samples: int) -> None:
+        took = duration(time.perf_counter() - self._begun)
+        tell(
+            "\n".join([f"plan, found in {took}:", *summary(plan, predicted, num_samples=num_samples)]), rank=self._rank
+        )
+
+
+def figure(plan: Plan, predicted: Plan) -> str:
+    """The step of a plan, measured where it was tried; what was predicted is said to be that."""
+    step = duration(predicted.simulated_step_time or 0.0)
+    if plan.tried_seconds is None:
+        return f"{step} a batch, predicted"
+    return f"{duration(plan.tried_seconds)} a batch, measured (predicted {step})"
+
+
+def summary(plan: Plan, predicted: Plan, *, num_samples: int) -> list[str]:
+    """A plan in a few lines, with what it leaves idle."""
+    busy = len({rank for stage in plan.stages for rank in stage.ranks})
+    shape = f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}"
+    lines = [f"  {shape}: {figure(plan, predicted)}", f"  ranks at work wait for {plan.bubble:.0%} of a step"]
+    if busy < plan.num_devices:
+        why = (
+            f"your batch of {count(num_samples, 'sample')} is too small"
+            if num_samples < plan.num_devices
+            else "they would gain less than sending to them takes; a larger batch, or model, would use them"
+        )
+        lines.append(f"  {plan.num_devices - busy} of {plan.num_devices} processes idle: {why}")
+    return [*lines, "  why: print(pipe.plan.explain())"]
