@@ -124,7 +124,8 @@ class _Training:
         self.first = next(self.batches)
         self.verifies = may_verify(model)  # before the stages of others are let go
         self.pipe = make_pipe(options, what, task, model, self.first, on_step=self.told.append)
-        if what is None:
+        self.plans_here = what is None
+        if self.plans_here:
             if options.json:
                 logging.getLogger("stagewright").setLevel(logging.WARNING)
             self.pipe.build(*self.first.args, **self.first.kwargs)
@@ -165,7 +166,7 @@ class _Training:
             progress.note(self._title())
             for note in self.checkpoints.notes:
                 progress.note(note)
-            if self.pipe.plan is not None:
+            if self.pipe.plan is not None and not self.plans_here:  # one that was made here has told itself
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)

@@ -111,7 +111,7 @@ def profiled() -> Iterator[None]:
         return Profile(nodes=nodes, microbatch_size=samples)
 
     def cluster(auto: AutoLayout) -> Cluster:
-        return Cluster.from_levels([(auto._world.size, 1e9)])
+        return Cluster.from_levels([(auto._num_ranks, 1e9)])
 
     with mock.patch.object(AutoLayout, "_profile", profile), mock.patch.object(AutoLayout, "_cluster", cluster):
         yield
