@@ -27,6 +27,7 @@ ARROWS = {
     "viz": {"schedules"},
     "pipe": {"schedules", "partition", "comm"},
     "experiments": {"schedules", "partition", "comm", "viz", "pipe"},
+    "integrations": {"pipe"},
 }
 WITHOUT_TORCH = {"schedules", "viz", "partition"}
 TORCH_HALF = {("partition", "model"), ("partition", "profiler")}  # rooms that need torch, in folders that else do not
@@ -35,7 +36,7 @@ LATE = {("schedules/ir.py", "schedules/text.py")}
 EXPLORER = ROOT / "viz" / "explorer"
 # Things that show themselves load the views when they do, against the arrows.
 LATE_ARROWS = {("partition/plans/shown.py", "viz")}
-FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "experiments")
+FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "experiments", "integrations")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 
 

@@ -1,0 +1,88 @@
+"""PipelineTrainer over gloo ranks beside transformers' Trainer in one process, each started as a script."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import answer, end_forked, start_forked
+
+import stagewright
+
+pytest.importorskip("accelerate", reason="needs accelerate: make extras")
+transformers = pytest.importorskip("transformers", reason="needs transformers: make extras")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.gloo,
+    pytest.mark.concerns("integrations", "pipe/module.py", "pipe/figures.py", "pipe/arguments.py"),
+]
+SCRIPT = Path(__file__).parent / "script.py"
+# float32 rounds to 6e-8 of each number; 2.4e-7 was measured over 15 steps (one unit in the last place of a loss near
+# 4), since microbatches' sums are added up in another order, and AdamW's division brings that back enlarged.
+TOLERANCE = 2e-5
+TIMES = ("runtime", "per_second", "preparation_time")
+History = list[dict[str, float]]
+
+
+def script(folder: Path, *, num_ranks: int | None, **options: Any) -> History:
+    words = [str(SCRIPT), "plain" if num_ranks is None else "pipe", str(folder), json.dumps(options)]
+    ranks = start_forked(words, num_ranks=num_ranks)
+    try:
+        done = [answer(rank) for rank in ranks]
+    finally:
+        end_forked(ranks)
+    assert not any(each.status for each in done), "\n".join(each.stderr[-3000:] for each in done)
+    history: History = json.loads((folder / "history.json").read_text())
+    return [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in history]
+
+
+def assert_same(found: History, expected: History) -> None:
+    assert [list(row) for row in found] == [list(row) for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        for name, value in other.items():
+            assert math.isclose(row[name], value, rel_tol=TOLERANCE, abs_tol=TOLERANCE), (name, row, other)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> History:
+    return script(tmp_path_factory.mktemp("plain"), num_ranks=None)
+
+
+def test_four_ranks_log_evaluate_save_and_resume_as_one_process(tmp_path: Path, plain: History) -> None:
+    found = script(tmp_path, num_ranks=4)
+    assert_same(found, plain)
+    weights = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "final").state_dict()
+    last = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-15").state_dict()
+    assert all((weights[name] == last[name]).all() for name in weights)
+    shutil.rmtree(tmp_path / "checkpoint-15")
+    resumed = script(tmp_path, num_ranks=4, resume=True)
+    behind = [row for row in found if row["step"] > 10 and "train_loss" not in row]
+    assert_same([row for row in resumed if row["step"] > 10 and "train_loss" not in row], behind)
+
+
+def test_padded_batches_and_the_best_model(tmp_path: Path) -> None:
+    options = {"lengths": True, "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 2}
+    expected = script(tmp_path / "plain", num_ranks=None, **options)
+    assert_same(script(tmp_path / "pipe", num_ranks=2, **options, pipeline={"schedule": "zb-h1"}), expected)
+
+
+def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
+    for name, value in {"label_smoothing_factor": 0.1, "torch_compile": True, "neftune_noise_alpha": 5.0}.items():
+        arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none", **{name: value})
+        with pytest.raises(ValueError, match=rf"TrainingArguments\({name}=.*with a pipeline: expected "):
+            stagewright.integrations.PipelineTrainer(model, arguments)
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=r"compute_loss_func=.*expected a model that returns its loss"):
+        stagewright.integrations.PipelineTrainer(model, arguments, compute_loss_func=lambda *_: None)
+    with pytest.raises(ValueError, match="2 data replicas: expected a mesh of pipe and tensor alone"):
+        stagewright.integrations.PipelineTrainer(model, arguments, pipeline={"mesh": {"data": 2}}).create_optimizer()
+    trainer = stagewright.integrations.PipelineTrainer(model, arguments)
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match="no folder 'pipeline': expected a checkpoint of a PipelineTrainer"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
