@@ -54,7 +54,7 @@ class PipelineTrainer(Trainer):
 
     Arguments:
         args, kwargs: of Trainer.
-        pipeline: arguments of PipelineModule, such as {"schedule": "zb-h1", "mesh": {"pipe": 2, "tensor": 2}}; those that
+        pipeline: arguments of PipelineModule, such as {"schedule": "zb-h1", "mesh": {"pipe": 4}}; those that
             TrainingArguments have (optimizer, max_grad_norm, bf16, seed) are taken from there.
 
     Raises ValueError for arguments that a pipeline cannot follow, with what to type instead.
