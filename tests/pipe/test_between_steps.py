@@ -120,7 +120,8 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
         local_stages=[0, 1],
     )
     example = Arguments.of((torch.zeros(3, 1),))
-    reader = BatchReader(run, schedule, inference=NoStages(), example=example, has_loss=True)  # type: ignore[arg-type]
+    mode = SimpleNamespace(schedule=schedule, inference=NoStages())
+    reader = BatchReader(run, mode, example=example, has_loss=True)  # type: ignore[arg-type]
     x = torch.arange(5.0).unsqueeze(1)  # microbatches of 3 and of 2 samples
     batch = reader.read(Given(arguments=Arguments.of((x,)), target=-x), step=4, call=Identity(0.0, 1.0))
     assert [None if part.inputs is None else part.inputs[0].flatten().tolist() for part in batch.parts] == [
