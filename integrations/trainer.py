@@ -174,7 +174,7 @@ class PipelineTrainer(Trainer):
         return loss, logits, labels
 
     def _evaluated(self, *, loss_only: bool, num_items_in_batch: Any = None, **inputs: Any) -> Any:
-        """What `model(**inputs)` returns, in all processes."""
+        """The result of `model(**inputs)`, in all processes."""
         pipe = self._built(inputs)
         has_loss = any(inputs.get(name) is not None for name in self.label_names)
         if not has_loss:
@@ -286,7 +286,7 @@ def _divided(batches: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[s
 
 
 def _shared(output: object, device: torch.device) -> Any:
-    """What one process has, in all of them."""
+    """A value that one process has, in all of them."""
     if not dist.is_initialized():
         return output
     has: list[bool] = [False] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What belongs together in the arguments of PipelineModule: one record for each, read into its options.
+"""Arguments of PipelineModule that belong together, a record for each, read into its options.
 
     mesh        Mesh          how many ranks along which axis, and what ranks of one stage divide among themselves
     schedule    Auto          found by measuring
@@ -135,7 +135,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a batch looks like.
+    """A batch: how it looks.
 
     Arguments:
         example: one local batch: a tuple, or a dict of keywords. The stages are built for it at once.

@@ -238,7 +238,7 @@ def _cut_and_wired(
 
 
 def _whole_outputs(cut: Callable[[], CutModel], microbatch: Signature) -> tuple[OutputSpecs | None, OutputSpecs | None]:
-    """Of the model's stages as it is now, to train and to evaluate."""
+    """Outputs of the model's stages as it is now, to train and to evaluate."""
     try:
         parts = cut()
     except ValueError:  # sizes in the model are those of a member already

@@ -1,4 +1,4 @@
-"""What a pipeline runs with: its layout, which schedule runs where, and the context of one process's run.
+"""Context of a running pipeline: its layout, which schedule runs where, and the context of one process's run.
 
 options  name or Schedule, mesh, split points, recompute -+
                                                            +-> Layout -> build

@@ -1,4 +1,4 @@
-"""What is carried out, where, and what it takes; parameters and state of a run, under the model's original names."""
+"""Figures of a run: what is carried out, where, what it takes; parameters and state under the model's own names."""
 
 from __future__ import annotations
 

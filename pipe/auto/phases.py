@@ -1,4 +1,4 @@
-"""What schedule="auto" says while it measures and searches: a line a phase, on rank 0, and the plan at the end.
+"""Phases of schedule="auto" as they are told: a line each, on rank 0, and the plan at the end.
 
 To the handlers of the logger "stagewright" where there are any, else to stderr; silenced by
 logging.getLogger("stagewright").setLevel(logging.WARNING).
@@ -46,7 +46,7 @@ class Phases:
     def decided(self, plan: Plan, predicted: Plan, *, num_samples: int) -> None:
         took = duration(time.perf_counter() - self._begun)
         tell(
-            "\n".join([f"plan, found in {took}:", *summary(plan, predicted, num_samples=num_samples)]), rank=self._rank
+            "\n".join([f"plan, found in {took}:", *outline(plan, predicted, num_samples=num_samples)]), rank=self._rank
         )
 
 
@@ -58,7 +58,7 @@ def figure(plan: Plan, predicted: Plan) -> str:
     return f"{duration(plan.tried_seconds)} a batch, measured (predicted {step})"
 
 
-def summary(plan: Plan, predicted: Plan, *, num_samples: int) -> list[str]:
+def outline(plan: Plan, predicted: Plan, *, num_samples: int) -> list[str]:
     """A plan in a few lines, with what it leaves idle."""
     busy = len({rank for stage in plan.stages for rank in stage.ranks})
     shape = f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}"

@@ -30,7 +30,7 @@ class TensorBox:
         return tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))
 
     def part(self, part: TensorBox) -> TensorBox | None:
-        """What of it a box of the local tensor holds, which lies in a local tensor of its own; None: nothing."""
+        """The part that a box of the local tensor holds, which lies in a local tensor of its own; None: nothing."""
         low = tuple(map(max, self.local, part.start))
         high = tuple(
             min(a + b, c + d) for a, b, c, d in zip(self.local, self.sizes, part.start, part.sizes, strict=True)

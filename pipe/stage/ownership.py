@@ -178,7 +178,7 @@ class Ownership:
         return sorted(named, key=lambda each: each[0]) if self._by_name else list(named)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Of all stages, each once, under its first name."""
+        """Parameters of all stages, each once, under its first name."""
         named = self._ordered(self._root.named_parameters(remove_duplicate=False))
         firsts: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in named:

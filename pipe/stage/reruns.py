@@ -230,7 +230,7 @@ class KeptInputs:
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of tensors in one memory, with their strides: kernels, and so what is saved for a backward, depend on them."""
+    """Copies of tensors in one memory, with their strides: kernels, and so what a backward keeps, depend on them."""
     first = tensors[0]
     if len(tensors) == 1:
         copy = first.detach().requires_grad_(first.requires_grad).clone()
@@ -263,7 +263,7 @@ def _equal(x: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 class _Result(NamedTuple):
-    """What an operation returned, its tensors' versions, and where the generators stood behind one that may draw."""
+    """An operation's results, its tensors' versions, and where the generators stood behind one that may draw."""
 
     value: Any
     versions: list[tuple[torch.Tensor, int]]

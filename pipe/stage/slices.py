@@ -253,7 +253,7 @@ def _entered(mode: _Attending) -> Iterator[None]:
 
 
 class _Resumed:
-    """What a checkpoint runs, which in the backward, outside of any mode, attends to earlier slices, too.
+    """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode.
 
     Attributes:
         caller: the module that called the checkpoint: nobody else is there to be found when it runs again.

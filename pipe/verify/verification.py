@@ -145,7 +145,7 @@ class Verifier:
         )
 
     def _refuse_dropout_of_slices(self) -> None:
-        """Of whole microbatches the plain module would draw other masks."""
+        """Dropout over slices cannot be compared: for whole microbatches the plain module would draw other masks."""
         if self._schedule.num_slices == 1:
             return
         for name, module in self._parts.root.named_modules():

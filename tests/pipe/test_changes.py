@@ -1,4 +1,4 @@
-"""What code between the modules reads may change between two batches: it counts from the next one on."""
+"""Values that code between the modules reads may change between two batches: they count from the next one on."""
 
 from __future__ import annotations
 

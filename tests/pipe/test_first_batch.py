@@ -133,7 +133,7 @@ def test_whatever_mode_the_first_call_is_made_in(mode: Any, kind: type[nn.Module
 
 
 def refused_at_first(data: int, recorded: bool) -> tuple[list[Told], list[float], bool]:
-    """What each refused batch tells; then losses, and whether the groups of processes are those of one pipeline."""
+    """The error of each refused batch; then losses, and whether the groups of processes are those of one pipeline."""
     torch.manual_seed(0)
     rank, replica = dist.get_rank(), dist.get_rank() % data
     model = Gate() if recorded else layers()

@@ -121,7 +121,7 @@ def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> No
 
 
 class PastAll(nn.Module):
-    """What the first stage makes is read by the last one, beside the model's input itself."""
+    """A result of the first stage is read by the last one, beside the model's input itself."""
 
     def __init__(self) -> None:
         super().__init__()

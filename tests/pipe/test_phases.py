@@ -7,7 +7,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from support.inside import at_size, summary, tell
+from support.inside import at_size, outline, tell
 from support.trials import make_batch, make_pipe, profiled
 
 from stagewright.partition import Node, Plan, Profile
@@ -55,8 +55,8 @@ def test_one_plan_alone_is_not_tried() -> None:
 
 def test_what_is_idle_is_said() -> None:
     plan = replace(planned(trials=0), num_devices=4)
-    assert "  3 of 4 processes idle: your batch of 2 samples is too small" in summary(plan, plan, num_samples=2)
-    assert any("a larger batch" in line for line in summary(plan, plan, num_samples=8))
+    assert "  3 of 4 processes idle: your batch of 2 samples is too small" in outline(plan, plan, num_samples=2)
+    assert any("a larger batch" in line for line in outline(plan, plan, num_samples=8))
 
 
 @pytest.mark.parametrize(("mesh", "replicas"), [({"pipe": 2}, (1, 1)), ({"pipe": 1, "data": 2}, (2,))])

@@ -183,7 +183,7 @@ def test_buffers_that_an_evaluation_moves_are_no_difference() -> None:
 
 
 def test_tolerance_is_that_of_the_shortest_type_computed_in() -> None:
-    """Of norms that compute in float32, as Gemma's, in a float64 model; autocast."""
+    """Differences of norms that compute in float32, as Gemma's, in a float64 model; autocast."""
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     assert tolerance_of(graph_of([x.sin().cos()])) == 1e-9
     assert tolerance_of(graph_of([x.float().sin().double().cos()])) == 1e-3

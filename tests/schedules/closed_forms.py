@@ -1,4 +1,4 @@
-"""What papers say of spans and of activations, by family: [P] peaks and seconds of the longest span; None where a form
+"""Spans and activations as papers give them, by family: [P] peaks and seconds of the longest span; None where a form
 does not hold."""
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_the_answer_names_the_circle() -> None:
     [("interleaved-zb", (6, 3, 16), 7), ("gis", (6, 4, 16), 7), ("gis", (8, 3, 32), 5), ("looped-bfs", (4, 2, 32), 20)],
 )
 def test_no_more_receives_than_that_takes(name: str, sizes: tuple[int, int, int], most: int) -> None:
-    """Of one link. looped-bfs takes M - 4P + 4."""
+    """Messages under way on one link. looped-bfs takes M - 4P + 4."""
     P, V, M = sizes
     programs = lower(build(name, num_ranks=P, num_microbatches=M, num_chunks=V)).programs
     assert max(receives_of_a_link(program) for program in programs) == most

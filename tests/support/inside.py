@@ -155,7 +155,7 @@ _NAMES = {
     "pipe.shards.tensor_option": "TensorAxis TensorParallelLike read_tensor_parallel",
     "pipe.run.engine": "Engine RankMachine Wait",
     "pipe.run.worker": "TrainingWorker",
-    "pipe.auto.phases": "summary tell",
+    "pipe.auto.phases": "outline tell",
     "pipe.auto.runtime_seconds": "clipping measure_runtime_seconds",
     "pipe.stage.calls": "Calls",
     "pipe.stage.moving": "Activations",
