@@ -239,8 +239,9 @@ def deep_imports(source: str) -> list[str]:
 
 
 def is_module(package: str, name: str) -> bool:
-    found = getattr(importlib.import_module(package), name, None)
-    return isinstance(found, types.ModuleType) if found is not None else file_of(f"{package}.{name}") is not None
+    if file_of(f"{package}.{name}") is None:
+        return False  # nor is it looked up: what it needs may not be installed
+    return isinstance(getattr(importlib.import_module(package), name, None), types.ModuleType | None)
 
 
 def test_tests_import_packages_alone_and_the_rest_from_one_place():
