@@ -43,7 +43,8 @@ _PLAN = "plan.json"
 class CompareOptions(CostOptions):
     """Compare two runs, plans or schedules; or, of one run, what was predicted with what was measured.
 
-    Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own.
+    Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
+    more stages than others cut the same model: equal work.
     """
 
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="A [B]")]
@@ -104,7 +105,8 @@ def run(argv: Sequence[str]) -> int:
     for path in options.out:
         writer_of(path)
         check_out("-o", path)
-    exhibits = read_exhibits(options.inputs, options)
+    command = "compare" if len(options.inputs) > 1 else "compare gpipe"
+    exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)
     for path in options.out:
         writer_of(path)(exhibits, path, FigureStyle())

@@ -3,6 +3,7 @@
 runs/gpt, gpt          a run's folder, or its name           what it left: predicted and measured steps
 plan.json              a plan                                its own schedule, simulated with its costs
 1f1b, mine.csv, mine.json, mine.py:zigzag      a schedule    simulated with the costs of the options
+auto                                           a schedule    the best that is found for these costs
 timeline.json          a Timeline; or that of a run          as it is; as its folder
 
 Folders that hosts have left of one run are read as one.
@@ -18,29 +19,33 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...partition import Plan
 from ...partition.plans.shown import exhibit_of_plan
-from ...schedules import FAMILIES, Schedule, Timeline, simulate
+from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
 from ...schedules.custom.user_schedules import FORMS
 from ...schedules.families.registry import family
 from ...schedules.traces.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
 from ...viz.foreign.events import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
-from ..options import read_file
+from ..options import is_file, read_file
 from ..training.run_folder import RUNS, find_run
 from ..training.traces import hosts_of_runs, read_run
 from .schedule_options import CostOptions
+from .synthesis import AUTO, made_or_found
 
 EXPECTED = f"a run (folder or name), a plan, a timeline, a schedule ({FORMS}) or its name such as 1f1b"
 _NEAR = 0.6
 _RANK = re.compile(r"[._-]?rank[._-]?\d+")
 
 
-def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *, root: Path = RUNS) -> list[Exhibit]:
-    """`read_exhibit` of each, under names that differ.
+def read_exhibits(
+    sources: Sequence[str], options: CostOptions | None = None, *, root: Path = RUNS, command: str = "timeline"
+) -> list[Exhibit]:
+    """`read_exhibit` of each, under names that differ. Schedules of different numbers of stages do equal work: costs
+    are those of a stage where there are fewest, or of as many pieces of the model as there are numbers.
 
     Raises ValueError as that does, and for costs and sizes that nothing here takes.
     """
@@ -51,14 +56,17 @@ def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *,
     hosts = _folders_of_hosts(sources, options, root)
     sources = [source for source in sources if hosts.get(source) != ()]
     groups = _groups(sources)
-    exhibits = []
+    read: list[Exhibit | _Made] = []
     for group in groups:
         if group[0] in hosts:
-            exhibits.append(read_run(*hosts[group[0]]))
+            read.append(read_run(*hosts[group[0]]))
         elif len(group) > 1:
-            exhibits.append(_of_group(group))
+            read.append(_of_group(group))
         else:
-            exhibits.append(read_exhibit(group[0], options, root=root))
+            read.append(_read(group[0], options, root, f"{command} {' '.join(sources)}"))
+    stages = {each.schedule.num_stages for each in read if isinstance(each, _Made)}
+    fewest = min(stages) if len(stages) > 1 else None
+    exhibits = [_simulated(each, fewest, options) if isinstance(each, _Made) else each for each in read]
     surplus = set(given(options)).difference(*(takes_options(source) for source in sources))
     if surplus:
         raise ValueError(
@@ -115,13 +123,20 @@ def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path 
     Raises ValueError that names the source, the place in it, and what was expected.
     """
     options = CostOptions() if options is None else options
+    read = _read(source, options, root, f"timeline {source}")
+    return _simulated(read, None, options) if isinstance(read, _Made) else read
+
+
+def _read(source: str, options: CostOptions, root: Path, command: str) -> Exhibit | _Made:
     path = Path(source)
     if path.is_file():
         return _read_file(path, options)
     if _is_folder(source, options, root):
         return _read_folder(find_run(path, root=root))
     if _is_schedule(source):
-        return _simulated(options.make(source, command="timeline"), options)
+        if source.lower() == AUTO:
+            return _Made(*made_or_found(source, options, command=command)[:2])
+        return _Made(options.make(source, command=command), options.costs(), "" if is_file(source) else source)
     names = [*FAMILIES, *(each.name for each in root.iterdir())] if root.is_dir() else list(FAMILIES)
     near = difflib.get_close_matches(source, names, n=2, cutoff=_NEAR)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -183,7 +198,7 @@ def _folders_of_hosts(sources: Sequence[str], options: CostOptions, root: Path) 
 
 
 def _is_schedule(source: str) -> bool:
-    if ":" in source:
+    if ":" in source or source.lower() == AUTO:
         return True
     try:
         family(source)
@@ -206,12 +221,31 @@ def _has_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("timeline.json", "manifest.json")) or bool(find_traces([folder]))
 
 
-def _simulated(schedule: Schedule, options: CostOptions) -> Exhibit:
-    costs = options.costs()
-    return Exhibit(name=schedule.name, predicted=simulate(schedule, costs), costs=costs)
+class _Made(NamedTuple):
+    """A schedule and the costs of its stages, or of other pieces of the model; the family's `name` where it is one."""
+
+    schedule: Schedule
+    costs: Costs
+    name: str = ""
 
 
-def _read_file(path: Path, options: CostOptions) -> Exhibit:
+def _simulated(made: _Made, fewest: int | None, options: CostOptions) -> Exhibit:
+    """`fewest` stages of all that are compared; None where all have as many."""
+    schedule, costs, name = made
+    notes: tuple[str, ...] = ()
+    if fewest is not None:
+        from ...schedules.search.request import Request  # one alone needs no search
+
+        pieces = Request(num_ranks=fewest, num_microbatches=schedule.num_microbatches, costs=costs).pieces()
+        costs = pieces.equal_parts(schedule.num_stages).costs
+    if fewest not in (None, schedule.num_stages):
+        notes = (f"{schedule.name}: equal work: the model of {fewest} stages is cut into {schedule.num_stages}",)
+    if name and options.made_for() is not None:
+        schedule = options.make(name, command="", costs=costs)
+    return Exhibit(name=schedule.name, predicted=simulate(schedule, costs), costs=costs, notes=notes)
+
+
+def _read_file(path: Path, options: CostOptions) -> Exhibit | _Made:
     if is_trace_file(path):
         return read_run(path.parent)
     text, data = _load(path)
@@ -222,7 +256,7 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit:
         case "own trace":
             return _of_own_trace(path, data, name)
         case "schedule":
-            return _simulated(options.read_file(str(path)), options)
+            return _Made(options.read_file(str(path)), options.costs())
         case "plan":
             return _of_plan(Plan.from_json(text, source=str(path)), name, options)
         case "run":

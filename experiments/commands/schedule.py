@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ...schedules import Costs, Schedule, check, check_lowered, lower, simulate
+from ...schedules import Costs, Schedule, check_lowered, lower, simulate
 from ..options import check_out, is_file, plain_help, read
 from .schedule_options import NAME_HELP
 from .simulate import SimulationSummary, summarise, table
-from .synthesis import AUTO, SynthesisOptions, synthesis_data, synthesis_table
+from .synthesis import SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 
 if TYPE_CHECKING:
     from ...schedules.search.portfolio import Synthesis
@@ -49,15 +49,7 @@ def run(argv: Sequence[str]) -> int:
         check_out("--png", options.png)
     if options.json and options.format != "grid":
         raise ValueError(f"--json beside --format {options.format}: expected one of the two")
-    found: Synthesis | None = None
-    costs = options.costs()
-    if options.schedule.lower() == AUTO:
-        found = options.search()
-        schedule, costs = found.schedule, found.costs
-        check(schedule)
-    else:
-        options.check_named(options.schedule)
-        schedule = options.make(options.schedule, command="schedule")
+    schedule, costs, found = made_or_found(options.schedule, options, command=f"schedule {options.schedule}")
     if options.png is not None:
         from ...viz import render_timeline
 

@@ -13,7 +13,9 @@ from ..options import is_file, plain_help, read_schedule
 
 NAMES = ", ".join(FAMILIES)
 NAME_HELP = tyro.conf.arg(
-    help=f"{NAMES}; or a schedule of your own: {FORMS}.", metavar="NAME|FILE", help_behavior_hint=""
+    help=f"{NAMES}; auto, which is searched for; or a schedule of your own: {FORMS}.",
+    metavar="NAME|FILE",
+    help_behavior_hint="",
 )
 
 
@@ -55,21 +57,22 @@ class BuildOptions:
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def made_for(self) -> Costs | None:
-        """Costs that were given, for schedules that are made for some."""
-        return None
+    def make(self, name: str, *, command: str, costs: Costs | None = None) -> Schedule:
+        """The checked schedule of this name or file; ValueError where that says too little, or clashes with options.
 
-    def make(self, name: str, *, command: str) -> Schedule:
-        """The checked schedule of this name or file; ValueError where that says too little, or clashes with options."""
+        Arguments:
+            command: what to add sizes to, behind "stagewright".
+            costs: for a schedule that is made for some.
+        """
         if is_file(name):
             return self.read_file(name)
         if self.ranks is None or self.microbatches is None:
             raise ValueError(
-                f"{name} needs --ranks and --microbatches: expected `stagewright {command} {name} --ranks 4 "
-                f"--microbatches 8`, or a file ({FORMS})"
+                f"{name} needs --ranks and --microbatches: expected `stagewright {command} --ranks 4 --microbatches "
+                f"8`, or a file ({FORMS})"
             )
         options = self.given()
-        if "costs" in family(name).options and (costs := self.made_for()) is not None:
+        if costs is not None and "costs" in family(name).options:
             options["costs"] = costs
         schedule = build(
             name,
@@ -134,20 +137,6 @@ class CostOptions(BuildOptions):
         """These costs; None where they are the ones that nobody gave."""
         costs = self.costs()
         return None if costs == CostOptions().costs() else costs
-
-
-@plain_help
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitedOptions(CostOptions):
-    """A schedule, its costs, and the memory that it is made for."""
-
-    memory: tuple[float, ...] | None = None
-    """auto, zb-1p, zb-2p, zb-v: most stage activations of a rank at once; of auto one number or one a rank (default:
-    no limit, P, 2P, 2P)."""
-
-    def given(self) -> dict[str, object]:
-        limit = {} if self.memory is None else {"memory_limit": one_or_several(self.memory)}
-        return CostOptions.given(self) | limit
 
 
 def one_or_several(numbers: tuple[float, ...]) -> float | tuple[float, ...]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -24,12 +24,16 @@ from ...schedules import (
 from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.wording import count
 from ..options import plain_help, read
-from .schedule_options import NAME_HELP, LimitedOptions
+from .schedule_options import NAME_HELP
+from .synthesis import SynthesisOptions, made_or_found
+
+if TYPE_CHECKING:
+    from ...schedules.search.portfolio import Synthesis
 
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions(LimitedOptions):
+class SimulateOptions(SynthesisOptions):
     """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
 
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
@@ -78,8 +82,7 @@ class SimulationSummary:
 
 def run(argv: Sequence[str]) -> int:
     options = read(SimulateOptions, argv, "simulate")
-    schedule = _schedule(options)
-    costs = options.costs()
+    schedule, costs, found = _schedule(options)
     answer = summarise(schedule, costs, simulate(schedule, costs))
     if options.spread is not None:
         spread = read_spread(options.spread, schedule)
@@ -93,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
         # not asdict: its deep copies are of no use here
         print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
     else:
-        print(table(answer))
+        print(table(answer) if found is None else f"{table(answer)}\n\n  {found.summary()}")
     return 0
 
 
@@ -157,13 +160,14 @@ def _that_follow(spread: Spread, schedule: Schedule, options: SimulateOptions) -
     return steps_that_follow(spread, schedule, options.following)
 
 
-def _schedule(options: SimulateOptions) -> Schedule:
+def _schedule(options: SimulateOptions) -> tuple[Schedule, Costs, Synthesis | None]:
     if (options.schedule is None) == (options.csv is None):
         raise ValueError(
             "expected a schedule's name or its file, once, such as `stagewright simulate 1f1b --ranks 4 --microbatches "
             "8` or `stagewright simulate mine.csv`"
         )
-    return options.make(str(options.schedule or options.csv), command="simulate")
+    name = str(options.schedule or options.csv)
+    return made_or_found(name, options, command=f"simulate {name}")
 
 
 def table(answer: SimulationSummary) -> str:

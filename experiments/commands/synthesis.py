@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from ...schedules import Costs, Schedule, check
 from ...schedules.wording import duration
 from ..options import plain_help
 from ..progress import Progress
-from .schedule_options import LimitedOptions, one_or_several
+from .schedule_options import CostOptions, one_or_several
 
 if TYPE_CHECKING:
     from ...schedules.search.incumbent import Progress as SearchProgress
@@ -24,9 +25,12 @@ _SECONDS = 10.0
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynthesisOptions(LimitedOptions):
+class SynthesisOptions(CostOptions):
     """A schedule that is built, or searched for."""
 
+    memory: tuple[float, ...] | None = None
+    """auto, zb-1p, zb-2p, zb-v: most stage activations of a rank at once; of auto one number or one a rank (default:
+    no limit, P, 2P, 2P)."""
     kept_share: tuple[float, ...] | None = None
     """auto: part of an activation that stays between I and W, one number or one a stage (default: 1, all of it)."""
     placement: str | None = None
@@ -49,6 +53,10 @@ class SynthesisOptions(LimitedOptions):
     seed: int | None = None
     """auto: of its random choices (default: 0)."""
 
+    def given(self) -> dict[str, object]:
+        limit = {} if self.memory is None else {"memory_limit": one_or_several(self.memory)}
+        return CostOptions.given(self) | limit
+
     def check_named(self, name: str) -> None:
         """Raise ValueError for options of a search beside a schedule that is not searched for."""
         options = ("kept_share", "placement", "moves", "offload", "reload", "recompute", "objective", "seconds", "seed")
@@ -58,7 +66,7 @@ class SynthesisOptions(LimitedOptions):
                 f"{', '.join(surplus)} beside {name}: expected `stagewright schedule auto`, which takes them"
             )
 
-    def search(self) -> Synthesis:
+    def search(self, command: str) -> Synthesis:
         """The schedule of these costs, memory and placement; ValueError for whatever does not fit.
 
         It tells of itself on standard error: the answer stands alone on standard output.
@@ -75,7 +83,7 @@ class SynthesisOptions(LimitedOptions):
             raise ValueError(f"{', '.join(surplus)} beside auto: expected sizes, costs, --memory and --placement")
         if self.ranks is None or self.microbatches is None:
             raise ValueError(
-                "auto needs --ranks and --microbatches: expected `stagewright schedule auto --ranks 4 --microbatches 8`"
+                f"auto needs --ranks and --microbatches: expected `stagewright {command} --ranks 4 --microbatches 8`"
             )
         if self.chunks not in (None, 1) and self.placement is None:
             raise ValueError(f"--chunks {self.chunks} beside auto: expected --placement cyclic, v or any, too")
@@ -101,6 +109,22 @@ class SynthesisOptions(LimitedOptions):
                 seed=self.seed or 0,
                 on_progress=told,
             )
+
+
+def made_or_found(name: str, options: CostOptions, *, command: str) -> tuple[Schedule, Costs, Synthesis | None]:
+    """The checked schedule of this name or file, or for "auto" the best that is found, with its costs.
+
+    `command`: what to add sizes to where they are missing, behind "stagewright".
+    """
+    if name.lower() != AUTO:
+        if isinstance(options, SynthesisOptions):
+            options.check_named(name)
+        return options.make(name, command=command, costs=options.made_for()), options.costs(), None
+    if not isinstance(options, SynthesisOptions):
+        options = SynthesisOptions(**{each.name: getattr(options, each.name) for each in fields(CostOptions)})
+    found = options.search(command)
+    check(found.schedule)
+    return found.schedule, found.costs, found
 
 
 def synthesis_data(found: Synthesis) -> dict[str, Any]:

@@ -33,7 +33,8 @@ _FIRST, _STYLE = "timeline", FigureStyle()
 class TimelineOptions(CostOptions):
     """Draw runs, plans, schedules and traces, one below the other on one scale.
 
-    Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own.
+    Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
+    more stages than others cut the same model: equal work.
     """
 
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE|TRACE")]

@@ -158,6 +158,12 @@ class Request:
             return self.divided(number // N)
         return self.joined(tuple(range(0, N + 1, N // number))) if N % number == 0 else None
 
+    def equal_parts(self, number: int) -> Request:
+        """The same model in so many stages, each of pieces and of equal parts of pieces."""
+        N = len(self._held)
+        common = math.gcd(N, number)
+        return self.divided(number // common).joined(tuple(range(0, N * number // common + 1, N // common)))
+
     def divided(self, parts: int) -> Request:
         """Each piece in so many equal ones; each has the latency, overhead and shares of the whole."""
         N = len(self._held)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.inside import COMMANDS, BuildOptions, RunFile, main, steps_that_follow
 
-from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread
+import stagewright
+from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread, synthesize
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -58,6 +62,64 @@ def test_an_unknown_command_is_answered_with_near_ones(capsys: pytest.CaptureFix
     text = mistake(capsys, "simulte")
     assert "unknown command 'simulte'; did you mean simulate" in text
     assert all(name in text for name in COMMANDS)
+
+
+ROOT = Path(stagewright.__file__).parent
+HINT = re.compile(r"stagewright (\w+)((?:[^`;.,()]|\.\w)*)")
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Each text that code may print; "..." where a value stands."""
+    tree = ast.parse(path.read_text())
+    whole = [each for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for each in node.values]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in whole:
+            yield node.value
+
+
+def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    packages = ("comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
+    paths = [path for name in packages for path in (ROOT / name).rglob("*.py")]
+    named = {found.groups() for path in paths for text in texts_of(path) for found in HINT.finditer(text)}
+    hinted = {(command, rest) for command, rest in named if command in COMMANDS or "--" in rest}
+    hinted -= {("COMMAND", " --help")}
+    assert len(hinted) > 30
+    for command, rest in hinted:
+        help_of = ["experiment", "run"] if command == "experiment" else [command]
+        help_of += ["--check", "run"] if "--check" in rest else []
+        assert exit_status(*help_of, "--help") == 0, (command, rest)
+        known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) | {"--check"}
+        assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known, (command, rest)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "auto"])
+@pytest.mark.parametrize("command", ["schedule", "simulate", "timeline", "compare", "compare gpipe"])
+def test_what_an_error_says_to_type_works(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hinted = re.findall(r"`stagewright ([^`]*)`", mistake(capsys, *command.split(), name))
+    assert len(hinted) == 1
+    assert main(hinted[0].split()) == 0
+
+
+def test_a_search_is_simulated_drawn_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--ranks", "4", "--microbatches", "8"]
+    best = synthesize(num_ranks=4, num_microbatches=8, costs=Costs()).value
+    assert main(["simulate", "auto", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == best
+    assert main(["timeline", "auto", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exhibits"][0]["predicted"]["makespan"] == best
+    assert main(["compare", "1f1b", "auto", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["makespan"]
+    assert (found["before"], found["after"]) == (33.0, best)
+    assert main(["simulate", "auto", *words, "--memory", "4", "--json"]) == 0
+    assert max(json.loads(capsys.readouterr().out)["peak_activations"]) == 4
 
 
 def test_a_schedule_is_printed_as_a_grid(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.inside import RankRecord, RunFile, TraceHeader, compare_exhibits, header_line, main, step_line, trace_path
+from support.inside import (
+    CostOptions,
+    RankRecord,
+    Request,
+    RunFile,
+    TraceHeader,
+    compare_exhibits,
+    header_line,
+    main,
+    read_exhibits,
+    step_line,
+    trace_path,
+)
 from support.inside import trace_file_digest as digest
 
 from stagewright.partition import Cluster, Node, Profile, plan
-from stagewright.schedules import Costs, RankTrace, StageBytes, Timeline, build, simulate
+from stagewright.schedules import Costs, Op, RankTrace, StageBytes, Timeline, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep
 
 
@@ -169,3 +181,28 @@ def test_mistakes_are_named(runs: Path, capsys: pytest.CaptureFixture[str], word
     Path("runs/broken/manifest.json").write_text("{")
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["interleaved", "dualpipe-v", "chimera", "zb-v", "hanayo"])
+@pytest.mark.parametrize("seconds", [(0.5,), (0.5, 1.0, 0.25, 2.0)])
+def test_schedules_that_are_compared_do_equal_work(name: str, seconds: tuple[float, ...]) -> None:
+    """Costs are of the model in four stages, whatever the number of stages of either; one alone keeps its own."""
+    exhibits = read_exhibits(["1f1b", name], CostOptions(ranks=4, microbatches=8, forward=seconds))
+    each = seconds * (4 // len(seconds))
+    for exhibit in exhibits:
+        assert exhibit.predicted is not None
+        assert sum(rank.busy for rank in exhibit.predicted.ranks) == pytest.approx(8 * 3 * sum(each))
+    last = exhibits[1].predicted
+    assert last is not None
+    V = last.schedule.num_stages // 4
+    spans = [span for rank in last.ranks for span in rank.compute if span.what.op is Op.F]
+    assert [span.end - span.start for span in spans] == pytest.approx([each[s.what.stage // V] / V for s in spans])
+    assert (exhibits[1].notes != ()) == (V > 1)
+    alone = read_exhibits([name], CostOptions(ranks=4, microbatches=8))[0].costs
+    assert alone == Costs()
+
+
+def test_stages_that_no_number_divides() -> None:
+    """Four stages of 1, 2, 3, 4 as six: each has two thirds of one, or what it shares."""
+    costs = Request(num_ranks=4, num_microbatches=1, costs=Costs(forward=[1.0, 2.0, 3.0, 4.0])).pieces()
+    assert costs.equal_parts(6).costs.forward == pytest.approx((2 / 3, 1 / 3 + 2 / 3, 4 / 3, 2, 1 + 4 / 3, 8 / 3))
