@@ -39,7 +39,7 @@ class Looked:
             self.evaluate(
                 """([panel, row, i]) => {
                     const view = stagewright.view, place = view.panels[panel].rows[row], track = place.row.tracks[0];
-                    const [top, height] = view.lineOf(place, track);
+                    const [top, height] = view.in(view.panels[panel].panel).lineOf(place, track);
                     const box = document.getElementById("base").getBoundingClientRect();
                     const x = (view.x(track.start[i]) + view.x(track.end[i])) / 2;
                     return [box.left + x, box.top + top + height / 2 - view.scroll];

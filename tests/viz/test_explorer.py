@@ -246,6 +246,44 @@ def test_a_rank_that_straggles_is_named(browser):
     assert looked.evaluate("stagewright.state.row.rank") == 1
 
 
+def test_idle_time_says_its_cause_and_what_it_waits_for(browser):
+    looked = browser.show(example("gpipe"))
+    (first, y), (last, _) = looked.place(0, 0, 3), looked.place(0, 0, 4)  # F3, then waiting for B0
+    looked.page.mouse.move((first + last) / 2, y)
+    told = looked.page.inner_text("#tooltip")
+    for words in ("Idle: late peer", "not yet computed", "0B0", "gradients of 1B0 on rank 1"):
+        assert words in told
+    looked.page.mouse.click((first + last) / 2, y)
+    assert "late peer" in looked.page.inner_text("#chosen")
+
+
+def test_each_exhibit_has_a_scale_of_its_own_on_demand(browser):
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    slow = Exhibit(name="slow", predicted=simulate(schedule, Costs(forward=60.0, backward=120.0)))
+    looked = browser.show(example(), slow)
+    end = "panel => { const p = stagewright.page.panels[panel]; return stagewright.view.in(p).x(p.makespan); }"
+    assert looked.evaluate(end, 0) < looked.evaluate(end, 1) / 5
+    looked.page.click("text=Own scales")
+    assert looked.evaluate(end, 0) == pytest.approx(looked.evaluate(end, 1))
+    looked.page.mouse.move(*looked.place(0, 1, 2))
+    assert f"{example().predicted.ranks[1].actions[2]} on rank 1" in looked.page.inner_text("#tooltip")
+    looked.evaluate("stagewright.jump(stagewright.page.panels[0], 1, '1B3')")  # the last of the short one
+    assert "1B3" in looked.page.inner_text("#chosen")
+    looked.page.keyboard.press("o")
+    assert looked.evaluate(end, 0) < looked.evaluate(end, 1) / 5
+    assert looked.said == []
+
+
+def test_a_narrow_window_cuts_nothing_off(browser):
+    looked = browser.show(example(steps=(0, 1, 2), known=True))
+    looked.page.set_viewport_size({"width": 800, "height": 700})
+    looked.settle()
+    for part in ("figures", "legend", "aside"):
+        for length in ("Width", "Height"):
+            assert looked.evaluate(f"{part}.scroll{length} - {part}.client{length}") == 0
+    assert looked.evaluate("document.documentElement.scrollWidth") == 800
+
+
 @pytest.mark.parametrize("num_microbatches", [250, pytest.param(2500, marks=pytest.mark.nightly)])
 def test_a_hundred_thousand_actions_are_drawn(num_microbatches, browser):
     exhibit = example("gpipe", num_ranks=20, num_microbatches=num_microbatches)

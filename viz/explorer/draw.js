@@ -91,6 +91,8 @@
       const limit = this.sideLimit();
       for (const place of view.panels) {
         if (place.bottom < top || place.top > bottom) continue;
+        view.in(place.panel);
+        if (view.shows.own) this.axis(place.first - 2);
         this.grid(place);
         this.heading(place);
         for (const row of place.rows) {
@@ -470,6 +472,7 @@
     // The overview and the axis, above what scrolls.
     head() {
       const { context, view, theme } = this;
+      view.in(null);
       context.fillStyle = theme.ground;
       context.fillRect(0, 0, view.width, view.head);
       const left = view.gutter, width = view.plotWidth;
@@ -478,6 +481,12 @@
       context.fillStyle = theme.faint;
       const from = left + (view.start / view.length) * width;
       context.fillRect(from, 8, Math.max(3, ((view.end - view.start) / view.length) * width), 8);
+      if (!view.shows.own) this.axis(view.head);
+    }
+
+    axis(bottom) {
+      const { context, view, theme } = this;
+      const left = view.gutter;
       const ticks = this.ticks();
       const [name, unit] = app.words.unitOf(Math.max(view.end, this.step));
       const places = Math.max(0, Math.ceil(-Math.log10(this.step / unit) - 1e-9));
@@ -489,15 +498,15 @@
       context.lineWidth = 1;
       context.beginPath();
       for (const [x, seconds] of ticks) {
-        context.fillText((seconds / unit).toFixed(places), Math.max(x, left + 6), 31);
-        context.moveTo(Math.round(x) + 0.5, 41);
-        context.lineTo(Math.round(x) + 0.5, 46);
+        context.fillText((seconds / unit).toFixed(places), Math.max(x, left + 6), bottom - 17);
+        context.moveTo(Math.round(x) + 0.5, bottom - 7);
+        context.lineTo(Math.round(x) + 0.5, bottom - 2);
       }
-      context.moveTo(left, 46.5);
-      context.lineTo(left + width, 46.5);
+      context.moveTo(left, bottom - 1.5);
+      context.lineTo(left + view.plotWidth, bottom - 1.5);
       context.stroke();
       context.textAlign = "right";
-      context.fillText("time [" + name + "]", left - 12, 31);
+      context.fillText("time [" + name + "]", left - 12, bottom - 17);
     }
   }
 

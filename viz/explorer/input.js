@@ -83,7 +83,7 @@
   // The action beside the chosen one: `along` its program, or on the rank `across`.
   function next(mark, along, across) {
     const { panel, row, i } = mark;
-    if (mark.track.kind === "lane") return { panel, row, track: row.compute, i: Math.max(row.compute.from(mark.track.start[i]) - 1, 0) };
+    if (mark.track.kind !== "compute") return { panel, row, track: row.compute, i: Math.max(row.compute.from(mark.track.start[i]) - 1, 0) };
     if (along) {
       const to = i + along;
       return to >= 0 && to < mark.track.count ? { ...mark, i: to } : null;
@@ -92,8 +92,8 @@
     const here = places.findIndex((place) => place.track === mark.track);
     const there = places[here + across];
     if (!there) return null;
-    const middle = (mark.track.start[i] + mark.track.end[i]) / 2;
-    return { ...there, i: Math.max(there.track.at(middle, Infinity), 0) };
+    const middle = app.view.in(panel).x((mark.track.start[i] + mark.track.end[i]) / 2);
+    return { ...there, i: Math.max(there.track.at(app.view.in(there.panel).seconds(middle), Infinity), 0) };
   }
 
   // The first action in sight.
@@ -101,7 +101,7 @@
     for (const place of view.panels) {
       for (const row of place.rows) {
         const track = row.row.tracks.find((each) => each.kind !== "lane");
-        const i = track ? track.from(view.start) : -1;
+        const i = track ? track.from(view.in(place.panel).start) : -1;
         if (track && i < track.count) return { panel: place.panel, row: row.row, track, i };
       }
     }

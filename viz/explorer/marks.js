@@ -50,6 +50,7 @@
       const place = app.placeOf(mark);
       if (!place) return;
       const { panel } = mark;
+      this.view.in(panel);
       if (mark.track.kind === "compute") {
         const { uses, makes } = panel.arrows(panel.number(mark.row.rank, mark.i));
         for (const m of [...uses, ...makes]) this.arrow(place.place, m, panel);

@@ -275,6 +275,11 @@
       return [this.predicted, this.supposed, this.measured].filter(Boolean);
     }
 
+    // The longest panel, measured steps that are not shown included, so that the slider changes no scale [s].
+    get longest() {
+      return Math.max(...this.panels.map((panel) => panel.makespan), ...this.data.measured.map((step) => step.makespan));
+    }
+
     // A panel between the predicted and the measured one, of data in the form of `timeline_panel` (where a row's program
     // may be the columns themselves); null takes it away. What extensions compute.
     suppose(caption, data) {
@@ -294,12 +299,8 @@
       return this.exhibits.flatMap((exhibit) => exhibit.panels);
     }
 
-    // The longest panel of all, measured steps that are not shown included, so that the slider changes no scale [s].
     get longest() {
-      const lengths = this.exhibits.flatMap((each) => [
-        ...each.panels.map((panel) => panel.makespan), ...each.data.measured.map((step) => step.makespan),
-      ]);
-      return Math.max(...lengths) || 1;
+      return Math.max(...this.exhibits.map((each) => each.longest)) || 1;
     }
 
     laneHue(key) {

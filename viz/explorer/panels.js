@@ -292,6 +292,7 @@
     ["arrow keys", "once an action is chosen: along its program, and to other ranks"],
     ["[ ]", "the measured step before and after"],
     ["i, l, m, c", "idle time, messages, memory, critical path on and off"],
+    ["o", "a time scale for each exhibit, or one for all"],
     ["t", "light or dark"],
     ["?", "this help"],
   ];

@@ -100,7 +100,7 @@
     app.state.row = null;
     app.panels.chosen(mark);
     if (mark && reveal) {
-      view.reveal(mark.track.start[mark.i], mark.track.end[mark.i]);
+      view.in(mark.panel).reveal(mark.track.start[mark.i], mark.track.end[mark.i]);
       const place = app.placeOf(mark);
       const top = place.row.top - view.head, bottom = place.row.top + place.row.height - view.height;
       if (app.scroller.scrollTop > top) app.scroller.scrollTop = top;
@@ -162,8 +162,8 @@
 
   // Panels have come, gone or changed.
   app.refresh = () => {
-    const whole = view.start === 0 && view.end === view.length;
-    view.length = page.longest;
+    const whole = view.in(null).start === 0 && view.end === view.length;
+    view.whole = page.longest;
     view.set(view.start, whole ? view.length : view.end);
     if (app.state.chosen && !page.panels.includes(app.state.chosen.panel)) app.choose(null);
     app.state.hover = null;
@@ -197,6 +197,7 @@
       ["i", "idle", "Idle", "Idle time by cause", rows.some((row) => row.idle && row.idle.count)],
       ["l", "messages", "Messages", "Messages and collectives", rows.some((row) => row.lanes.length)],
       ["m", "memory", "Memory", "Memory of each rank", rows.some((row) => row.memory)],
+      ["o", "own", "Own scales", "A time scale for each exhibit", page.exhibits.length > 1],
       ["c", "path", "Critical path", "The critical path", page.panels.some((panel) => panel.path)],
     ];
     app.toggles = [];

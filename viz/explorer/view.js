@@ -1,12 +1,13 @@
-// What part of the timelines is seen, and where it stands on the canvas: one time scale for all panels, rows one below
-// the other.
+// What part of the timelines is seen, and where it stands on the canvas: rows one below the other, on one time scale for
+// all panels, or one an exhibit: `start`, `end`, `length` are seconds of the panel that `view.in(panel)` named last.
 //
 //   | gutter: names | plot: view.start ... view.end | side: idle time by cause |
 (function (app) {
   "use strict";
 
   const HEAD = 48; // overview and axis, which stay when rows scroll [pixels]
-  const PANEL_HEAD = 30, PANEL_GAP = 8;
+  const OVERVIEW = 20; // alone, where each panel has its own axis
+  const PANEL_HEAD = 30, PANEL_GAP = 8, AXIS = 28;
   const PAD = 3, LANES = 8, MEMORY = 26;
   const GAP = 6; // around memory
   const SMALLEST_BOX = 14, READABLE_BOX = 20, LARGEST_BOX = 34; // rows scroll rather than few of them being small
@@ -15,15 +16,28 @@
   class View {
     constructor(page) {
       this.page = page;
-      this.length = page.longest;
-      this.start = 0;
-      this.end = this.length;
+      this.unit = 1; // seconds of the longest exhibit a second of the panel
+      this.whole = page.longest;
+      this.from = 0;
+      this.to = this.whole;
       this.width = this.height = 0;
       this.scroll = 0;
-      this.shows = { idle: true, messages: true, memory: true, path: false };
+      this.shows = { idle: true, messages: true, memory: true, path: false, own: false };
       this.panels = [];
       this.gutter = 76;
     }
+
+    // From here on seconds are those of a panel; of the scale of all without one.
+    in(panel) {
+      this.unit = panel && this.shows.own ? this.whole / (panel.exhibit.longest || 1) : 1;
+      return this;
+    }
+
+    get start() { return this.from / this.unit; }
+    set start(seconds) { this.from = seconds * this.unit; }
+    get end() { return this.to / this.unit; }
+    set end(seconds) { this.to = seconds * this.unit; }
+    get length() { return this.whole / this.unit; }
 
     // Places of all panels and rows, in pixels from the top of the content (below HEAD).
     layOut(measureText) {
@@ -32,11 +46,12 @@
       this.gutter = Math.ceil(Math.min(220, Math.max(58, ...names))) + 24; // whole, so that columns of pixels are sharp
       this.hasSide = this.width > 700 && panels.some((panel) => panel.rows.some((row) => row.shares));
       const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
-      const fixed = panels.reduce((sum, panel) => sum + PANEL_HEAD + PANEL_GAP + panel.rows.reduce((all, row) => all + this.extra(row), 0), HEAD);
+      const head = PANEL_HEAD + (this.shows.own ? AXIS : 0);
+      const fixed = panels.reduce((sum, panel) => sum + head + PANEL_GAP + panel.rows.reduce((all, row) => all + this.extra(row), 0), this.head);
       const box = Math.floor(Math.min(LARGEST_BOX, Math.max(rows > 24 ? SMALLEST_BOX : READABLE_BOX, (this.height - fixed) / Math.max(rows, 1))));
-      let y = HEAD;
+      let y = this.head;
       this.panels = panels.map((panel) => {
-        const place = { panel, top: y, first: y + PANEL_HEAD, rows: [] };
+        const place = { panel, top: y, first: y + head, rows: [] };
         y = place.first;
         for (const row of panel.rows) {
           const lanes = this.lanes(row) ? LANES : 0;
@@ -64,7 +79,7 @@
     }
 
     get head() {
-      return HEAD;
+      return this.shows.own ? OVERVIEW : HEAD;
     }
 
     get plotWidth() {
@@ -106,12 +121,13 @@
 
     // What stands at a pixel of the canvas: {place, row, track, i}, without track and i beside boxes; null outside rows.
     hit(x, y) {
-      if (y < HEAD) return null;
+      if (y < this.head) return null;
       const at = y + this.scroll;
       for (const place of this.panels) {
         if (at < place.first || at >= place.bottom) continue;
         const row = place.rows.find((each) => at >= each.top && at < each.top + each.height);
         if (!row) return null;
+        this.in(place.panel);
         const found = { place, row, memory: row.memoryHeight > 0 && at >= row.memory - 2 };
         if (x < this.gutter || x > this.gutter + this.plotWidth) return found;
         for (const track of row.row.tracks) {
@@ -120,6 +136,10 @@
           if (at < top - 1 || at >= top + height + 1) continue;
           const i = track.at(this.seconds(x), 1.5 * this.pixel);
           if (i >= 0) return { ...found, track, i };
+        }
+        if (this.shows.idle && at >= row.box && at < row.box + row.boxHeight) {
+          const i = row.row.idle.at(this.seconds(x), 0);
+          if (i >= 0) return { ...found, track: row.row.idle, i };
         }
         return found;
       }

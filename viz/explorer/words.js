@@ -83,7 +83,26 @@
   // {title, facts: [[label, text]]} of a box of a track.
   function describe(page, panel, row, track, i) {
     if (track.kind === "lane") return lane(page, panel, row, track, i);
-    return action(page, panel, row, i);
+    return track.kind === "idle" ? idle(page, panel, row, track, i) : action(page, panel, row, i);
+  }
+
+  const WAITED = {
+    "warm up": "its first input", "late peer": "a peer that had not yet computed what it needs", imbalance: "a peer with more work",
+    transfer: "a message under way", drain: "nothing more to do, while others still compute",
+    update: "the optimizer's step, the norm and all-reduces before it", unexplained: "nothing that is known: the input was there",
+  };
+
+  function idle(page, panel, row, track, i) {
+    const cause = page.palette.causes[track.style[i]][1];
+    const facts = [["rank", String(row.rank)], ...span(track, i), ["waits for", WAITED[cause]]];
+    const next = row.compute.from(track.end[i] - page.tick);
+    if (cause !== "drain" && next < row.compute.count) {
+      facts.push(["before", panel.name(row.rank, next)]);
+      const uses = panel.arrows(panel.number(row.rank, next)).uses.sort((a, b) => panel.messages.end[b] - panel.messages.end[a]);
+      const said = uses.length ? message(panel, uses[0], page.tick) : null;
+      if (said) facts.push(["which needs", said.what + (said.maker ? " of " + said.maker : "") + road(said)]);
+    }
+    return { title: "Idle: " + cause, facts };
   }
 
   function span(track, i) {
