@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 58_535,
     "library code lines": 40_623,
-    "experiments lines": 18_253,
+    "experiments lines": 18_262,
     "library files": 306,
     "library classes": 523,
     "annotated fields": 1_321,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
-from ...schedules.wording import size
+from ...schedules.wording import duration, size
 from ..options import GptOptions, given, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
 from .profile_ranks import launched, measured_links, profile_at_once
@@ -224,32 +224,35 @@ def folded(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
 
 def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions) -> None:
     out = console()
-    out.print(_node_table(profile))
+    of = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
+    of += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
+    heading = f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{of} ({profile.origin})"
+    out.print(heading, markup=False, soft_wrap=True)
+    out.print(_seconds_table(profile))
+    out.print(_bytes_table(profile))
     for line in summary(profile):
         out.print(line, markup=False, highlight=False)
     if memory:
         out.print(_memory_table(memory, options))
 
 
-def _node_table(profile: Profile) -> Table:
-    of = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
-    of += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
-    rows = table(
-        f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{of} ({profile.origin}); in ms and MB",
-        ("part", ""),
-        ("F", "B", "I", "W", "spread", "update", "stash", "output", "workspace", "parameters"),
-    )
-    for node, count in folded(profile.nodes):
+def _name(node: Node, number: int) -> str:
+    return f"{node.name} x{number}" if number > 1 else node.name
+
+
+def _seconds_table(profile: Profile) -> Table:
+    rows = table("", ("part",), ("F", "B", "I", "W", "update", "spread"))
+    for node, number in folded(profile.nodes):
         times = (node.forward_seconds, node.backward_seconds, node.input_grad_seconds, node.weight_grad_seconds)
+        rows.add_row(_name(node, number), *map(duration, (*times, node.update_seconds)), f"{node.spread:.1%}")
+    return rows
+
+
+def _bytes_table(profile: Profile) -> Table:
+    rows = table("", ("part",), ("stash", "output", "workspace", "parameters"))
+    for node, number in folded(profile.nodes):
         sizes = (node.stash_bytes, node.activation_bytes, node.workspace_bytes, node.parameter_bytes)
-        rows.add_row(
-            node.name,
-            f"x{count}" if count > 1 else "",
-            *(f"{seconds * 1e3:.3f}" for seconds in times),
-            f"{node.spread:.1%}",
-            f"{node.update_seconds * 1e3:.3f}",
-            *(f"{size / 1e6:.2f}" for size in sizes),
-        )
+        rows.add_row(_name(node, number), *map(size, sizes))
     return rows
 
 
@@ -260,16 +263,16 @@ def summary(profile: Profile) -> list[str]:
     update = sum(n.update_seconds for n in nodes)
     lines = [
         "",
-        f"time         F {forward * 1e3:.2f} ms, B {backward * 1e3:.2f} ms, update {update * 1e3:.2f} ms a batch"
+        f"time         F {duration(forward)}, B {duration(backward)}, update {duration(update)} a batch"
         + (f", clipping to {profile.max_grad_norm:g} in it" if profile.max_grad_norm and update else ""),
     ]
     if profile.action_seconds or profile.around_seconds:
-        around = f"{profile.action_seconds * 1e6:.0f} us around each F, B, I and W, messages apart"
-        around += f", {profile.around_seconds * 1e6:.0f} us around each step"
+        around = f"{duration(profile.action_seconds)} around each F, B, I and W, messages apart"
+        around += f", {duration(profile.around_seconds)} around each step"
         lines.append(f"runtime      {around}")
     if profile.parts_over_step is not None and profile.step_seconds is not None:
         lines.append(
-            f"whole step   {profile.step_seconds * 1e3:.2f} ms (spread {profile.step_spread:.1%}) for F + B at once; "
+            f"whole step   {duration(profile.step_seconds)} (spread {profile.step_spread:.1%}) for F + B at once; "
             f"the sum of the parts is {profile.parts_over_step:+.1%} from it"
         )
         if profile.step_spread > BUSY:
@@ -280,19 +283,19 @@ def summary(profile: Profile) -> list[str]:
             for what in ("sums", "sum_bytes")
         )
         lines.append(
-            f"sums         {sums:g} a microbatch over the {profile.tensor} tensor ranks, {moved / 1e6:.2f} MB on each, "
+            f"sums         {sums:g} a microbatch over the {profile.tensor} tensor ranks, {size(moved)} on each, "
             f"not in these times: the planner knows the links"
         )
     known = "" if profile.optimizer_ratio is not None else " (optimizer not measured)"
     lines.append(
-        f"memory [MB]  parameters {held.parameters / 1e6:.1f}, gradients {held.gradients / 1e6:.1f}, optimizer state "
-        f"{held.optimizer / 1e6:.1f}{known}, activations {held.activations / 1e6:.1f} a microbatch, workspace "
-        f"{held.workspace / 1e6:.1f}, buffers {held.buffers / 1e6:.1f}"
+        f"memory       parameters {size(held.parameters)}, gradients {size(held.gradients)}, optimizer state "
+        f"{size(held.optimizer)}{known}, activations {size(held.activations)} a microbatch, workspace "
+        f"{size(held.workspace)}, buffers {size(held.buffers)}"
     )
     if held.activations:
         lines.append(
-            f"recompute    all in one stage: {forward * 1e3:.2f} ms more a microbatch (F again, "
-            f"{forward / max(forward + backward, 1e-12):.0%} of F + B), keeps {held.activations / 1e6:.1f} MB less "
+            f"recompute    all in one stage: {duration(forward)} more a microbatch (F again, "
+            f"{forward / max(forward + backward, 1e-12):.0%} of F + B), keeps {size(held.activations)} less "
             f"between F and B but for the stage's inputs"
         )
     return lines
@@ -368,19 +371,19 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
         rows.add_row(
             level.name,
             str(level.size),
-            f"{level.latency * 1e6:.1f} us",
-            f"{level.message_seconds * 1e6:.1f} us",
+            f"{duration(level.latency)}",
+            f"{duration(level.message_seconds)}",
             f"{level.bandwidth / 1e9:.3f} GB/s",
             f"{level.residual:.0%}",
             ", ".join(f"{a}-{b}" for a, b in level.pairs),
             f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
-            f"{level.seconds[0][1] * 1e6:.1f} us",
-            f"{level.seconds[-1][0] / 2**20:g} MiB in {level.seconds[-1][1] * 1e3:.2f} ms",
+            f"{duration(level.seconds[0][1])}",
+            f"{level.seconds[-1][0] / 2**20:g} MiB in {duration(level.seconds[-1][1])}",
         )
         sums.add_row(
             level.name,
             f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
-            f"{level.reduce_latency * 1e6:.1f} us",
+            f"{duration(level.reduce_latency)}",
             f"{level.sum_busy:.0%}",
         )
     out = console()

@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
         case "grid":
             print(schedule.grid())
             if found is not None or is_file(options.schedule):
-                print(f"\n{_simulated(schedule, costs)}")
+                print(f"\n{_simulated(schedule, costs, options)}")
             if found is not None:
                 print(f"\n{synthesis_table(found)}")
         case "csv":
@@ -71,12 +71,12 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _simulated(schedule: Schedule, costs: Costs) -> str:
+def _simulated(schedule: Schedule, costs: Costs, options: ScheduleOptions) -> str:
     lines = ["checked: complete, in an order that ends"]
     held = check_lowered(lower(schedule)).held
     if held is not None:
         lines.append(f"not so over links that hold a sender until it is received, as NCCL's may: {held}")
-    return "\n".join([*lines, table(summarise(schedule, costs, simulate(schedule, costs)))])
+    return "\n".join([*lines, table(summarise(schedule, costs, simulate(schedule, costs)), options)])
 
 
 def _json(schedule: Schedule, costs: Costs, found: Synthesis | None) -> str:

@@ -104,8 +104,8 @@ class BuildOptions:
 class CostOptions(BuildOptions):
     """A schedule and its costs, in seconds of ONE stage action: one number, or one a stage."""
 
-    forward: tuple[float, ...] = (1.0,)
-    """F [s]."""
+    forward: tuple[float, ...] | None = None
+    """F [s] (default: 1, the unit of all that is shown)."""
     backward: tuple[float, ...] | None = None
     """B [s] (default: twice the forward)."""
     input_grad: tuple[float, ...] | None = None
@@ -123,7 +123,7 @@ class CostOptions(BuildOptions):
 
     def costs(self) -> Costs:
         return Costs(
-            forward=one_or_several(self.forward),
+            forward=1.0 if self.forward is None else one_or_several(self.forward),
             backward=None if self.backward is None else one_or_several(self.backward),
             input_grad=None if self.input_grad is None else one_or_several(self.input_grad),
             weight_grad=None if self.weight_grad is None else one_or_several(self.weight_grad),

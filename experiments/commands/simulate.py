@@ -22,9 +22,9 @@ from ...schedules import (
     simulate_spread,
 )
 from ...schedules.traces.run_file import NAME, RunFile
-from ...schedules.wording import count
+from ...schedules.wording import count, duration
 from ..options import plain_help, read
-from .schedule_options import NAME_HELP
+from .schedule_options import NAME_HELP, CostOptions
 from .synthesis import SynthesisOptions, made_or_found
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
         # not asdict: its deep copies are of no use here
         print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
     else:
-        print(table(answer) if found is None else f"{table(answer)}\n\n  {found.summary()}")
+        print(table(answer, options) if found is None else f"{table(answer, options)}\n\n  {found.summary()}")
     return 0
 
 
@@ -170,24 +170,25 @@ def _schedule(options: SimulateOptions) -> tuple[Schedule, Costs, Synthesis | No
     return made_or_found(name, options, command=f"simulate {name}")
 
 
-def table(answer: SimulationSummary) -> str:
+def table(answer: SimulationSummary, options: CostOptions) -> str:
+    """Figures, a row a rank, and what a second stands for where nobody gave any."""
     batches = f" a batch, {count(answer.num_batches, 'batch')}" if answer.num_batches > 1 else ""
     # The first and the last batch are not like those between them.
     steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"
     figures = [
-        ("makespan", f"{answer.makespan:10.6g}", ""),
-        ("lower bound", f"{answer.lower_bound:10.6g}", "   no order of this work can beat it"),
-        ("ideal makespan", f"{answer.ideal_makespan:10.6g}", "   a rank without idle time"),
+        ("makespan", f"{duration(answer.makespan):>10}", ""),
+        ("lower bound", f"{duration(answer.lower_bound):>10}", "   no order of this work can beat it"),
+        ("ideal makespan", f"{duration(answer.ideal_makespan):>10}", "   a rank without idle time"),
         ("makespan bubble", f"{answer.makespan_bubble:10.2%}", ""),
         ("span bubble", f"{answer.span_bubble:10.2%}", ""),
     ]
     if answer.sampled_seconds is not None and answer.sampled_range is not None:
-        low, high = (f"{end:.6g}" for end in answer.sampled_range)
-        median = f"{answer.sampled_seconds:10.6g}"
+        low, high = map(duration, answer.sampled_range)
+        median = f"{duration(answer.sampled_seconds):>10}"
         figures.insert(1, ("predicted", median, f"   median of steps that vary; 90%: {low} .. {high}"))
     if answer.streams:
         figures[-2:] = [
-            ("batch seconds", f"{answer.batch_seconds:10.6g}", f"   from batch to batch {steady}"),
+            ("batch seconds", f"{duration(answer.batch_seconds):>10}", f"   from batch to batch {steady}"),
             ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
         ]
     lines = [
@@ -195,11 +196,16 @@ def table(answer: SimulationSummary) -> str:
         f"{count(answer.num_microbatches, 'microbatch')}{batches} (simulated)",
         *(f"  {name:<16} {number}{meaning}" for name, number, meaning in figures),
         "",
-        f"  rank       busy       idle  activations{'  versions  staleness' * answer.streams}  largest idle cause",
+        f"  rank       busy       idle  held{'  versions  staleness' * answer.streams}  largest idle cause",
     ]
     for rank, (busy, idle, peak) in enumerate(zip(answer.busy, answer.idle, answer.peak_activations, strict=True)):
         cause, most = max(idle.items(), key=lambda item: item[1])
-        why = f"{cause.replace('_', ' ')} ({most:.6g})" if most > 0 else "none"
+        why = f"{cause.replace('_', ' ')} ({duration(most)})" if most > 0 else "none"
         weights = f" {answer.peak_versions[rank]:>9} {answer.staleness[rank]:>10}" if answer.streams else ""
-        lines.append(f"  {rank:>4} {busy:10.6g} {sum(idle.values()):10.6g} {peak:>12}{weights}  {why}")
+        lines.append(f"  {rank:>4} {duration(busy):>10} {duration(sum(idle.values())):>10} {peak:>5}{weights}  {why}")
+    lines += (
+        []
+        if options.forward
+        else ["", "  held: activations of stages at once; 1 s is one forward of a stage (--forward says its seconds)"]
+    )
     return "\n".join(lines)

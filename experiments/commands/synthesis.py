@@ -155,7 +155,7 @@ def synthesis_table(found: Synthesis) -> str:
     what = found.problem.objective
     lines = [
         f"  {found.summary()}",
-        f"  least {what} under this memory limit, whatever the order: {found.lower_bound:.6g}",
+        f"  least {what} under this memory limit, whatever the order: {duration(found.lower_bound)}",
         *([] if len(found.placements) == 1 else [f"  placements: {'; '.join(map(_tried, found.placements))}"]),
         *([f"  recompute: {' '.join(found.recompute)}"] if "full" in found.recompute else []),
         "",
@@ -167,13 +167,13 @@ def synthesis_table(found: Synthesis) -> str:
         shown = tuple(shown[round(at * step)] for at in range(_ROWS))
     for each in shown:
         spent = f"{duration(each.seconds):>10}  {each.evaluations:>9,}"
-        lines.append(f"  {spent}  {each.value:>12.6g}  {each.gap:>8.2%}  {each.source}")
+        lines.append(f"  {spent}  {duration(each.value):>12}  {each.gap:>8.2%}  {each.source}")
     return "\n".join(lines)
 
 
 def _tried(each: Tried) -> str:
-    least = f"least {each.lower_bound:.6g}"
-    return f"{each.placement} {least}" if each.value is None else f"{each.placement} {each.value:.6g} ({least})"
+    least = f"least {duration(each.lower_bound)}"
+    return f"{each.placement} {least}" if each.value is None else f"{each.placement} {duration(each.value)} ({least})"
 
 
 @contextmanager
@@ -191,4 +191,4 @@ def _progress(seconds: float, stream: TextIO) -> Iterator[Callable[[SearchProgre
 
 
 def _told(each: SearchProgress) -> str:
-    return f"{each.value:.6g}, at most {each.gap:.2%} above the best possible ({each.source})"
+    return f"{duration(each.value)}, at most {each.gap:.2%} above the best possible ({each.source})"

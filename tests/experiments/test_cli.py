@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.inside import COMMANDS, BuildOptions, RunFile, main, steps_that_follow
+from support.inside import COMMANDS, BuildOptions, RunFile, duration, main, steps_that_follow
 
 import stagewright
 from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread, synthesize
@@ -180,7 +180,8 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
         assert answer["makespan"] == 15.0
     assert main([*words, "--spread", "0.1"]) == 0
     low, high = taken.range()
-    assert f"{taken.median:10.6g}   median of steps that vary; 90%: {low:.6g} .. {high:.6g}" in capsys.readouterr().out
+    median, low, high = map(duration, (taken.median, low, high))
+    assert f"{median:>10}   median of steps that vary; 90%: {low} .. {high}" in capsys.readouterr().out
     assert main([*words, "--spread", "-0.1"]) == 2
     assert "half ranges [-0.1, -0.1]: expected finite numbers of at least 0" in capsys.readouterr().err
     assert main([*words, "--spread", "abc"]) == 2
@@ -291,12 +292,14 @@ def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[4].split() == [
         "batch",
         "seconds",
-        "6",
+        *["6.00", "s"],
         *["from", "batch", "to", "batch", "of", "the", "steady", "state"],
     ]
     assert lines[5].split() == ["bubble", "0.00%", "of", "the", "steady", "state"]
-    assert "activations  versions  staleness  largest idle cause" in lines[7]
-    assert lines[8].split() == ["0", "48", "3", "2", "2", "1", "late", "peer", "(3)"]
+    assert "held  versions  staleness  largest idle cause" in lines[7]
+    assert lines[8].split() == ["0", "48.0", "s", "3.00", "s", "2", "2", "1", "late", "peer", "(3.00", "s)"]
+    assert "1 s is one forward of a stage" in lines[-1]
+    assert "1 s is" not in answer(capsys, *words, "--forward", "1")
     assert "of all: give more --batches for a steady state" in answer(capsys, *words, "--batches", "2")
 
 
@@ -473,7 +476,7 @@ def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
         words = ("schedule", str(tmp_path / name), "--forward", "2", "--png", str(tmp_path / "drawn.png"))
         text = answer(capsys, *words)
         assert text.startswith(f"{expected.grid()}\n\nchecked: ")
-        assert "makespan                 24" in text  # (M + P - 1) (F + B), with B twice the F
+        assert "makespan             24.0 s" in text  # (M + P - 1) (F + B), with B twice the F
         assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "drawn.png").unlink()
         found = simulated(capsys, str(tmp_path / name), "--forward", "2")

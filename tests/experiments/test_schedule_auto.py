@@ -26,7 +26,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optimal: the lower bound is met" in out
     assert "least span under this memory limit, whatever the order: 266" in out
     assert "       after     orders          span       gap  found by" in out
-    assert "266, at most 0.00% above the best possible" in err
+    assert "266 s, at most 0.00% above the best possible" in err
 
 
 def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
     better = Progress(seconds=0.5, evaluations=3, value=27.0, gap=0.0125, source="1f1b")
     for stream, wanted in (
         (Terminal(), "━"),
-        (io.StringIO(), "500 ms: 27, at most 1.25% above the best possible (1f1b)\n"),
+        (io.StringIO(), "500 ms: 27.0 s, at most 1.25% above the best possible (1f1b)\n"),
     ):
         with _progress(2.0, stream) as tell:
             tell(better)
