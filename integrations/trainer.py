@@ -5,16 +5,17 @@
     training_step       once a batch        the last one of a step hands all k to pipe.train_step
     clip, optimizer     over the model      what the pipeline has done already; parameters have no gradient any more
     lr_scheduler        over that           runs as ever; its rates are copied to the pipeline's optimizers
-    prediction_step     model(**inputs)     pipe.eval_step; the output goes from the last stage to all processes
+    prediction_step     model(**inputs)     pipe.eval_step; the output goes from the last stages to all processes
 
-Each process runs the whole loop as if it were alone, so that all make the same decisions over the same batches; only
-the first one logs and writes.
+Each process runs the whole loop as if it were alone, so that all make the same decisions; only the first one logs and
+writes. Data replicas read the batches that Trainer's processes would, and each evaluates some rows of every batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
 from ..pipe import PipelineModule, named
@@ -46,11 +48,11 @@ _REFUSED = {  # arguments of TrainingArguments, and what to type instead
 class PipelineTrainer(Trainer):
     """A Trainer of a model that is cut into stages; started by torchrun, a process a rank of the mesh.
 
-    One step is a batch of gradient_accumulation_steps microbatches of per_device_train_batch_size samples each,
-    the same in all processes. Logged losses, norms, rates and metrics are those of the whole batch, and equal those
-    of a Trainer in one process to rounding. `save_model` and checkpoints have the whole model in transformers' format
-    (and the pipeline's own state beside it): call them in all processes. In `trainer.model` only the stages of this
-    process are trained; `trainer.pipe.full_state_dict()` has all of them.
+    One step is a batch of gradient_accumulation_steps microbatches of per_device_train_batch_size samples each, in
+    every data replica. Logged losses, norms, rates and metrics are those of the whole batch, and equal to rounding
+    those of a Trainer over as many processes as there are replicas. `save_model` and checkpoints have the whole model
+    in transformers' format (and the pipeline's own state beside it): call them in all processes. In `trainer.model`
+    only the stages of this process are trained; `trainer.pipe.full_state_dict()` has all of them.
 
     Arguments:
         args, kwargs: of Trainer.
@@ -61,6 +63,7 @@ class PipelineTrainer(Trainer):
     """
 
     pipe: PipelineModule | None = None
+    current_flos: float
     _trained: nn.Module | None = None  # the model that it trains
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -81,6 +84,7 @@ class PipelineTrainer(Trainer):
     # What is put together
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        kwargs["dataloader_config"].dispatch_batches = False  # each process reads what it needs
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # the pipeline has its own
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -93,6 +97,8 @@ class PipelineTrainer(Trainer):
             if self.pipe is not None:
                 self.pipe.close()
             self._trained = self.model
+            if (config := getattr(self.model, "config", None)) is not None:
+                config.use_cache = self.args.use_cache  # as Trainer does, but for what model_init makes anew
             options: dict[str, Any] = {
                 "num_microbatches": self.args.gradient_accumulation_steps,
                 "max_grad_norm": self.args.max_grad_norm or math.inf,  # Trainer logs the norm in any case
@@ -103,21 +109,42 @@ class PipelineTrainer(Trainer):
             }
             factory = named(partial(_like, optimizer, self.model))
             self.pipe = PipelineModule(self.model, optimizer=factory, **options | self._pipeline)
-            if (count := self.pipe._building.replica[1]) > 1:
+            self.args.distributed_state.num_processes = self.pipe._building.replica[1]
+            if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
+                raise ValueError(f"{self.args.world_size} data replicas: expected average_tokens_across_devices=True")
+            if self.args.world_size > 1 and not self.args.accelerator_config.even_batches:
                 raise ValueError(
-                    f"{count} data replicas: expected a mesh of pipe and tensor alone, since Trainer's batches are "
-                    f"those of one pipeline"
+                    f"{self.args.world_size} data replicas: expected even_batches=True of accelerator_config"
                 )
         return optimizer
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The same batches in all processes, those that workers draw included."""
-        state = self.args.distributed_state
-        before, state.process_index = state.process_index, 0
+    @property
+    def _replica(self) -> tuple[int, int]:
+        """Number of this process's data replica, and how many there are."""
+        if self.pipe is None or self._trained is not self.model:
+            self.create_optimizer()
+        assert self.pipe is not None
+        return self.pipe._building.replica
+
+    @contextmanager
+    def _seen_as(self, index: int, count: int) -> Iterator[None]:
+        """Trainer and accelerate take this process for one of so many."""
+        states = self.args.distributed_state, self.accelerator.state
+        before = [(state.process_index, state.num_processes) for state in states]
         try:
-            return super()._get_dataloader(*args, **kwargs)
+            for state in states:
+                state.process_index, state.num_processes = index, count
+            yield
         finally:
-            state.process_index = before
+            for state, (own, number) in zip(states, before, strict=True):
+                state.process_index, state.num_processes = own, number
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
+    ) -> Any:
+        """The same batches in all processes of a replica, those that workers draw included; to evaluate, in all."""
+        with self._seen_as(*self._replica if is_training else (0, 1)):
+            return super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
 
     # Training
 
@@ -133,6 +160,7 @@ class PipelineTrainer(Trainer):
         batches = [self._prepare_inputs(batch) for batch in self._batches]
         batch = _joined(batches) or {"microbatches": _divided(batches, self._num_microbatches)}
         pipe = self._built(batch)
+        self._check_weights(pipe, batches, num_items_in_batch)
         for optimizer in pipe.optimizers:
             for group, rates in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
                 group.update({name: value for name, value in rates.items() if name != "params"})
@@ -144,13 +172,50 @@ class PipelineTrainer(Trainer):
 
     @property
     def _num_microbatches(self) -> int:
+        count = self._replica[1]
         assert self.pipe is not None
-        return self.pipe.schedule.num_microbatches
+        layout = self.pipe._building.layout
+        return self.args.gradient_accumulation_steps if layout is None else layout.schedule.num_microbatches // count
+
+    def _check_weights(self, pipe: PipelineModule, batches: Sequence[Mapping[str, Any]], num_items: Any) -> None:
+        """ValueError where Trainer weighs batches in another way than the pipeline, unless the user says how."""
+        loss = pipe._settings.model_loss
+        if loss is None or "example_inputs" in self._pipeline:
+            return
+        counts = [float(w) for w in loss.weigh([pipe._calls.batch((), batch).arguments for batch in batches])]
+        if num_items is not None and sum(counts) != float(num_items):
+            raise ValueError(
+                f"Trainer divides the loss of {sum(counts):.0f} labels by {float(num_items):.0f}, as it counts labels "
+                f"of a model with loss_type={getattr(self.model, 'loss_type', None)!r}: expected model.loss_type = "
+                f'"ForCausalLM" before the trainer is made, if the model shifts labels'
+            )
+        of_all = counts[0] * len(counts) * self._replica[1]
+        if num_items is None and (self._summed(sum(counts)) != of_all or len({*counts}) > 1):
+            raise ValueError(
+                f"Trainer gives the batches of a step equal weights, though their losses are means over {counts} "
+                f'labels: expected pipeline={{"example_inputs": stagewright.Inputs(loss_weight="labels")}} for the '
+                f"mean over all labels"
+            )
+
+    def _summed(self, value: float) -> float:
+        """The sum over all data replicas."""
+        if (count := self._replica[1]) == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.args.device)
+        dist.all_reduce(total)
+        return total.item() * count / dist.get_world_size()
+
+    def store_flos(self) -> None:
+        self.current_flos = self._summed(self.current_flos)
+        super().store_flos()
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + int(self._summed(self.state.num_input_tokens_seen - before))
 
     def _built(self, batch: Mapping[str, Any]) -> PipelineModule:
         """The pipeline; the first batch builds it, which a checkpoint needs."""
-        if self.pipe is None:
-            self.create_optimizer()
         assert self.pipe is not None
         self.pipe.build(**batch)
         if self._resumed is not None:
@@ -170,20 +235,35 @@ class PipelineTrainer(Trainer):
         self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         through = partial(self._evaluated, loss_only=prediction_loss_only)
-        loss, logits, labels = super().prediction_step(through, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        return loss, logits, labels
+        with self._seen_as(0, 1):  # the loss is that of all replicas
+            result: tuple[Any, Any, Any] = super().prediction_step(
+                through, inputs, prediction_loss_only, ignore_keys=ignore_keys
+            )
+        return result
 
     def _evaluated(self, *, loss_only: bool, num_items_in_batch: Any = None, **inputs: Any) -> Any:
         """The result of `model(**inputs)`, in all processes."""
-        pipe = self._built(inputs)
-        has_loss = any(inputs.get(name) is not None for name in self.label_names)
-        if not has_loss:
-            return _shared(pipe.predict(**inputs), self.args.device)
-        result = pipe.eval_step(**inputs)
-        loss = torch.tensor(result.loss, device=self.args.device)
-        if loss_only:
-            return {"loss": loss}
-        return _shared(result.output, self.args.device)
+        (replica, count), num_rows = self._replica, _rows(inputs)
+        if num_rows < count:
+            count = 1  # all of them evaluate all rows
+        parts = [slice(num_rows * i // count, num_rows * (i + 1) // count) for i in range(count)]
+        own = _cut(inputs, parts[replica % count])
+        pipe = self._built(own)
+        if any(inputs.get(name) is not None for name in self.label_names):
+            result = pipe.eval_step(**own)
+            if loss_only:
+                return {"loss": torch.tensor(result.loss, device=self.args.device)}
+            outputs = _from_all(result.output, replica)
+        else:
+            outputs = _from_all(pipe.predict(**own), replica)
+
+        def joined(*pieces: Any) -> Any:
+            if not isinstance(pieces[0], torch.Tensor):
+                return pieces[0]
+            are_rows = all(x.dim() and len(x) == rows.stop - rows.start for x, rows in zip(pieces, parts, strict=True))
+            return (torch.cat(pieces) if are_rows else pieces[0]).to(self.args.device)
+
+        return pytree.tree_map(joined, *outputs[:count])
 
     # Checkpoints
 
@@ -199,8 +279,13 @@ class PipelineTrainer(Trainer):
         self.pipe.save(Path(output_dir) / _FOLDER)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # all processes draw the same batches
-            super()._save_rng_state(output_dir)
+        if self.args.should_save:  # all processes draw the same numbers
+            with self._seen_as(0, 1):
+                super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with self._seen_as(0, 1):
+            super()._load_rng_state(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint) / _FOLDER
@@ -246,6 +331,14 @@ def _rows(batch: Mapping[str, Any]) -> int:
     return next((len(x) for x in batch.values() if isinstance(x, torch.Tensor) and x.dim()), 0)
 
 
+def _cut(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    num_rows = _rows(batch)
+    return {
+        name: x[rows] if isinstance(x, torch.Tensor) and x.dim() and len(x) == num_rows else x
+        for name, x in batch.items()
+    }
+
+
 def _joined(batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """One batch of all rows; None where they differ in more than their number, as padded ones do."""
     if len(batches) == 1:
@@ -269,14 +362,8 @@ def _divided(batches: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[s
                 f"a step of {len(pieces)} samples cannot be cut into {count} microbatches: expected "
                 f"dataloader_drop_last=True, or fewer gradient_accumulation_steps"
             )
-        rows = [slice(None, num_rows // 2), slice(num_rows // 2, None)]
-        pieces[longest : longest + 1] = [
-            {
-                n: x[part] if isinstance(x, torch.Tensor) and x.dim() and len(x) == num_rows else x
-                for n, x in piece.items()
-            }
-            for part in rows
-        ]
+        halves = slice(None, num_rows // 2), slice(num_rows // 2, None)
+        pieces[longest : longest + 1] = [_cut(piece, rows) for rows in halves]
     if len(pieces) > count:
         raise ValueError(
             f"{len(pieces)} batches of several shapes make no {count} microbatches: expected num_microbatches="
@@ -285,15 +372,13 @@ def _divided(batches: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[s
     return pieces
 
 
-def _shared(output: object, device: torch.device) -> Any:
-    """A value that one process has, in all of them."""
+def _from_all(output: object, replica: int) -> list[Any]:
+    """What the last stage of each data replica has, by replica."""
     if not dist.is_initialized():
-        return output
-    has: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(has, output is not None)
-    box = [output]
-    dist.broadcast_object_list(box, src=has.index(True), device=device if device.type == "cuda" else None)
-    return box[0]
+        return [output]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (replica, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, output)))
+    return [each for _, each in sorted(dict(pair for pair in found if pair[1] is not None).items())]
 
 
 def _wait() -> None:

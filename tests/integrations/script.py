@@ -1,11 +1,24 @@
-"""A plain script of transformers' Trainer: `script.py plain|pipe FOLDER '{"resume": ..., "pipeline": {...}, ...}'`."""
+"""A plain script of transformers' Trainer: `script.py plain|pipe FOLDER '{"resume": ..., "pipeline": {...}, ...}'`.
+
+Of the options, `resume`, `pipeline`, `lengths` (sequences of several), `rows` (to train on) and `stop` (the step behind
+which a callback ends training) are its own; all others are TrainingArguments.
+"""
 
 import json
+import math
 import sys
 from typing import Any
 
 import torch
-from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import (
+    EvalPrediction,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 
 class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -37,15 +50,28 @@ def accuracy(outcome: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[labels != -100].mean())}
 
 
-def main() -> None:
-    kind, folder, text = sys.argv[1:]
-    options: dict[str, Any] = json.loads(text)
-    resume, pipeline, lengths = (options.pop(name, None) for name in ("resume", "pipeline", "lengths"))
-    set_seed(0)
+class Stop(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def make_model() -> GPT2LMHeadModel:
     sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
     none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     model = GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=1, eos_token_id=2))
     model.loss_type = "ForCausalLM"  # without it, Trainer divides the loss by the first labels, too
+    return model
+
+
+def main() -> None:
+    kind, folder, text = sys.argv[1:]
+    options: dict[str, Any] = json.loads(text)
+    own = {"resume": None, "pipeline": None, "lengths": False, "rows": 72, "stop": math.inf}
+    resume, pipeline, lengths, rows, stop = (options.pop(name, default) for name, default in own.items())
+    set_seed(0)
     given = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,
@@ -69,11 +95,13 @@ def main() -> None:
     else:
         extra, made = {}, Trainer
     trainer = made(
-        model,
+        None,
         arguments,
+        model_init=make_model,
+        callbacks=[Stop(stop)],
         data_collator=padded,
-        train_dataset=Words(72, 1, lengths=bool(lengths)),  # the last step of an epoch has half of the batches
-        eval_dataset=Words(22, 2, lengths=bool(lengths)),
+        train_dataset=Words(rows, 1, lengths=lengths),  # the last step of an epoch has half of the batches
+        eval_dataset=Words(22, 2, lengths=lengths),
         compute_metrics=accuracy,
         **extra,
     )

@@ -29,8 +29,8 @@ TIMES = ("runtime", "per_second", "preparation_time")
 History = list[dict[str, float]]
 
 
-def script(folder: Path, *, num_ranks: int | None, **options: Any) -> History:
-    words = [str(SCRIPT), "plain" if num_ranks is None else "pipe", str(folder), json.dumps(options)]
+def script(folder: Path, *, num_ranks: int | None, kind: str = "pipe", **options: Any) -> History:
+    words = [str(SCRIPT), "plain" if num_ranks is None else kind, str(folder), json.dumps(options)]
     ranks = start_forked(words, num_ranks=num_ranks)
     try:
         done = [answer(rank) for rank in ranks]
@@ -63,6 +63,29 @@ def test_four_ranks_log_evaluate_save_and_resume_as_one_process(tmp_path: Path, 
     resumed = script(tmp_path, num_ranks=4, resume=True)
     behind = [row for row in found if row["step"] > 10 and "train_loss" not in row]
     assert_same([row for row in resumed if row["step"] > 10 and "train_loss" not in row], behind)
+
+
+def test_data_replicas_read_their_own_share_and_resume(tmp_path: Path, plain: History) -> None:
+    options = {"gradient_accumulation_steps": 2, "pipeline": {"mesh": {"pipe": 2, "data": 2}}}
+    found = script(tmp_path, num_ranks=4, **options)
+    assert_same(found, plain)
+    shutil.rmtree(tmp_path / "checkpoint-15")
+    resumed = script(tmp_path, num_ranks=4, resume=True, **options)
+    behind = [row for row in found if row["step"] > 10 and "train_loss" not in row]
+    assert_same([row for row in resumed if row["step"] > 10 and "train_loss" not in row], behind)
+
+
+def test_data_replicas_share_an_uneven_end_of_an_epoch_as_trainers_processes_do(tmp_path: Path) -> None:
+    # 69 rows: Trainer gives the last batch, of one row, to one process, and fills it up from the epoch's start.
+    options = {"rows": 69, "lengths": True, "gradient_accumulation_steps": 2, "stop": 9, "num_train_epochs": 2}
+    options |= {"include_num_input_tokens_seen": "non_padding", "eval_strategy": "no"}
+    expected = script(tmp_path / "plain", num_ranks=2, kind="plain", ddp_find_unused_parameters=False, **options)
+    found = script(tmp_path / "pipe", num_ranks=4, **options, pipeline={"mesh": {"pipe": 2, "data": 2}})
+    assert_same(found, expected)
+    states = [
+        json.loads((tmp_path / kind / "checkpoint-5/trainer_state.json").read_text()) for kind in ("plain", "pipe")
+    ]
+    assert states[0]["total_flos"] == states[1]["total_flos"]
 
 
 def test_padded_batches_and_the_best_model(tmp_path: Path) -> None:
