@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ _READS_VALUES = (
     fake_tensor.UnsupportedOperatorException,
 )
 _SAID_OF_FAKES = ("FakeTensor", "fake impl", "tensor subclasses")
+
+_RUNNING: list[object] = []
+
+
+def is_made_up() -> bool:
+    """Whether code runs on made-up values now, by which nothing can be checked."""
+    return bool(_RUNNING)
 
 
 def call_for_shapes(
@@ -68,7 +76,11 @@ def call_for_shapes(
     with _values_in(module, made_up):
         args, named = pytree.tree_map_only(torch.Tensor, made_up.value_of, (tuple(args), named))
         with unset_fake_temporarily():
-            value = run(*args, **named)
+            _RUNNING.append(run)
+            try:
+                value = run(*args, **named)
+            finally:
+                _RUNNING.pop()
         made_up.show_changes()
         value = pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
     taken = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
@@ -76,6 +88,30 @@ def call_for_shapes(
         return value
     # Values decide what runs: what wants no gradient in this run may want one in another.
     return pytree.tree_map_only(torch.Tensor, wanting_gradient, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A function that gives sizes which follow from values: in the place of fake tensors it takes made-up ones.
+
+    No made-up lengths fit each other as ctc_loss expects: the place of its result takes one of that shape and history.
+    """
+
+    function: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", str(self.function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__name__ == "ctc_loss" and (is_made_up() or detect_fake_mode((args, kwargs)) is not None):
+            given = dict(zip(("log_probs", "", "", "", "", "reduction"), args, strict=False)) | kwargs
+            loss = given["log_probs"].sum((0, -1))
+            return loss if given.get("reduction") in ("none", 0) else loss.sum()
+        return call_for_shapes(_NO_MODULE, args, kwargs, call=self.function)
+
+
+_NO_MODULE = nn.Module()
 
 
 def _contents(value: object, seen: set[int]) -> Iterator[tuple[Any, Any]]:

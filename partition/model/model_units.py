@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import torch
@@ -143,7 +143,9 @@ class RecordedUnits:
 
     def _deeper(self) -> RecordedUnits | None:
         """The same with every unit opened that has parts; None where none has."""
-        paths = {_path(call) for _, call in self.flow.unit_calls() if has_parts(call.module)} - self._how.keep_whole
+        paths = {
+            _path(call) for _, call in self.flow.unit_calls() if has_parts(call.module)
+        } - self._how.keep_whole.keys()
         return self._with_open(paths) if paths else None
 
     def _with_open(self, paths: Collection[str]) -> RecordedUnits:
@@ -176,26 +178,38 @@ class _How:
     enter_unit: EnterUnit | None
     agree: Agree | None
     also_open: frozenset[str]
-    keep_whole: frozenset[str] = frozenset()
+    keep_whole: Mapping[str, RecordingError] = field(default_factory=dict)
     training: bool = True
 
     def _roles(self, model: nn.Module) -> Roles:
         return roles_of(model, also_open=self.also_open, keep_whole=self.keep_whole)
 
     def record(self, example: Arguments, *, is_first: bool) -> tuple[Flow, _How]:
-        """A record; in the first one, an inner module whose own code cannot be recorded is kept whole."""
+        """A record. In the first one an inner module whose own code cannot be recorded is kept whole; units of which it
+        takes more than they return, or that need values, are opened, with all of their class."""
         how = self
         while True:
             try:
                 found = record(how.model, how._roles(how.model), example, device=how.device, training=how.training)
                 return Flow(how._agreed(found)), how
             except RecordingError as error:
-                if not (is_first and error.inside) or error.inside in how.keep_whole:
+                cause = how.keep_whole.get(error.unit or "", error)
+                if is_first and (paths := how._like_unit(error.unit)):
+                    how = replace(how, also_open=how.also_open | paths)
+                elif is_first and error.inside and error.inside not in how.keep_whole:
+                    whole = {**how.keep_whole, error.inside: cause}
+                    how = replace(how, also_open=how.also_open - whole.keys(), keep_whole=whole)
+                else:
                     if how.agree is not None:
                         how.agree(_unrecorded, training=how.training)
-                    raise
-                inside = frozenset({error.inside})
-                how = replace(how, also_open=how.also_open - inside, keep_whole=how.keep_whole | inside)
+                    raise cause from error
+
+    def _like_unit(self, path: str | None) -> set[str]:
+        """A unit that has parts, and all others of its class; none where it was found that it must stay whole."""
+        units = self._roles(self.model).units
+        if path is None or path in self.keep_whole or not has_parts(units[path]):
+            return set()
+        return {each for each, unit in units.items() if type(unit) is type(units[path])} - self.keep_whole.keys()
 
     def _agreed(self, found: Record) -> Record:
         """A record that fits those of the other processes."""

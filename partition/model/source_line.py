@@ -27,7 +27,11 @@ def users_line(error: BaseException) -> str:
 
 def line_now() -> str:
     """' at file:line, in function' of the user's own code that runs, or nothing."""
-    frame: FrameType | None = sys._getframe(1)
+    return line_of(sys._getframe(1))
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The same, from a frame outwards."""
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):

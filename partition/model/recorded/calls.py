@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from ..forms import Form
+from ..made_up import is_made_up
 from ..units import Together
 from .reads import CodeReads
 from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, walk
@@ -126,21 +127,25 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class DecisionGuard:
-    """A decision of the code between the units on a number that it drew, as a function of that number: what Python read
-    of it was as expected in every sample."""
+    """A decision of the code between the units on a tensor's value, as a function of that tensor: what Python read of
+    it was as expected in every sample that was drawn, or must be, since the code raises an error otherwise."""
 
-    read: Callable[[torch.Tensor], object]
+    read: Callable[..., object]
     expected: object
     line: str
+    is_check: bool = False
 
-    def __call__(self, drawn: torch.Tensor) -> None:
-        """ValueError where it comes out otherwise. Fake tensors have no values."""
-        if not isinstance(drawn, FakeTensor) and self.read(drawn) != self.expected:
-            raise ValueError(
-                f"a decision that is drawn between the modules{self.line} came out as {not self.expected!r}, and as "
-                f"{self.expected!r} when the model was recorded: expected it within a module of its own, such as the "
-                f"layer that is left out"
-            )
+    def __call__(self, *read: Any) -> None:
+        """ValueError where it comes out otherwise. Fake tensors and made-up ones have no values."""
+        if isinstance(read[0], FakeTensor) or is_made_up() or self.read(*read) == self.expected:
+            return
+        if self.is_check:
+            raise ValueError(f"the check{self.line} fails: expected a batch for which it is {self.expected!r}")
+        raise ValueError(
+            f"a decision that is drawn between the modules{self.line} came out as {not self.expected!r}, and as "
+            f"{self.expected!r} when the model was recorded: expected it within a module of its own, such as the "
+            f"layer that is left out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +156,7 @@ class Record:
         calls: in order.
         results: flat outputs that are tensors.
         output_form: of the model.
-        bytes_of: by value number [bytes].
+        bytes_of: by value number [bytes]; infinite where the size follows from values, so that no stage could say it.
         together: pairs of calls that no cut may separate, and why.
         reads: of its code.
         handed_on: units of which the second works on a tensor that the first left in an object.

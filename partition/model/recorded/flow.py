@@ -8,6 +8,7 @@ h = blocks.0(h, positions)     | position 1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
@@ -117,7 +118,8 @@ class Flow:
             if call in self.position and number in last
         ]
         pairs = [(self._at_or_behind(a), self._at_or_behind(b)) for a, b, _ in self.record.together]
-        return forbid(crossing(count, values), pairs)
+        pairs += [(first, last) for first, last, size in values if size == math.inf]
+        return forbid(crossing(count, [each for each in values if each[2] < math.inf]), pairs)
 
     def _at_or_behind(self, call: int) -> int:
         return next((i for i, each in enumerate(self.order) if each >= call), len(self.order) - 1)
@@ -133,6 +135,15 @@ class Flow:
                     f"Expected both in one stage: split elsewhere, or take an operation that is not in-place "
                     f"(inplace=False)"
                 )
+        for call, stage in stage_of.items():
+            for number in self.values[call]:
+                if self.record.bytes_of[number] == math.inf and stage_of.get(self.maker[number], stage) != stage:
+                    maker = self.maker[number]
+                    return (
+                        f"stages {stage_of[maker]} and {stage} part {self.name_of(maker)!r} and {self.name_of(call)!r}"
+                        f"{self.record.calls[call].line}: what goes from one to the other has a size that follows from "
+                        f"values. Expected both in one stage: split elsewhere"
+                    )
         return None
 
     def name_of(self, call: int) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..forms import Form
-from ..made_up import call_for_shapes
+from ..made_up import Shaped, call_for_shapes
 from ..memory import memory_of
 from ..source_line import line_now, module_at
 from .calls import (
@@ -30,6 +30,7 @@ from .calls import (
     follows,
     samples_of,
 )
+from .checks import check_now
 from .reads import Attributes, CodeReads, plain_attributes
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, RefusedError, Values
@@ -40,10 +41,21 @@ _HOOKED = {
     torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad,
 }
+# Results of these have the shape of the first argument, whatever size the others have.
+_LIKE_FIRST = {
+    f"{name}{end}" for name in ("masked_scatter", "index_put", "index_add", "index_copy") for end in ("", "_")
+}
+_LIKE_FIRST |= {"scatter", "scatter_", "scatter_add", "scatter_add_", "__setitem__"}
 _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
 
 
 class ForwardRecorder:
+    """See above.
+
+    Attributes:
+        unit: the unit's call that is under way, or that has raised an error, by name.
+    """
+
     def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
         self._roles = roles
         self._path_of = {id(module): path for path, module in (*roles.opened.items(), *roles.units.items())}
@@ -65,7 +77,7 @@ class ForwardRecorder:
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
         self._owners = Owners(self._draws.note, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
-        self._values = Values(model, what=self._owners.what, on_object=self._attributes.watch)
+        self._values = Values(model, refuse=self._owners.refuse, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
         self._unit_memory = {memory_of(x) for x in held} - {None}
@@ -75,9 +87,11 @@ class ForwardRecorder:
         self._times: dict[str, int] = {}
         self._stack = [""]
         self._regions: list[Region] = []
+        self.unit: str | None = None
         self._running: int | None = None  # the call of a unit or function that is under way
         self._is_busy = False  # looking at tensors itself
         self._has_ended = False
+        self._is_sized = False  # whether sizes of what the call gives follow from values
         for x in inputs:
             self._values.new(x, call=-1)
             self._owners.came_from_outside(x)
@@ -121,6 +135,7 @@ class ForwardRecorder:
         self._times[path] = times = self._times.get(path, 0) + 1
         name = path if times == 1 else f"{path}#{times}"
         self._draws.drew = False
+        self._is_sized = self._values.is_sized((args, kwargs))
         buffers = [(buffer, buffer._version) for buffer in module.buffers()]
 
         def unit_call(common: dict[str, Any]) -> UnitCall:
@@ -141,17 +156,32 @@ class ForwardRecorder:
             decided = self._decided(function, args)
             if decided is not None:
                 return decided
+        if function is torch.Tensor.__format__ and isinstance(args[0], FakeTensor):
+            return f"a tensor of shape {tuple(args[0].shape)}"  # in an error's message, say
         if function is torch.Tensor.backward:
             raise RefusedError("the forward runs a backward")
         self._note_stores()
         self._draws.drew = False
         is_effect = function in _SETTERS | _HOOKED
 
-        def glue_call(common: dict[str, Any]) -> GlueCall:
-            return GlueCall(**common, function=function, is_random=self._draws.drew, is_effect=is_effect)
-
         is_hook = function in _HOOKED
-        return self._make(lambda: call(*args, **kwargs), args, kwargs, glue_call, is_effect=is_effect, is_hook=is_hook)
+        name = getattr(function, "__name__", "")
+        self._is_sized = self._values.is_sized(args[:1] if name in _LIKE_FIRST else (args, kwargs))
+        made = Shaped(function) if name == "ctc_loss" else function
+
+        def shaped() -> Any:
+            nonlocal made
+            if made is function:
+                try:
+                    return call(*args, **kwargs)
+                except DynamicOutputShapeException:
+                    made, self._is_sized = Shaped(function), True
+            return Shaped(call)(*args, **kwargs)
+
+        def glue_call(common: dict[str, Any]) -> GlueCall:
+            return GlueCall(**common, function=made, is_random=self._draws.drew, is_effect=is_effect)
+
+        return self._make(shaped, args, kwargs, glue_call, is_effect=is_effect, is_hook=is_hook)
 
     def reentrant(
         self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
@@ -187,10 +217,15 @@ class ForwardRecorder:
     def _decided(self, read: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Python's reading of a value that depends on random numbers and constants alone; None of any other value.
 
-        It must be the same in all samples, and is guarded.
+        It must be the same in all samples, and is guarded. A flag of which one value alone raises no error is that.
         """
         number = self._values.number_of(args[0])
         calls = None if number is None else calls_behind(number, self._values.made_by, self._calls)
+        if number is not None and calls is None and (args[0].dtype == torch.bool or read is torch.Tensor.__bool__):
+            expected, line = check_now() or (None, "")
+            if expected is not None:
+                self._append(DecisionGuard(read, expected, line, is_check=True), (Ref(number),))
+            return expected
         if number is None or calls is None:
             return None
         templates = [each for call in calls for each in call.templates()]
@@ -228,7 +263,7 @@ class ForwardRecorder:
     ) -> Any:
         if unit is None:
             self._draws.check()
-        me = len(self._calls)
+        me, takes_sized = len(self._calls), self._is_sized
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
         modes = Context.now()
@@ -238,18 +273,21 @@ class ForwardRecorder:
             templates, refused = None, error
         states = set() if unit is None else self._values.ids_in_states(args, kwargs)
         within = nullcontext() if unit is None else self._owners.within_unit(me, unit, given, states)
-        self._running = me
+        self._running, self.unit = me, unit
         try:
             with within:
                 result = call()
         finally:
             self._running = None
+        self.unit = None
         self._draws.settle()
         leaves, structure = pytree.tree_flatten(result)
         changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
         made = [x for x in leaves if isinstance(x, torch.Tensor)]
         if is_effect:
             changed = given[:1]
+        if takes_sized and unit is None and type(result) in (int, tuple, list, torch.Size):
+            raise RefusedError("the code between the modules reads a size that follows from values of tensors")
         if not (unit is not None or made or changed):
             return result
         if _saved_tensor_hooks() != self._hooks_around and not self._regions:
@@ -266,7 +304,7 @@ class ForwardRecorder:
             self._note_change(record, me, x, is_hook=is_hook)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                record.results[place] = self._values.new(leaf, call=me)
+                record.results[place] = self._values.new(leaf, call=me, is_sized=self._is_sized and leaf.dim() > 0)
         return result
 
     def _fields(
@@ -310,12 +348,12 @@ class ForwardRecorder:
             self._values.last_write[memory] = me
         if before is None:
             if id(tensor) not in self._values.slots:
-                raise RefusedError(f"{self._owners.what(tensor)} is changed in place")
+                raise self._owners.refuse(tensor, "is changed in place")
             record.writes = True
             return
         if is_hook:
             self._together.append((self._values.made_by[before], me, why))
-        record.changed[before] = self._values.new(tensor, call=me)
+        record.changed[before] = self._values.new(tensor, call=me, is_sized=self._values.is_sized(tensor))
 
     # The end
 

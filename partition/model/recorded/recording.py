@@ -21,14 +21,18 @@ class RecordingError(ValueError):
 
     Arguments:
         module: that was opened and whose code does it, at the path `inside` of the model.
+        unit: path of one that it takes something of which was not returned, or that raised the error.
         reason: with the user's source line.
         expected: in its place.
     """
 
-    def __init__(self, module: nn.Module, reason: str, *, inside: str, expected: str | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, reason: str, *, inside: str, expected: str | None = None, unit: str | None = None
+    ) -> None:
         super().__init__(f"{type(module).__name__} cannot be recorded: {reason}. Expected {expected or _EXPECTED}")
         self.reason = reason
         self.inside = inside
+        self.unit = None if unit is None else unit.partition("#")[0]
 
 
 _EXPECTED = (
@@ -59,10 +63,12 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         except Exception as error:
             if isinstance(error, RefusedError):
                 reason, expected = f"{error}{users_line(error) or recorder.line}", error.expected
+                unit = error.unit
             else:
                 reason = f"{first_line(error)}{users_line(error)}"
                 expected = f"inputs that it takes (given: {example}), and {_EXPECTED}"
+                unit = recorder.unit
             inside = recorder.inside
-            raise RecordingError(roles.opened[inside], reason, inside=inside, expected=expected) from error
+            raise RecordingError(roles.opened[inside], reason, inside=inside, expected=expected, unit=unit) from error
     found.reads.left += left
     return found

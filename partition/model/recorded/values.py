@@ -3,6 +3,7 @@ under which number each call is seeded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +20,15 @@ from .templates import Constant, MadeObject, Ref, Slot, Template, is_fixed, make
 
 
 class RefusedError(Exception):
-    """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code."""
+    """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code.
 
-    def __init__(self, reason: str, *, expected: str | None = None) -> None:
+    Arguments:
+        unit: the call of a unit that has to be opened for it, by name.
+    """
+
+    def __init__(self, reason: str, *, expected: str | None = None, unit: str | None = None) -> None:
         super().__init__(reason)
-        self.expected = expected
+        self.expected, self.unit = expected, unit
 
 
 class Values:
@@ -31,21 +36,25 @@ class Values:
 
     Arguments:
         model: whose parameters and buffers are no values, but entries of its modules' tables.
-        what: a tensor in words, for errors.
+        refuse: makes the error for what is done with a tensor.
         on_object: told of each object that the forward made, where it is first passed on.
 
     Attributes:
         slots: entries of these tables, by id of what stood there before the forward.
         slot_memory: all memory of these.
         made_by: call, by value number; -1: an input.
-        bytes_of: by value number [bytes].
+        bytes_of: by value number [bytes]; infinite where the size follows from values.
         last_write: memory -> the call that changed it last.
     """
 
     def __init__(
-        self, model: nn.Module, *, what: Callable[[torch.Tensor], str], on_object: Callable[[object], None]
+        self,
+        model: nn.Module,
+        *,
+        refuse: Callable[[torch.Tensor, str], RefusedError],
+        on_object: Callable[[object], None],
     ) -> None:
-        self._what, self._on_object = what, on_object
+        self._refuse, self._on_object = refuse, on_object
         self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
         self.slots = {
             id(value): Slot(module, table, key)
@@ -65,13 +74,15 @@ class Values:
         self._opened_states: list[int] = []  # being looked into, outermost first
         self._kept: list[object] = []  # an id stays one object's
 
-    def new(self, tensor: torch.Tensor, *, call: int) -> int:
+    def new(self, tensor: torch.Tensor, *, call: int, is_sized: bool = False) -> int:
+        """A number for a tensor, whose size follows from values or not."""
         number = len(self.made_by)
         self.made_by.append(call)
         self._number[id(tensor)] = number
         self._grad_fn[id(tensor)] = tensor.grad_fn
         self._kept.append(tensor)
-        self.bytes_of[number] = float(tensor.nbytes) if tensor.layout == torch.strided else float(tensor.numel() * 8)
+        size = tensor.nbytes if tensor.layout == torch.strided else tensor.numel() * 8
+        self.bytes_of[number] = math.inf if is_sized else float(size)
         memory = memory_of(tensor)
         if memory is not None:
             self._over.setdefault(memory, []).append(number)
@@ -85,6 +96,10 @@ class Values:
         found = (self.number_of(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
         return [number for number in found if number is not None]
 
+    def is_sized(self, value: object) -> bool:
+        """Whether a size of a tensor in it follows from values."""
+        return any(self.bytes_of[number] == math.inf for number in self.numbers_in(value))
+
     def over(self, memory: object) -> Sequence[int]:
         return self._over.get(memory, ())
 
@@ -96,12 +111,12 @@ class Values:
         known = self.number_of(tensor)
         if known is not None:
             if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self.last_write:
-                raise RefusedError(f"{self._what(tensor)} has got another history")
+                raise self._refuse(tensor, "has got another history")
             return Ref(known)
         if id(tensor) in self.slots:
             return self.slots[id(tensor)]
         if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise RefusedError(f"{self._what(tensor)} is used")
+            raise self._refuse(tensor, "is used")
         return Constant(tensor)
 
     def ids_in_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
@@ -183,12 +198,15 @@ class Owners:
     def came_from_outside(self, tensor: torch.Tensor) -> None:
         self._owner[id(tensor)] = _GLUE
 
-    def what(self, tensor: torch.Tensor) -> str:
-        owner = self._owner.get(id(tensor), _GLUE)
-        shape = f"a tensor of shape {tuple(tensor.shape)}"
-        if owner >= 0:
-            return f"{shape} that {self._names[owner]} made and did not return"
-        return f"{shape} that was not made by a public function of torch (vmap, for example)"
+    def refuse(self, tensor: torch.Tensor, what: str) -> RefusedError:
+        """The error for what is done with a tensor that is no call's result, such as "is used"."""
+        unit = self._names.get(self._owner.get(id(tensor), _GLUE))
+        maker = (
+            f"{unit} made and did not return"
+            if unit
+            else "was not made by a public function of torch (vmap, for example)"
+        )
+        return RefusedError(f"a tensor of shape {tuple(tensor.shape)} that {maker} {what}", unit=unit)
 
     def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):

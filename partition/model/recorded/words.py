@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..made_up import Shaped
 from ..units import Step
 from .calls import DRAWS, Call, Context, DecisionGuard, GlueCall, Record, Store, UnitCall
 from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, renumbered
@@ -117,7 +118,7 @@ def _parts(value: Any) -> tuple[str, Iterable[Any] | None]:
         return kind, value
     if isinstance(value, slice):
         return kind, [value.start, value.stop, value.step]
-    if isinstance(value, DecisionGuard | Store):
+    if isinstance(value, DecisionGuard | Store | Shaped):
         return kind, [getattr(value, key) for key in value.__slots__ if key != "line"]
     if isinstance(value, types.MethodWrapperType):
         return value.__name__, [value.__self__]

@@ -1,0 +1,62 @@
+"""Checks of values: code that raises an error where a flag of a tensor comes out otherwise.
+
+if labels.max() >= count: raise ...      assert x.isfinite().all()      torch._check_tensor_all(mask)
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+from torch import nn
+
+from ..source_line import is_ours, line_of
+
+_BETWEEN = ("TO_BOOL", "EXTENDED_ARG", "CACHE")  # a flag and the jump that takes it
+
+
+def check_now() -> tuple[bool, str] | None:
+    """What a flag must be that the user's code reads now, since it raises an error otherwise, and the line in the
+    innermost module; None where that code goes on either way."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    flag = None if frame is None else _passing(frame)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+        frame = frame.f_back
+    return None if flag is None else (flag, line_of(frame))
+
+
+def _passing(frame: FrameType) -> bool | None:
+    if frame.f_code is torch._check_tensor_all_with.__code__:
+        return True
+    code = [*dis.get_instructions(frame.f_code)]
+    at = next(i for i, each in enumerate(code) if each.offset == frame.f_lasti)
+    if "_IF_" not in code[at].opname:
+        at = next(i for i in range(at + 1, len(code)) if code[i].opname not in _BETWEEN)
+    if not code[at].opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    jumps_on = code[at].opname.endswith("IF_TRUE")
+    taken, falls = _raises(code, _place(code, code[at].argval)), _raises(code, at + 1)
+    return None if taken == falls else jumps_on == falls
+
+
+def _raises(code: Sequence[dis.Instruction], at: int) -> bool:
+    """Whether code ends in an error from there on, whichever way it goes; a loop does not."""
+    for i in range(at, len(code)):
+        name = code[i].opname
+        if name in ("RAISE_VARARGS", "RERAISE"):
+            return True
+        if "JUMP" in name:
+            target = _place(code, code[i].argval)
+            return target > i and _raises(code, target) and ("_IF_" not in name or _raises(code, i + 1))
+        if name.startswith(("RETURN", "YIELD", "FOR_ITER", "SEND")):
+            return False
+    return False
+
+
+def _place(code: Sequence[dis.Instruction], offset: int) -> int:
+    return next(i for i, each in enumerate(code) if each.offset == offset)
