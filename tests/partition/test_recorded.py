@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import eager_models as models
 from support.inside import Arguments, RecordedUnits, RecordingError
 from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
 
 X = torch.zeros(2, models.WIDTH)
 
@@ -51,7 +55,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: x if torch.rand(()) < 0.5 else m.blocks[0](x),
         "decides on a random number",
     ),
-    "what a unit left aside": (left_aside, r"a tensor of shape \(2, 8\) that blocks.0 made and did not return is used"),
     "what the model left in a unit": (by_attribute, "blocks.0 takes a tensor of shape .* and that is none of its"),
     "a backward": (lambda m, x: m.blocks[0](x).sum().backward() or x, "the forward runs a backward"),
 }
@@ -61,6 +64,48 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 def test_what_is_refused_is_named_with_its_line(forward: Callable[[Any, Tensor], Tensor], message: str) -> None:
     with pytest.raises(RecordingError, match=rf"{message}.* at .*test_recorded.py:\d+, in "):
         recorded(stack(forward))
+
+
+def test_units_are_opened_where_a_hook_leaves_their_tensors_aside() -> None:
+    """As transformers collects the logits of routers: losses and gradients are those of one process, by microbatch."""
+    torch.manual_seed(0)
+    plain = stack(left_aside).double()
+    model = copy.deepcopy(plain)
+    x, target = torch.randn(2, 6, models.WIDTH, dtype=torch.float64)
+    expected = sum(F.mse_loss(plain(each), goal) / 3 for each, goal in zip(x.chunk(3), target.chunk(3), strict=True))
+    expected.backward()
+    pipe = PipelineModule(
+        model, mesh={"pipe": 2}, schedule="1f1b", num_microbatches=3, loss_fn=F.mse_loss, optimizer=torch.optim.SGD
+    )
+    assert pipe.forward_backward(x, target).loss == pytest.approx(expected.item(), rel=1e-13)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-14)
+
+
+def checked(model: Any, x: Tensor) -> Tensor:
+    if (x > 3).any():
+        raise ValueError("too large")
+    return model.blocks[1](model.blocks[0](x))
+
+
+def test_a_check_of_values_is_made_in_its_stage() -> None:
+    model = stack(checked)
+    pipe = PipelineModule(
+        model, mesh={"pipe": 2}, schedule="1f1b", num_microbatches=1, loss_fn=F.mse_loss, optimizer=torch.optim.SGD
+    )
+    pipe.train_step(X, X)
+    with pytest.raises(ValueError, match=r"the check at .*test_recorded.py:\d+, in .* fails: expected .* is False"):
+        pipe.train_step(X + 4, X)
+
+
+def test_a_size_that_follows_from_values_stays_in_its_stage() -> None:
+    units = recorded(stack(lambda m, x: m.blocks[0](x) + m.head(m.stem(x)[x[:, 0] > 0]).sum()))
+    whole = units.flow.crossing_bytes
+    names = [units.flow.name_of(call) for call in units.flow.order]
+    picked = names.index("__getitem__")
+    assert whole[picked + 1] == whole[names.index("head")] == float("inf") > whole[picked]
+    with pytest.raises(RecordingError, match=r"reads a size that follows from values of tensors at .*test_recorded.py"):
+        recorded(stack(lambda m, x: m.blocks[0](x) * m.stem(x)[x[:, 0] > 0].shape[0]))
 
 
 def test_a_model_with_hooks_of_its_own_is_refused() -> None:

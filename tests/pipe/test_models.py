@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.grids import nightly, one_in
 from support.pool import Pool
 from support.records import records
-from support.zoo import TORCHVISION, TRANSFORMERS, Batch, Case
+from support.zoo import CHECKING, TORCHVISION, TRANSFORMERS, Batch, Case
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -84,6 +84,23 @@ def test_transformers(name: str) -> None:
         whole = expected.eval()(**case.batch())
     assert type(output) is type(whole)
     torch.testing.assert_close(output.logits, whole.logits, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
+@pytest.mark.parametrize("name", CHECKING)
+def test_checks_and_collected_values(name: str) -> None:
+    pytest.importorskip("transformers")
+    case, weight = CHECKING[name]
+    expected, model, total = case.make(), case.make(), 0.0
+    counts = [int((each["labels"][:, case.unlabelled :] != -100).sum()) for each in parts(case.batch())]
+    shares = [1 / M] * M if weight == "samples" else [count / sum(counts) for count in counts]
+    for each, share in zip(parts(case.batch()), shares, strict=True):
+        loss = expected(**each).loss.double() * share
+        loss.backward()
+        total += loss.item()
+    pipe = make_pipe(model, ranks=2, loss_weight=weight)
+    assert pipe.forward_backward(**case.batch()).loss == pytest.approx(total, rel=1e-13)
+    compare(gradients(model), gradients(expected))
 
 
 def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -201,6 +201,71 @@ def whisper() -> nn.Module:
     return _built(lambda: WhisperForConditionalGeneration(config))
 
 
+def qwen_moe() -> nn.Module:
+    """Sparse experts, whose routers' logits a hook collects for a loss of their own."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        max_position_embeddings=32,
+        experts_implementation="eager",
+    )
+    return _built(lambda: Qwen3MoeForCausalLM(config))
+
+
+def llava() -> nn.Module:
+    """Images among the tokens, whose numbers are checked."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=16, patch_size=4),
+        text_config=LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=64),
+        image_token_index=3,
+        image_seq_length=16,
+    )
+    return _built(lambda: LlavaForConditionalGeneration(config))
+
+
+def wav2vec2() -> nn.Module:
+    """Speech with labels of any length, which are checked at the front and picked out for the loss."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        conv_dim=[8, 8],
+        conv_stride=[4, 2],
+        conv_kernel=[8, 4],
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        feat_proj_dropout=0.0,
+        activation_dropout=0.0,
+        final_dropout=0.0,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+        ctc_loss_reduction="mean",
+    )
+    return _built(lambda: Wav2Vec2ForCTC(config))
+
+
 def _answers() -> torch.Tensor:
     """16 of 24 labels count: a division by 16 rounds nothing, wherever it stands before what is in float32."""
     labels = _tokens(6, seed=3)
@@ -319,4 +384,27 @@ TORCHVISION = {
     "unet": Case(make=unet, batch=lambda: {"x": _images(16), "target": _classes()}),
     "resnet": Case(make=resnet, batch=lambda: {"x": _images(32), "target": _classes()}),
     "swin": Case(make=swin, batch=lambda: {"x": _images(16), "target": _classes()}),
+}
+
+
+def _pictures() -> Batch:
+    tokens = _tokens(24) + 1
+    tokens[:, 1:17] = 3  # an image
+    tokens.clamp_(max=VOCABULARY - 1)
+    labels = torch.full_like(tokens, -100)
+    for row, count in enumerate((4, 2, 5, 5)):
+        labels[row, -count:] = tokens[row, -count:]
+    return {"input_ids": tokens, "pixel_values": _images(16), "labels": labels}
+
+
+def _waves() -> Batch:
+    waves = torch.randn(SAMPLES, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return {"input_values": waves, "labels": _answers()}
+
+
+# Models whose code checks values or collects what units do not return, with what their loss is a mean over.
+CHECKING = {
+    "qwen3-moe": (Case(make=qwen_moe, batch=_causal, unlabelled=1), "shifted_labels"),
+    "llava": (Case(make=llava, batch=_pictures, unlabelled=1), "shifted_labels"),
+    "wav2vec2": (Case(make=wav2vec2, batch=_waves), "samples"),
 }
