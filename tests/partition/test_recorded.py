@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +128,26 @@ def test_recording_leaves_no_trace() -> None:
     assert "__call__" not in vars(models.Block)
     assert torch.autograd.Function.apply.__func__.__code__ is apply  # type: ignore[attr-defined]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_profiler_goes_on_behind_the_recording() -> None:
+    model = stack(lambda m, x: m.blocks[1](m.blocks[0](x)))
+    calls: list[str] = []
+    with cProfile.Profile() as profiler:
+        recorded(model)
+        assert sys.getprofile() is profiler
+        str.upper("heard")
+    assert any("upper" in str(entry.code) for entry in profiler.getstats())
+    sys.setprofile(lambda frame, *_: calls.append(frame.f_code.co_name))
+    try:
+        recorded(model)
+        _ = stack(lambda m, x: x)
+    finally:
+        sys.setprofile(None)
+    assert "stack" in calls
+    message = "a profiler \\(TraceContext\\) follows .* Expected pipe.build"
+    with torch.profiler.profile(with_stack=True), pytest.raises(RecordingError, match=message):
+        recorded(model)
 
 
 def test_a_decision_that_always_comes_out_alike_is_taken() -> None:

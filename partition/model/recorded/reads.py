@@ -12,6 +12,7 @@ writes is done once, while it is recorded: who reads it in a stage would find wh
 from __future__ import annotations
 
 import copy
+import cProfile
 import os
 import sys
 import threading
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ..source_line import is_ours, is_users
 from ..untouched import Places
-from .intercept import Patches
+from .intercept import Patches, RefusedError
 
 # They look one name up in `__dict__`, which is noted already.
 _LOOK_UPS = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
@@ -71,12 +72,17 @@ class CodeReads:
         self.kinds = {kind for kind in kinds if patches.put(kind, "__getattribute__", self._getting)}
         patches.put(os._Environ, "__getitem__", self._getting_variable)
         self._thread = threading.get_ident()
-        before = sys.getprofile()
+        before: Any = sys.getprofile()
+        if before is not None and not callable(before) and not isinstance(before, cProfile.Profile):
+            reason = f"a profiler ({type(before).__name__}) follows this thread's calls, as the recording must"
+            raise RefusedError(reason, expected="pipe.build(...), or a first step, before the profiler starts")
         sys.setprofile(self._called)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(before if callable(before) else None)
+            if isinstance(before, cProfile.Profile):
+                before.enable()
             for held, values in self._changed.values():
                 if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(held)):
                     held.clear()

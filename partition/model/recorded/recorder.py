@@ -31,9 +31,10 @@ from .calls import (
     samples_of,
 )
 from .checks import check_now
+from .intercept import RefusedError
 from .reads import Attributes, CodeReads, plain_attributes
 from .templates import Constant, Parts, Ref, Slot, Template
-from .values import Draws, Owners, RefusedError, Values
+from .values import Draws, Owners, Values
 from .which import Roles
 
 _HOOKED = {

@@ -10,9 +10,8 @@ from ..forms import Arguments
 from ..modes import OWN_HOOKS, changing_hook
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
-from .intercept import listening
+from .intercept import RefusedError, listening
 from .recorder import ForwardRecorder
-from .values import RefusedError
 from .which import Roles
 
 

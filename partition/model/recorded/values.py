@@ -16,19 +16,8 @@ from torch.utils import _pytree as pytree
 from ..memory import Operations, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
+from .intercept import RefusedError
 from .templates import Constant, MadeObject, Ref, Slot, Template, is_fixed, make_template, walk
-
-
-class RefusedError(Exception):
-    """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code.
-
-    Arguments:
-        unit: the call of a unit that has to be opened for it, by name.
-    """
-
-    def __init__(self, reason: str, *, expected: str | None = None, unit: str | None = None) -> None:
-        super().__init__(reason)
-        self.expected, self.unit = expected, unit
 
 
 class Values:
