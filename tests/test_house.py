@@ -27,7 +27,7 @@ MOST = {
     "annotated fields": 1_323,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
-    "modules with one importer": 20,
+    "modules with one importer": 21,
     "circles of folders": 0,
     "class names twice": 0,
 }
