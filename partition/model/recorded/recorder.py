@@ -51,7 +51,7 @@ _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "d
 
 
 class ForwardRecorder:
-    """See above.
+    """Recorder of one forward: calls of units and of functions, their values, what they share and what they check.
 
     Attributes:
         unit: the unit's call that is under way, or that has raised an error, by name.
