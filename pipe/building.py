@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from ..comm import Guard, World
+from ..comm import Collectives, Guard, MeshPlace, World
 from ..partition.model.forms import Arguments
 from .batch.given import Given, check_batch
 from .batch.slicing import check_slicing
 from .build import Pipeline, build
+from .checkpoint.process_state import ProcessState, lost_text, read_together
+from .checkpoint.reader import Checkpoint
+from .checkpoint.snapshot import HasState
+from .checkpoint.state import check_model
 from .context import Layout, Run
 from .options import AUTO, LayoutOptions, Options
 from .run.engine import check_runnable
+from .stage.loss import with_loss
 
 if TYPE_CHECKING:
     from .auto.layout import AutoLayout
@@ -36,6 +44,7 @@ class Building:
         self._auto: AutoLayout | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
+        self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
         if make_layout is None:
             self._plan_first(options.layout)
         else:
@@ -97,6 +106,38 @@ class Building:
             )
         return self.pipeline
 
+    @property
+    def num_steps(self) -> int:
+        """Batches trained on so far."""
+        if self.pipeline is not None:
+            return self.pipeline.training.num_steps
+        return 0 if self._loaded is None else self._loaded.manifest.step
+
+    def load(self, folder: Path, loader: HasState | None) -> None:
+        """Go on from a checkpoint: stages that are not built yet do so when they are, the loader and generators now.
+
+        Collective over the processes.
+        """
+        if self.pipeline is not None:
+            self.pipeline.state.load(folder, loader)
+            return
+        settings, model, world = self._options.settings, self._options.model, self._world
+        root = with_loss(nn.ModuleList(self._options.layout.stages) if model is None else model, settings.loss_fn)
+        others_failed = self._guard.others_failed
+        collectives = Collectives(
+            MeshPlace.line(world), device=settings.device, timeout=settings.timeout, others_failed=others_failed
+        )
+
+        def read(checkpoint: Checkpoint) -> ProcessState:
+            check_model(checkpoint, root)
+            return ProcessState(checkpoint, loader, process=world.rank, num_processes=world.size)
+
+        checkpoint, own = read_together(folder, read, collectives, self._guard)
+        own.take()
+        self._loaded = checkpoint
+        if own.lost and world.rank == 0:
+            warnings.warn(lost_text(checkpoint, own.lost), stacklevel=3)
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Around a call, whatever mode it is made in, and in the precision that was asked for.
@@ -140,5 +181,9 @@ class Building:
                 verifies=self._options.verify_every is not None,
                 if_it_fits=self._options.verify_if_it_fits,
             )
-            self.pipeline = build(run, first)
-        return self.pipeline
+            pipeline = build(run, first)
+        if self._loaded is not None:
+            pipeline.state.resume(self._loaded.place)
+            self._loaded = None
+        self.pipeline = pipeline
+        return pipeline

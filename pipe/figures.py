@@ -37,7 +37,7 @@ class RunFigures:
     @property
     def num_steps(self) -> int:
         """Batches trained on so far, those before a loaded checkpoint included."""
-        return 0 if self._building.pipeline is None else self._building.pipeline.training.num_steps
+        return self._building.num_steps
 
     @property
     def schedule(self) -> Schedule:
@@ -223,14 +223,15 @@ class RunFigures:
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
 
-        Collective over the processes: all of them load it, or none.
+        Collective over the processes: all of them load it, or none. Where the first batch is to build the stages, they
+        take their weights then.
 
         Arguments:
             loader: goes on where the saved one stood: with the batch behind the last one that was trained on.
 
         Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
         """
-        self._building.built("parameters and state").state.load(_path(folder), loader)
+        self._building.load(_path(folder), loader)
 
 
 def _path(folder: object) -> Path:

@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import difflib
 import os
-import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
 
-from ..context import Run
 from ..run.training import Training
 from ..shards.shard import Shard
-from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import Processes, SaveResult, persist
+from .process_state import ProcessState, lost_text, read_together
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
-from .snapshot import Contents, HasState, Snapshot, Writers, random_key, rule_of, take_snapshot
+from .snapshot import Contents, HasState, Snapshot, Writers, rule_of, take_snapshot
 
-_GENERATORS = ("torch", "cuda", "python", "numpy")
+Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor: shape and type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,26 +102,36 @@ class State(Contents):
         self._say(result.problem or result.caution)
         return result
 
-    def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
+    def load(self, folder: Path, loader: HasState | None) -> None:
+        self._rest()
+        collectives = self.run.collectives
+
+        def read(checkpoint: Checkpoint) -> tuple[_Fitting, ProcessState]:
+            own = ProcessState(checkpoint, loader, process=collectives.rank, num_processes=collectives.size)
+            return _Fitting(checkpoint, self), own
+
+        checkpoint, (found, own) = read_together(folder, read, collectives, self.run.guard)
+        own.take()
+        self._take(checkpoint, found, [*own.lost, *found.lost])
+
+    def resume(self, place: Path) -> None:
+        """From the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
+        checkpoint, found = read_together(place, lambda it: _Fitting(it, self), self.run.collectives, self.run.guard)
+        self._take(checkpoint, found, found.lost)
+
+    def _rest(self) -> None:
         self.update.gate.enter()
         if not self.update.is_lost:
             self.training.drain()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
-        place = Path(folder)
-        try:
-            checkpoint = Checkpoint(place)
-            with checkpoint.as_refusals():
-                found = _Fitting(checkpoint, self, loader)
-        except ValueError as error:
-            _agree(self.run, "", place, str(error))
-            raise
-        _agree(self.run, checkpoint.manifest.name, checkpoint.place)
+
+    def _take(self, checkpoint: Checkpoint, found: _Fitting, lost: Sequence[str]) -> None:
         found.take()
         self.own_checkpoints.adopt(checkpoint.place)
         self.update.restart()
         self.training.restart(checkpoint.manifest.step)
-        self._say(f"of the checkpoint {folder}: {'; '.join(found.lost)}" if found.lost else "")
+        self._say(lost_text(checkpoint, lost))
 
     def _say(self, text: str) -> None:
         """A warning from rank 0, for the line that called PipelineModule."""
@@ -143,33 +150,23 @@ class State(Contents):
         return sum(storages.values())
 
 
-def _agree(run: Run, name: str, place: Path, problem: str = "") -> None:
-    """ValueError on every rank unless all have read the checkpoint of this name; one that is alone knows why not."""
-    with run.guard.together():
-        answers = run.collectives.gather((name, place, problem), what="loading a checkpoint")
-    for rank, (its_name, its_place, its_problem) in enumerate(answers if len(answers) > 1 else ()):
-        if its_problem:
-            raise ValueError(f"rank {rank} cannot load the checkpoint, so no rank does: {its_problem}")
-        if its_name != answers[0][0]:
-            raise ValueError(
-                f"rank 0 read {answers[0][1]} and rank {rank} read {its_place}: expected one folder that all ranks see "
-                f"and nobody saves into meanwhile, or pipe.load of one checkpoint in it"
-            )
-
-
 class _Fitting:
     """A checkpoint that fits this process, before anything is changed. Raises ValueError for one that does not."""
 
-    def __init__(self, checkpoint: Checkpoint, contents: Contents, loader: HasState | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, contents: Contents) -> None:
         self.checkpoint = checkpoint
         self.lost: list[str] = []
         self._contents = contents
         self._stages = contents.update.stages
         self._schedule = contents.update.schedule
-        self._loader = loader
-        self._process = {"process": contents.run.collectives.rank, "num_processes": contents.run.collectives.size}
         ownership = contents.ownership
-        self._sources = _sources(checkpoint, ownership)
+        dtypes = ownership.dtypes()
+        self._sources = _sources(
+            checkpoint,
+            ownership.names(),
+            ownership.tied_names(),
+            lambda name: (ownership.shard(name).full, dtypes[name]),
+        )
         for name, _, shard in contents.held():
             checkpoint.check(self._sources[name], shard)
         for one in self._stages:
@@ -180,17 +177,12 @@ class _Fitting:
         if self._optimizers is not None:
             for one in self._stages:
                 self._optimizers.check(one, ownership)
-        self._generators = self._check_generators()
-        self._place = self._check_loader()
         self._loss_scale: Mapping[int, Sequence[float]] | None = checkpoint.value("loss_scale")
         self._note_lost()
 
     def take(self) -> None:
         """Copy everything to its place."""
         ownership, checkpoint = self._contents.ownership, self.checkpoint
-        with checkpoint.as_refusals():
-            if self._loader is not None and self._place is not None:
-                self._loader.load_state_dict(self._place)  # it alone may still refuse
         with torch.no_grad():
             for name, tensor, shard in self._contents.held():
                 tensor.copy_(checkpoint.read(self._sources[name], shard))
@@ -201,7 +193,6 @@ class _Fitting:
                     self._optimizers.load_into(one, ownership)
         if self._contents.update.loss_scale is not None and self._loss_scale is not None:
             self._contents.update.loss_scale.load(self._loss_scale[0])
-        _set_generators(self._generators)
 
     def _take_versions(self, versions: WeightVersions) -> None:
         for parameter, name in zip(versions.own, versions.names, strict=True):
@@ -227,48 +218,6 @@ class _Fitting:
             if name in keys
         }
 
-    def _check_generators(self) -> Mapping[str, Any]:
-        """States of the generators that can go on; the others are told of."""
-        found: dict[str, Any] = {}
-        for generator in _GENERATORS:
-            key = random_key(generator)
-            there, state = self.checkpoint.of_process(key, **self._process)
-            if there and state is not None:
-                _check_generator(generator, state)
-                found[generator] = state
-            elif generator == "torch" and key in self.checkpoint.manifest.values:  # the others may never be seeded
-                self.lost.append(
-                    f"torch's generator stood elsewhere in each of its {len(self.checkpoint.manifest.values[key])} "
-                    f"processes, and there are {self._process['num_processes']} now: what your own code draws goes on "
-                    f"from where it stands here"
-                )
-        return found
-
-    def _check_loader(self) -> Mapping[str, Any] | None:
-        there, place = self.checkpoint.of_process("loader", **self._process)
-        is_saved = "loader" in self.checkpoint.manifest.values
-        if self._loader is None:
-            if is_saved:
-                self.lost.append(
-                    f"it knows where the data loader stood ({place!r:.120}), and nobody takes it: data begins from the "
-                    f"start. Type pipe.load(folder, loader=loader)"
-                )
-            return None
-        if not is_saved and self.checkpoint.manifest.kind == "training":
-            raise ValueError(
-                f"checkpoint {self.checkpoint.place} has no place in the data: expected one from "
-                f"pipe.save(..., loader=)"
-            )
-        if is_saved and not there:
-            raise ValueError(
-                f"checkpoint {self.checkpoint.place} has another place in the data for each of "
-                f"{len(self.checkpoint.manifest.values['loader'])} processes, and there are "
-                f"{self._process['num_processes']} now: expected as many, or a loader whose state is the same for all, "
-                f"as that of pipe.loader"
-            )
-        found: Mapping[str, Any] | None = place
-        return found
-
     def _note_lost(self) -> None:
         manifest, schedule, own_seed = self.checkpoint.manifest, self._schedule, self._contents.run.settings.seed
         if manifest.kind == "weights":
@@ -289,34 +238,24 @@ class _Fitting:
             )
 
 
-def _check_generator(name: str, state: Any) -> None:
-    """ValueError for what is no state of this generator."""
-    try:
-        if name == "torch":
-            torch.Generator().set_state(state)
-        elif name == "python":
-            random.Random().setstate(state)
-        elif name == "numpy":
-            np.random.RandomState().set_state(state)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"state of the generator {name!r} is none: {error}") from None
+def check_model(checkpoint: Checkpoint, root: nn.Module) -> None:
+    """ValueError for a checkpoint of another model than this one, which is whole."""
+    own = {name: x for name, x in root.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
+    firsts: dict[int, str] = {}
+    tied = {name: first for name, x in own.items() if (first := firsts.setdefault(id(x), name)) != name}
+    _sources(checkpoint, list(own), tied, lambda name: (tuple(own[name].shape), own[name].dtype))
 
 
-def _set_generators(states: Mapping[str, Any]) -> None:
-    if "torch" in states:
-        torch.default_generator.set_state(states["torch"])
-    if "python" in states:
-        random.setstate(states["python"])
-    if "numpy" in states:
-        np.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def _sources(
+    checkpoint: Checkpoint, own: Sequence[str], tied: Mapping[str, str], kind: Callable[[str], Kind]
+) -> dict[str, str]:
+    """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model.
 
-
-def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:
-    """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model."""
+    Arguments:
+        own: names of the model's tensors, of which `tied` ones have the first one's.
+        kind: shape and type of one, by name.
+    """
     manifest = checkpoint.manifest
-    own, tied, dtypes = ownership.names(), ownership.tied_names(), ownership.dtypes()
     groups: dict[str, list[str]] = {}  # tied names, by the first
     for name in own:
         groups.setdefault(tied.get(name, name), []).append(name)
@@ -336,12 +275,13 @@ def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:
                     f"model: expected a checkpoint of a model whose weights are tied, too"
                 )
         sources |= dict.fromkeys(names, key)
-        _check_kind(checkpoint, key, first, shape=ownership.shard(first).full, dtype=dtypes[first])
+        _check_kind(checkpoint, key, first, kind(first))
     return sources
 
 
-def _check_kind(checkpoint: Checkpoint, key: str, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    record, expected = checkpoint.record(key), str(dtype).removeprefix("torch.")
+def _check_kind(checkpoint: Checkpoint, key: str, name: str, kind: Kind) -> None:
+    (shape, dtype), record = kind, checkpoint.record(key)
+    expected = str(dtype).removeprefix("torch.")
     if record.shape != shape:
         raise ValueError(
             f"checkpoint {checkpoint.place} is of another model: {name!r} has shape {record.shape}, expected {shape}"
