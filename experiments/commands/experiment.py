@@ -18,10 +18,11 @@ from ..backends.registry import BACKENDS, Access, backend
 from ..jobs.case import Case, Value
 from ..jobs.declaration import catalog_names, find_declaration
 from ..jobs.job import Changes, Job, jobs_of, select
-from ..jobs.report import write_report
+from ..jobs.report import check_readme, write_report
 from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
 from ..jobs.status import State, Status
+from ..jobs.validate import check_code, check_layout
 from ..options import check_known, plain_help, read
 
 
@@ -211,9 +212,12 @@ def _run(argv: Sequence[str]) -> int:
     options = read(RunOptions, argv, "experiment run")
     changes = options.changes()
     declaration = find_declaration(options.name)
+    check_layout(declaration)
+    check_code(declaration)
     jobs = select(jobs_of(declaration, changes), options.only)
     folder = options.folder / declaration.name
     with alone(folder):
+        check_readme(declaration, folder / "report")
         intents = [_intent(job, folder, options) for job in jobs]
         to_run = sum(intent.runs for intent in intents)
         progress = JobProgress(total=to_run, stream=sys.stderr)
@@ -259,6 +263,7 @@ def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
 def _report(argv: Sequence[str]) -> int:
     options = read(ReportOptions, argv, "experiment report")
     declaration = find_declaration(options.name)
+    check_layout(declaration)
     folder = options.folder / declaration.name
     if options.results is not None:
         into = (options.into or options.results) / declaration.name

@@ -52,8 +52,7 @@ def cells(
             found.setdefault((figure.case.only(keys), figure.name, figure.how), []).append(figure)
     made = []
     for (place, name, how), group in found.items():
-        if len({figure.case for figure in group}) > 1:
-            _refuse(what, keys, group)
+        fall_together(what, keys, [figure.case for figure in group])
         units = sorted({figure.unit for figure in group})
         if len(units) > 1:
             raise ValueError(f"{what}: {name} for {place} comes in {' and '.join(units)}: expected one unit")
@@ -62,13 +61,17 @@ def cells(
     return made
 
 
-def _refuse(what: str, keys: Sequence[str], group: Sequence[Figure]) -> None:
-    first, second = list(dict.fromkeys(figure.case for figure in group))[:2]
-    differing = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
-    raise ValueError(
-        f"{what}: {first} and {second} fall together, as only {', '.join(keys)} tell cases apart: expected "
-        f"{', '.join(differing)} among them, or one of its values in `where`"
-    )
+def fall_together(what: str, keys: Sequence[str], cases: Iterable[Case]) -> None:
+    """Raise ValueError where several cases have the same values of `keys`."""
+    firsts: dict[Case, Case] = {}
+    for case in cases:
+        first = firsts.setdefault(case.only(keys), case)
+        if case != first:
+            differing = [key for key in dict.fromkeys([*first, *case]) if first.get(key) != case.get(key)]
+            raise ValueError(
+                f"{what}: {first} and {case} fall together, as only {', '.join(keys)} tell cases apart: expected "
+                f"{', '.join(differing)} among them, or one of its values in `where`"
+            )
 
 
 def shown(value: float, unit: str) -> str:
@@ -92,8 +95,7 @@ def shown(value: float, unit: str) -> str:
 
 def markdown(table: Table, figures: Sequence[Figure]) -> str:
     """The table with its title; ValueError as `cells`. A table for which there is no figure says so."""
-    keys = (*table.rows, *([table.columns] if table.columns else []))
-    found = cells(figures, names=table.figures, keys=keys, where=table.where, what=f"table {table.title!r}")
+    found = cells(figures, names=table.figures, keys=table.keys, where=table.where, what=f"table {table.title!r}")
     if not found:
         return f"**{table.title}**\n\nNo figures yet."
     heads = {_head(cell, table): None for cell in sorted(found, key=lambda cell: _rank(cell, table))}

@@ -7,6 +7,7 @@ name = "emulated"
 work = ".bubbles:emulated"    work(case, repetitions) -> figures; a leading dot: in stagewright.experiments.works
 on = "ranks"                  "cores": one process a job, as many jobs at once as there are cores;
                               "ranks": on all ranks of a back end, rank 0's figures count
+figures = ["bubble"]          names of all figures that it gives; tables and plots show those
 repetitions = 3
 timeout = 600                 [s] of a job
 together = ["ranks"]          cases that are equal in these keys make one job
@@ -31,7 +32,7 @@ from ...partition.strict import Fields, fail, printable
 from ..backends.registry import BACKENDS
 from ..options import check_known
 from .case import Case, grid, wanted
-from .layout import Layout, function_name, read_layout
+from .layout import Layout, function_name, names, read_layout
 
 _CATALOG = Path(__file__).resolve().parents[1] / "catalog"
 
@@ -45,6 +46,7 @@ class Part:
         work: "package.module:function" or "file.py:function".
         on_ranks: whether the function runs on all ranks of a back end, or in one process.
         cases: at least one, no two alike.
+        figures: names of all figures that the work gives; none: it does not say.
         repetitions: passed on to the work.
         timeout: of a job [s].
         together: keys; cases that are equal in these are one job. None: each case is a job of its own in one process,
@@ -57,6 +59,7 @@ class Part:
     work: str
     on_ranks: bool
     cases: tuple[Case, ...]
+    figures: tuple[str, ...] = ()
     repetitions: int = 1
     timeout: float = 600.0
     together: tuple[str, ...] | None = None
@@ -114,11 +117,10 @@ def read_declaration(values: Mapping[str, object], *, name: str, source: str) ->
     parts = tuple(_part(each, folder=Path(source).parent) for each in record.objects("parts"))
     if not parts:
         fail(record.at("parts"), [], "at least one [[parts]]")
-    names = [part.name for part in parts]
-    if len(set(names)) < len(names):
-        fail(record.at("parts"), names, "unique names")
-    keys = {key for part in parts for case in part.cases for key in case}
-    layout = read_layout(record.optional_object("report"), keys=keys, folder=Path(source).parent)
+    called = [part.name for part in parts]
+    if len(set(called)) < len(called):
+        fail(record.at("parts"), called, "unique names")
+    layout = read_layout(record.optional_object("report"), folder=Path(source).parent)
     record.done()
     return Declaration(name=name, question=question, parts=parts, layout=layout, typed=name)
 
@@ -131,6 +133,7 @@ def _part(record: Fields, *, folder: Path) -> Part:
         work=function_name(record.at("work"), record.text("work"), folder),
         on_ranks=on_ranks,
         cases=_cases(record),
+        figures=names(record, "figures", needed=False),
         repetitions=record.count("repetitions", default=1),
         timeout=record.number("timeout", positive=True, default=600.0),
         together=_together(record),

@@ -1,6 +1,7 @@
 """Parts of a report, as the declaration says.
 
 [report]
+keys = ["microbatches"]             that works set in figures (`Case.also`) or leave out
 findings = ".bubbles:findings"      findings(figures) -> sentences, each a list item of the report
 pictures = ".schedule_map:draw"     draw(figures, folder) -> (title, name of the file) of each picture that it wrote
 
@@ -44,6 +45,11 @@ class Table:
     columns: str | None = None
     where: Where = field(default_factory=dict)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """That tell its cells apart."""
+        return (*self.rows, *([self.columns] if self.columns else []))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
@@ -57,33 +63,45 @@ class Plot:
     x_scale: str = "linear"
     y_scale: str = "linear"
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.x, *self.lines, *([self.panels] if self.panels else []))
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return (self.y,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All that a report shows, in order: findings, pictures of its own, plots, tables."""
+    """All that a report shows, in order: findings, pictures of its own, plots, tables.
+
+    Arguments:
+        keys: that works set in figures, or leave out.
+    """
 
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
     findings: str | None = None
     pictures: str | None = None
+    keys: tuple[str, ...] = ()
 
 
-def read_layout(record: Fields | None, *, keys: Collection[str], folder: Path) -> Layout:
-    """The layout of [report]; None: an empty one.
+def read_layout(record: Fields | None, *, folder: Path) -> Layout:
+    """The layout of [report], None: an empty one.
 
     Arguments:
-        keys: of the cases. Works may give figures of further ones (`Case.also`), which [report] lists as `keys`.
         folder: of the declaration.
     """
     if record is None:
         return Layout()
-    known = {*keys, *_words(record, "keys", needed=False)}
     findings, pictures = record.optional_text("findings"), record.optional_text("pictures")
     layout = Layout(
-        tables=tuple(_table(each, known) for each in _objects(record, "tables")),
-        plots=tuple(_plot(each, known) for each in _objects(record, "plots")),
+        tables=tuple(map(_table, _objects(record, "tables"))),
+        plots=tuple(map(_plot, _objects(record, "plots"))),
         findings=None if findings is None else function_name(record.at("findings"), findings, folder),
         pictures=None if pictures is None else function_name(record.at("pictures"), pictures, folder),
+        keys=names(record, "keys", needed=False),
     )
     record.done()
     files = [plot.file for plot in layout.plots]
@@ -92,27 +110,27 @@ def read_layout(record: Fields | None, *, keys: Collection[str], folder: Path) -
     return layout
 
 
-def _table(record: Fields, keys: Collection[str]) -> Table:
+def _table(record: Fields) -> Table:
     table = Table(
         title=record.text("title"),
-        rows=_keys(record, "rows", keys),
-        figures=_words(record, "figures"),
-        columns=_optional_key(record, "columns", keys),
-        where=_where(record, keys),
+        rows=names(record, "rows"),
+        figures=names(record, "figures"),
+        columns=record.optional_text("columns"),
+        where=_where(record),
     )
     record.done()
     return table
 
 
-def _plot(record: Fields, keys: Collection[str]) -> Plot:
+def _plot(record: Fields) -> Plot:
     plot = Plot(
         file=record.text("file"),
         title=record.text("title"),
-        x=_known(record.at("x"), record.text("x"), keys),
+        x=record.text("x"),
         y=record.text("y"),
-        lines=_keys(record, "lines", keys, needed=False),
-        panels=_optional_key(record, "panels", keys),
-        where=_where(record, keys),
+        lines=names(record, "lines", needed=False),
+        panels=record.optional_text("panels"),
+        where=_where(record),
         x_scale=record.text("x_scale", choices=SCALES, default="linear"),
         y_scale=record.text("y_scale", choices=SCALES, default="linear"),
     )
@@ -122,38 +140,23 @@ def _plot(record: Fields, keys: Collection[str]) -> Plot:
     return plot
 
 
-def _where(record: Fields, keys: Collection[str]) -> Where:
+def _where(record: Fields) -> Where:
     given = record.take("where", "a table of case keys and values", default={})
     if not isinstance(given, dict):
         fail(record.at("where"), given, "a table of case keys and values")
-    return {
-        _known(record.at("where"), key, keys): values if isinstance(values, list) else [values]
-        for key, values in given.items()
-    }
+    return {key: values if isinstance(values, list) else [values] for key, values in given.items()}
 
 
 def _objects(record: Fields, key: str) -> list[Fields]:
     return [Fields(value, where=f"{record.at(key)}[{i}]") for i, value in enumerate(record.items(key, default=[]))]
 
 
-def _words(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
+def names(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
+    """A field that is a list of names; empty where it is missing and not needed."""
     words = record.items(key) if needed else record.items(key, default=[])
     if not all(isinstance(word, str) for word in words) or (needed and not words):
         fail(record.at(key), words, "a list of names")
     return tuple(str(word) for word in words)
-
-
-def _keys(record: Fields, key: str, keys: Collection[str], *, needed: bool = True) -> tuple[str, ...]:
-    return tuple(_known(record.at(key), word, keys) for word in _words(record, key, needed=needed))
-
-
-def _optional_key(record: Fields, key: str, keys: Collection[str]) -> str | None:
-    word = record.optional_text(key)
-    return None if word is None else _known(record.at(key), word, keys)
-
-
-def _known(where: str, word: str, keys: Collection[str]) -> str:
-    return word if word in keys else fail(where, word, f"a key of the cases ({', '.join(sorted(keys))})")
 
 
 def function_name(where: str, text: str, folder: Path) -> str:

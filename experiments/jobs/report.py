@@ -50,11 +50,19 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
         for plot in declaration.layout.plots
         if (path := _draw(plot, results.figures, folder)) is not None
     ]
+    write_whole(folder / "README.md", _readme(declaration, section_of(declaration, results, pictures), folder))
+    return folder / "README.md"
+
+
+def check_readme(declaration: Declaration, folder: Path) -> None:
+    """Raise ValueError where the folder's README has one marker without the other."""
+    _readme(declaration, "", folder)
+
+
+def _readme(declaration: Declaration, section: str, folder: Path) -> str:
     path = folder / "README.md"
-    section = section_of(declaration, results, pictures)
     before = path.read_text(encoding="utf-8") if path.exists() else f"# {declaration.name}\n\n{declaration.question}\n"
-    write_whole(path, with_section(before, section, name=declaration.typed, source=str(path)))
-    return path
+    return with_section(before, section, name=declaration.typed, source=str(path))
 
 
 def section_of(declaration: Declaration, results: Results, pictures: Sequence[tuple[str, str]]) -> str:
@@ -116,9 +124,8 @@ def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     """Write the picture and return its path; None where there is no figure for it. ValueError as `cells`."""
     from matplotlib.figure import Figure as Picture
 
-    keys = (plot.x, *plot.lines, *([plot.panels] if plot.panels else []))
     figures = [figure for figure in figures if plot.x in figure.case]
-    found = cells(figures, names=(plot.y,), keys=keys, where=plot.where, what=f"plot {plot.file!r}")
+    found = cells(figures, names=plot.figures, keys=plot.keys, where=plot.where, what=f"plot {plot.file!r}")
     if not found:
         return None
     panels = dict.fromkeys(cell.place.get(plot.panels) if plot.panels else None for cell in found)

@@ -106,9 +106,13 @@ def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = Fals
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the experiment's folder; ValueError where another process does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as file:
+    """Hold the experiment's folder; ValueError where another process does, or nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+")
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}: expected a folder to write to; type --folder PATH") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -180,7 +184,8 @@ def prepare(intent: Intent) -> None:
     if intent.folder.exists():
         shutil.rmtree(intent.folder)
     Status().write(intent.folder)
-    config = {"experiment_part": intent.job.part.name, **intent.job.config}
+    part = intent.job.part
+    config = {"experiment_part": part.name, "figures": part.figures, **intent.job.config}
     write_whole(intent.folder / "job.json", json.dumps(config, indent=1) + "\n")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ...partition.strict import parse_object, read_text
+from ...partition.strict import fail, parse_object, read_text
 from ...schedules.custom.user_code import check_call, load
 from ..launcher import report_to_launcher
 from .case import Case
@@ -56,6 +56,7 @@ def _run_cases(folder: Path, path: Path | None) -> None:
     name, repetitions = record.text("work"), record.count("repetitions")
     work: WorkFunction = load("work", name)
     check_call("work", name, work, num_arguments=2)
+    known = tuple(map(str, record.items("figures", default=[])))
     with Path(path or os.devnull).open("w", encoding="utf-8") as file:
         for case in (Case.of(values) for values in record.items("cases") if isinstance(values, dict)):
             began = time.perf_counter()
@@ -65,6 +66,8 @@ def _run_cases(folder: Path, path: Path | None) -> None:
             for figure in found:
                 if not isinstance(figure, Figure):
                     raise TypeError(f"{name} gave {figure!r}: expected a Figure")
+                if known and figure.name not in known:
+                    fail(f"{name}: figure", figure.name, f"one of those that its part declares ({', '.join(known)})")
                 file.write(f"{figure.to_json()}\n")
             file.flush()
             if path is not None:

@@ -10,7 +10,7 @@ from ...schedules import simulate
 from ...schedules.families.recognise import EqualStages
 from ...schedules.families.registry import family
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import BACKWARD, FORWARD, costs_of, schedule_of
 
 _BATCHES = 4  # of a stream in a row, behind one that fills it
@@ -68,34 +68,22 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     case = sized(case)
     pipe = SleepingPipe(schedule_of(case))
     ideal = simulate(pipe.schedule, costs_of(pipe.schedule)).batch_seconds
+    bubbles, slower = [], []
     try:
         pipe.step()  # groups connect, shapes are known
-        for repetition in range(repetitions):
+        for _ in range(repetitions):
             pipe.pipe.forget_measurements()
             if not pipe.schedule.is_asynchronous:
                 dist.barrier()
             for _ in range(_BATCHES if pipe.schedule.is_asynchronous else 1):
                 result = pipe.step()
             timeline = result.timeline()
-            yield Figure(
-                case=case,
-                name="bubble",
-                value=timeline.bubble,
-                unit="fraction",
-                how=How.EMULATED,
-                repetition=repetition,
-            )
-            slower = timeline.batch_seconds / ideal
-            yield Figure(
-                case=case,
-                name="batch, emulated / simulated",
-                value=slower,
-                unit="ratio",
-                how=How.EMULATED,
-                repetition=repetition,
-            )
+            bubbles.append(timeline.bubble)
+            slower.append(timeline.batch_seconds / ideal)
     finally:
         pipe.close()
+    yield from repeated(bubbles, case=case, name="bubble", unit="fraction", how=How.EMULATED)
+    yield from repeated(slower, case=case, name="batch, emulated / simulated", unit="ratio", how=How.EMULATED)
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:

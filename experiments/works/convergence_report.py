@@ -178,11 +178,8 @@ def findings(figures: Sequence[Figure]) -> list[str]:
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
-    made = [
-        ("Validation loss against tokens and against time", draw_curves(figures, folder / "convergence.png")),
-        ("Final loss against the peak rate", draw_rates(figures, folder / "rates.png")),
-    ]
-    return [(title, path.name) for title, path in made if path is not None]
+    path = draw_curves(figures, folder / "convergence.png")
+    return [("Validation loss against tokens and against time", path.name)] if path is not None else []
 
 
 def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
@@ -233,47 +230,3 @@ def _curve(axes: Axes, own: MethodRuns, *, along: Callable[[float], float], colo
     axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, linewidth=0)
     name = f"{label(own.method)}, rate {own.best_rate:g}"
     axes.plot(x, [fmean(c) for c in columns], color=colour, linewidth=1.8, label=name)
-
-
-def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
-    """Final loss against the peak rate, a line a method, mean and range of the seeds; None where nothing was run.
-
-    Methods with one rate alone are left to tables.
-    """
-    from matplotlib.figure import Figure as Picture
-    from matplotlib.ticker import NullLocator
-
-    found = outcomes(figures)
-    if not found:
-        return None
-    lines = [each for each in found if len(each.finals) > 1]
-    if not lines:
-        return None
-    optimizers = list(dict.fromkeys(each.method.text("optimizer") for each in lines))
-    best = reference(found, seeds=max(len(each.best) for each in found))
-    picture = Picture(figsize=(8 * len(optimizers), 5), dpi=120, layout="constrained")
-    grid = picture.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
-    for axes, optimizer in zip(grid, optimizers, strict=True):
-        own = [each for each in lines if each.method.text("optimizer") == optimizer]
-        for at, each in enumerate(own):
-            rates = sorted(each.finals)
-            values = [list(each.finals[rate].values()) for rate in rates]
-            means = [fmean(v) for v in values]
-            spread = [[m - min(v) for m, v in zip(means, values, strict=True)]]
-            spread.append([max(v) - m for m, v in zip(means, values, strict=True)])
-            colour = SERIES_HUES[at % len(SERIES_HUES)]
-            style = "-" if at < len(SERIES_HUES) else "--"
-            axes.errorbar(rates, means, yerr=spread, fmt=f"o{style}", color=colour, capsize=3, label=label(each.method))
-        if best is not None:
-            axes.axhspan(min(best.best), max(best.best), color="#888888", alpha=0.2, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({rate for each in own for rate in each.finals}))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("peak rate")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    grid[0].set_ylabel("final loss [nats a byte]; grey: best 1f1b, its seeds")
-    picture.savefig(path, metadata={"Software": None})
-    return path

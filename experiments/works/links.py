@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..jobs.case import Case, wanted
@@ -31,14 +32,8 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
         for figure in between_nodes(case, repetition=repetition):
             yield figure
             if (asked := _asked(figure)) is not None:
-                yield Figure(
-                    case=figure.case,
-                    name=f"{figure.name}, found / asked for",
-                    value=figure.value / asked,
-                    unit="ratio",
-                    how=figure.how,
-                    repetition=repetition,
-                )
+                name = f"{figure.name}, found / asked for"
+                yield replace(figure, name=name, value=figure.value / asked, unit="ratio")
 
 
 def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...partition import Cluster, Node, Plan, Profile, plan
 from ..jobs.case import Case, wanted
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -123,24 +123,19 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     for _ in range(_WARM_UP):
         for side in sides.values():
             timed(side.step)
-    for repetition in range(repetitions):
-        seconds = {way: _seconds(side) for way, side in sides.items()}
-        for way, took in seconds.items():
-            shown, note = case.also(way=way), _note(plans[way]) if way in plans else "torch's own, buckets of 25 MB"
-            yield Figure(case=shown, name=_BATCH, value=took, unit="s", how=how, repetition=repetition, note=note)
-            faster = took / seconds[_PLANNER]
-            yield Figure(
-                case=shown, name="batch / planner's", value=faster, unit="ratio", how=how, repetition=repetition
-            )
-            if way in plans:
-                planned = plans[way].simulated_step_time
-                assert planned is not None
-                yield Figure(
-                    case=shown, name=_AS_PLANNED, value=took / planned, unit="ratio", how=how, repetition=repetition
-                )
-    for way, each in plans.items():
-        assert each.simulated_step_time is not None
-        yield Figure(case=case.also(way=way), name=_BATCH, value=each.simulated_step_time, unit="s", how=How.SIMULATED)
+    rounds = [{way: _seconds(side) for way, side in sides.items()} for _ in range(repetitions)]
+    for way in sides:
+        shown, note = case.also(way=way), _note(plans[way]) if way in plans else "torch's own, buckets of 25 MB"
+        took = [seconds[way] for seconds in rounds]
+        slower = [seconds[way] / seconds[_PLANNER] for seconds in rounds]
+        yield from repeated(took, case=shown, name=_BATCH, unit="s", how=how, note=note)
+        yield from repeated(slower, case=shown, name="batch / planner's", unit="ratio", how=how)
+        if way in plans:
+            planned = plans[way].simulated_step_time
+            assert planned is not None
+            over = [each / planned for each in took]
+            yield from repeated(over, case=shown, name=_AS_PLANNED, unit="ratio", how=how)
+            yield Figure(case=shown, name=_BATCH, value=planned, unit="s", how=How.SIMULATED)
     for side in sides.values():
         side.close()
 

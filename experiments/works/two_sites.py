@@ -25,7 +25,7 @@ from ...schedules import Costs, Link, Links, Op, Schedule, Timeline, build, simu
 from ...schedules.families.registry import family
 from ...schedules.families.warmup import pair_up, plain_warmup
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 
 FORWARD, BACKWARD = 0.015, 0.030  # [s] a rank and microbatch; of the split backward, I and W are half each
 _CHUNKS = 2  # of a rank, where chunks interleave
@@ -189,7 +189,7 @@ def simulated(case: Case, repetitions: int) -> Iterator[Figure]:
     found = run.timeline(latency)
     near = found if latency == 0 else run_of(case.text("way"), **sizes, latency=0.0).timeline(0.0)
     note = _note(run)
-    yield from _speeds(shown, found.batch_seconds, How.SIMULATED, note=note)
+    yield from _speeds(shown, [found.batch_seconds], How.SIMULATED, note=note)
     kept = near.batch_seconds / found.batch_seconds
     yield Figure(case=shown, name=_KEPT, value=kept, unit="fraction", how=How.SIMULATED, note=note)
     held = max(found.peak_activations) * run.schedule.num_ranks / run.schedule.num_stages
@@ -218,18 +218,12 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
                 run = run_of(way, num_ranks=num_ranks, num_microbatches=num_microbatches, latency=asked)
                 ideal = run.timeline(far, local=local).batch_seconds
                 shown = _shown(case).also(way=way, microbatches=num_microbatches)
-                yield from _speeds(shown, ideal, How.SIMULATED, note=_note(run))
+                yield from _speeds(shown, [ideal], How.SIMULATED, note=_note(run))
                 next_pipe()
-                for repetition, took in enumerate(_seconds(run, asked, repetitions)):
-                    yield from _speeds(shown, took, How.EMULATED, repetition=repetition)
-                    yield Figure(
-                        case=shown,
-                        name=_AS_SIMULATED,
-                        value=took / ideal,
-                        unit="ratio",
-                        how=How.EMULATED,
-                        repetition=repetition,
-                    )
+                took = _seconds(run, asked, repetitions)
+                yield from _speeds(shown, took, How.EMULATED)
+                over = [each / ideal for each in took]
+                yield from repeated(over, case=shown, name=_AS_SIMULATED, unit="ratio", how=How.EMULATED)
 
 
 def _seconds(run: Run, latency: float, repetitions: int) -> list[float]:
@@ -263,13 +257,12 @@ def _shown(case: Case) -> Case:
     return case.also(latency_ms=int(milliseconds) if milliseconds.is_integer() else milliseconds)
 
 
-def _speeds(case: Case, seconds: float, how: How, *, repetition: int = 0, note: str = "") -> Iterator[Figure]:
-    """Seconds of a batch, and the part of the ideal speed, at which ranks never wait."""
-    yield Figure(case=case, name=_BATCH, value=seconds, unit="s", how=how, repetition=repetition, note=note)
+def _speeds(case: Case, seconds: Sequence[float], how: How, *, note: str = "") -> Iterator[Figure]:
+    """Seconds of a batch, and the part of the ideal speed, at which ranks never wait; by repetition."""
+    yield from repeated(seconds, case=case, name=_BATCH, unit="s", how=how, note=note)
     ideal = case.count("microbatches") * (FORWARD + BACKWARD)
-    yield Figure(
-        case=case, name=_EFFICIENCY, value=ideal / seconds, unit="fraction", how=how, repetition=repetition, note=note
-    )
+    parts = [ideal / each for each in seconds]
+    yield from repeated(parts, case=case, name=_EFFICIENCY, unit="fraction", how=how, note=note)
 
 
 def _note(run: Run) -> str:

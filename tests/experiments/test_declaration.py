@@ -9,11 +9,12 @@ from support.inside import (
     Case,
     Declaration,
     catalog_names,
+    check_code,
+    check_layout,
     find_declaration,
     grid,
     jobs_of,
     latency,
-    load,
     main,
     select,
 )
@@ -127,17 +128,106 @@ def test_only_some_of_it(tmp_path: Path) -> None:
         ('"emulated"', '"../e"', r"parts\[1\]: name: '../e': expected letters"),
         ('question = "', 'question "', r"mine.toml: Expected '=' after a key .*: expected a TOML file"),
         ('"1ms"', '"1ms"\n[report]\nplot = 1', r"report: unknown field plot: expected only"),
-        (
-            '"1ms"',
-            '"1ms"\n[[report.plots]]\nfile = "a"\ntitle = "t"\nx = "M"\ny = "b"',
-            r"plots\[0\]: x: 'M': expected a",
-        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert TEXT.count(old) == 1
     with pytest.raises(ValueError, match=message):
         declared(tmp_path, TEXT.replace(old, new))
+
+
+REPORT = """
+[report]
+findings = "work.py:findings"
+
+[[report.plots]]
+file = "bubbles"
+title = "Bubble"
+x = "microbatches"
+x_scale = "log2"
+y = "bubble"
+lines = ["schedule"]
+
+[[report.tables]]
+title = "Bubble, four ranks"
+rows = ["schedule", "microbatches"]
+figures = ["bubble"]
+where = { ranks = [4, 8] }
+"""
+SHOWN = TEXT.replace("repetitions = 3", 'repetitions = 3\nfigures = ["bubble"]') + REPORT
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"log2"\ny = "bubble"', '"log2"\ny = "bubbles"', r"plots[0]: y: 'bubbles': expected one of the figures that"),
+        (
+            '"]\nfigures = ["bubble"]\nwh',
+            '"]\nfigures = ["bubbel"]\nwh',
+            "tables[0]: figures: 'bubbel': expected one of",
+        ),
+        (
+            "ranks = [4, 8] }",
+            "ranks = [4, 9] }",
+            "tables[0]: where: ranks: 9: expected a value that cases have (2, 4, 8)",
+        ),
+        (
+            "ranks = [4, 8] }",
+            "ranks = 8 }",
+            "tables[0]: where: {'ranks': [8]}: expected a case of a part that gives 'bubble'",
+        ),
+        (
+            'x = "microbatches"',
+            'x = "latency"',
+            "plots[0]: x: latency: '1ms': expected numbers above 0, for that scale",
+        ),
+        ('x = "microbatches"', 'x = "M"', "plots[0]: x: 'M': expected a key of the cases (bandwidth, "),
+        ("[4, 8]\nranks", "[0, 8]\nranks", "plots[0]: x: microbatches: 0: expected numbers above 0, for that scale"),
+        (
+            'lines = ["schedule"]',
+            "",
+            "plots[0]: schedule=gpipe microbatches=4 ranks=4 nodes=2 bandwidth=1gbit latency=1ms and",
+        ),
+        (
+            'lines = ["sc',
+            'lines = ["rounds", "sc',
+            "plots[0]: lines: 'rounds': expected a key of the cases (bandwidth, ",
+        ),
+        (
+            '"work.py:simulated"',
+            '"work.py:simulate"',
+            "parts[0]: work='{}/work.py:simulate': {}/work.py has no 'simulate'",
+        ),
+        (
+            '"work.py:findings"',
+            '"work.py:fndings"',
+            "report: findings='{}/work.py:fndings': {}/work.py has no 'fndings'",
+        ),
+        (
+            '"work.py:findings"',
+            '"work.py:simulated"',
+            "report: findings='{}/work.py:simulated': needs repetitions, which",
+        ),
+        (
+            '".bubbles:emulated"',
+            '".bubles:emulated"',
+            "parts[1]: work='stagewright.experiments.works.bubles:emulated': th",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_refused_before_the_first_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    (tmp_path / "work.py").write_text(
+        "def simulated(case, repetitions):\n    raise AssertionError\n\n\ndef findings(figures):\n    return []\n"
+    )
+    assert SHOWN.count(old) == 1
+    (tmp_path / "mine.toml").write_text(SHOWN.replace(old, new))
+    assert main(["experiment", "run", str(tmp_path / "mine.toml"), "--folder", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "mine.toml: " in said
+    assert message.replace("{}", str(tmp_path)) in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -184,12 +274,8 @@ def test_latencies() -> None:
 def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
     found = find_declaration(name)
     assert jobs_of(found)
-    for part in found.parts:
-        assert callable(load("work", part.work))
-    if found.layout.findings:
-        assert callable(load("findings", found.layout.findings))
-    if found.layout.pictures:
-        assert callable(load("pictures", found.layout.pictures))
+    check_layout(found)
+    check_code(found)
 
 
 @pytest.mark.parametrize(

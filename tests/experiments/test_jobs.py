@@ -113,6 +113,27 @@ def test_every_end_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "b-what=hangs    timed out in" in capsys.readouterr().out
 
 
+def test_what_would_lose_the_work_of_jobs_is_refused_before_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = declaration(tmp_path, "works")
+    (tmp_path / "out").write_text("a file in place of the folder\n")
+    assert run(path) == 2
+    assert f"{tmp_path}/out/mine: " in (said := capsys.readouterr().err)
+    assert "expected a folder to write to; type --folder PATH" in said
+    (tmp_path / "out").unlink()
+    readme = tmp_path / "out" / "mine" / "report" / "README.md"
+    readme.parent.mkdir(parents=True)
+    readme.write_text("<!-- begin of what `stagewright experiment report mine.toml` writes -->\n")
+    assert run(path) == 2
+    assert "README.md: expected both markers once" in capsys.readouterr().err
+    assert started(tmp_path) == []
+    readme.unlink()
+    path.write_text(path.read_text().replace("repetitions = 2\n", 'repetitions = 2\nfigures = ["y"]\n'))
+    assert run(path) == 1
+    assert "figure: 'x': expected one of those that its part declares (y)" in status(path, "works").reason
+
+
 def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = declaration(tmp_path, "one", "two")
     assert run(path) == 0

@@ -93,7 +93,13 @@ def test_what_stands_outside_the_markers_stays() -> None:
 
 
 def declared(keys: Sequence[str] = ("schedule", "ranks")) -> Declaration:
-    part = {"name": "a", "work": ".bubbles:simulated", "on": "cores", "cases": [dict.fromkeys(keys, 1)]}
+    part = {
+        "name": "a",
+        "work": ".bubbles:simulated",
+        "on": "cores",
+        "figures": ["bubble"],
+        "cases": [dict.fromkeys(keys, 1)],
+    }
     plot = {"file": "bubble", "title": "Bubble", "x": "ranks", "y": "bubble", "lines": ["schedule"]}
     table = {"title": "Bubble", "rows": list(keys), "figures": ["bubble"]}
     values = {"question": "How long?", "parts": [part], "report": {"plots": [plot], "tables": [table]}}

@@ -54,6 +54,7 @@ _NAMES = {
     "experiments.jobs.report": "section_of with_section write_report",
     "experiments.jobs.results": "Origin Results gather",
     "experiments.jobs.runner": "alone intend run_jobs",
+    "experiments.jobs.validate": "check_code check_layout",
     "experiments.jobs.status": "State Status code_version",
     "experiments.launcher": "LaunchResult launch",
     "experiments.measure.models": "SleepingStage TINY_WIDTH Workload make_problem sleep_until",
