@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 58_873,
     "library code lines": 40_847,
-    "experiments lines": 18_290,
+    "experiments lines": 18_300,
     "library files": 308,
     "library classes": 525,
     "annotated fields": 1_323,

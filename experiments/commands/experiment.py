@@ -18,7 +18,7 @@ from ..backends.registry import BACKENDS, Access, backend
 from ..jobs.case import Case, Value
 from ..jobs.declaration import catalog_names, find_declaration
 from ..jobs.job import Changes, Job, jobs_of, select
-from ..jobs.report import check_readme, write_report
+from ..jobs.report import readme, write_report
 from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
 from ..jobs.status import State, Status
@@ -217,7 +217,7 @@ def _run(argv: Sequence[str]) -> int:
     jobs = select(jobs_of(declaration, changes), options.only)
     folder = options.folder / declaration.name
     with alone(folder):
-        check_readme(declaration, folder / "report")
+        readme(declaration, "", folder / "report")  # what it refuses, it refuses before the jobs
         intents = [_intent(job, folder, options) for job in jobs]
         to_run = sum(intent.runs for intent in intents)
         progress = JobProgress(total=to_run, stream=sys.stderr)

@@ -20,7 +20,7 @@ y = "bubble"                        name of a figure
 lines = ["schedule"]                case keys: a colour for each of their values
 panels = "ranks"                    a case key: axes side by side
 where = { ranks = [2, 4, 8] }
-x_scale = "log2"                    "linear" (the default), "log2" or "log10"; likewise y_scale
+x_scale = "log2"                    "linear" (the default), "log2", "log10" or "bars": grouped; likewise y_scale
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from ...partition.strict import Fields, fail
 from .case import Value
 
-SCALES = ("linear", "log2", "log10")
+SCALES = ("linear", "log2", "log10", "bars")
 _WORKS = "stagewright.experiments.works"
 Where = Mapping[str, Collection[Value]]  # cases that are shown have one of these values of each key
 
@@ -132,7 +132,7 @@ def _plot(record: Fields) -> Plot:
         panels=record.optional_text("panels"),
         where=_where(record),
         x_scale=record.text("x_scale", choices=SCALES, default="linear"),
-        y_scale=record.text("y_scale", choices=SCALES, default="linear"),
+        y_scale=record.text("y_scale", choices=SCALES[:-1], default="linear"),
     )
     record.done()
     if not plot.file.replace("-", "").isalnum():

@@ -34,8 +34,9 @@ _STYLES: dict[How, dict[str, Any]] = {
     How.MEASURED: {"linestyle": "", "marker": "s", "markersize": 5, "capsize": 2},
     How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
 }
+# Where x is grouped, what a clock said is a bar, all else a dash.
+_DASH: dict[str, Any] = {"linestyle": "", "marker": "_", "markersize": 9, "markeredgewidth": 2}
 _PER_ROW = 4  # axes side by side
-_HANDLE_INCHES, _LETTER_INCHES = 0.55, 0.062  # of an entry of the legend, at 8 points
 
 
 def write_report(declaration: Declaration, results: Results, folder: Path) -> Path:
@@ -50,16 +51,12 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
         for plot in declaration.layout.plots
         if (path := _draw(plot, results.figures, folder)) is not None
     ]
-    write_whole(folder / "README.md", _readme(declaration, section_of(declaration, results, pictures), folder))
+    write_whole(folder / "README.md", readme(declaration, section_of(declaration, results, pictures), folder))
     return folder / "README.md"
 
 
-def check_readme(declaration: Declaration, folder: Path) -> None:
-    """Raise ValueError where the folder's README has one marker without the other."""
-    _readme(declaration, "", folder)
-
-
-def _readme(declaration: Declaration, section: str, folder: Path) -> str:
+def readme(declaration: Declaration, section: str, folder: Path) -> str:
+    """What the folder's README is to say; ValueError where it has one marker without the other."""
     path = folder / "README.md"
     before = path.read_text(encoding="utf-8") if path.exists() else f"# {declaration.name}\n\n{declaration.question}\n"
     return with_section(before, section, name=declaration.typed, source=str(path))
@@ -149,13 +146,16 @@ def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     for row in grid:
         row[0].set_ylabel(_label(plot.y, found[0].unit))
     picture.suptitle(plot.title, fontsize=11)
-    _legend(picture, lines, {cell.how for cell in found})
+    _legend(picture, plot, lines, {cell.how for cell in found})
     path = folder / f"{plot.file}.png"
     picture.savefig(path, metadata={"Software": None})  # equal figures give equal files
     return path
 
 
 def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) -> None:
+    """A line for each of `lines`, or a bar in the group of each x."""
+    groups = sorted({_number(cell, plot) for cell in found})
+    width = 0.8 / len(lines)
     for at, line in enumerate(lines):
         for how in How:
             own = [cell for cell in found if cell.how is how and cell.place.only(plot.lines) == line]
@@ -166,10 +166,18 @@ def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) 
             below = [_scaled(cell.spread.median - cell.spread.low, cell) for cell in own]
             above = [_scaled(cell.spread.high - cell.spread.median, cell) for cell in own]
             style = {"color": SERIES_HUES[at % len(SERIES_HUES)], "linewidth": 1.4, **_STYLES[how]}
-            if "capsize" in style:
+            if plot.x_scale == "bars":
+                x = [groups.index(each) + (at + 0.5) * width - 0.4 for each in x]
+            if plot.x_scale == "bars" and "capsize" in style:
+                axes.bar(x, y, 0.92 * width, yerr=[below, above], color=style["color"], ecolor="#555555", capsize=2)
+            elif plot.x_scale == "bars":
+                axes.plot(x, y, color="#202020", **_DASH)
+            elif "capsize" in style:
                 axes.errorbar(x, y, yerr=[below, above], **{**style, "elinewidth": 1.0})
             else:
                 axes.plot(x, y, **style)
+    if plot.x_scale == "bars":
+        axes.set_xticks(range(len(groups)), [f"{group:g}" for group in groups])
 
 
 def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
@@ -179,7 +187,7 @@ def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
         (plot.x_scale, axes.set_xscale, axes.xaxis),
         (plot.y_scale, axes.set_yscale, axes.yaxis),
     ):
-        if scale != "linear":
+        if scale.startswith("log"):
             set_scale("log", base=2 if scale == "log2" else 10)
             axis.set_major_locator(LogLocator(2) if scale == "log2" else LogLocator(10, subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
@@ -191,7 +199,7 @@ def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(picture: Any, lines: Sequence[Case], ways: Collection[How]) -> None:
+def _legend(picture: Any, plot: Plot, lines: Sequence[Case], ways: Collection[How]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
@@ -199,12 +207,13 @@ def _legend(picture: Any, lines: Sequence[Case], ways: Collection[How]) -> None:
         for at, line in enumerate(lines)
         if line.items
     ]
-    for how in How:
-        if how in ways:
-            style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
-            handles.append(Line2D([], [], color="#555555", label=how.value, **style))
-    widest = _HANDLE_INCHES + _LETTER_INCHES * max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, min(len(handles), 6, int(picture.get_figwidth() / widest)))
+    for how in (how for how in How if how in ways):
+        style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
+        if plot.x_scale == "bars":
+            style = {**_DASH, "marker": "s"} if "capsize" in _STYLES[how] else _DASH
+        handles.append(Line2D([], [], color="#555555", label=how.value, **style))
+    widest = 0.55 + 0.062 * max(len(str(handle.get_label())) for handle in handles)  # [inch], at 8 points
+    columns = max(1, min(6, int(picture.get_figwidth() / widest)))
     picture.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 

@@ -17,7 +17,7 @@ from .models import SPIN, sleep_until
 _AHEAD = 0.005  # [s] from the naming of an instant to the instant
 
 
-def timed(step: Callable[[], None], *, ahead: float = _AHEAD) -> float:
+def timed(step: Callable[[], object], *, ahead: float = _AHEAD) -> float:
     """Run a step on all ranks from one instant; seconds to the end of the last rank.
 
     Arguments:
@@ -70,7 +70,7 @@ def milliseconds(samples: Sequence[float]) -> str:
     return f"{median(samples) * 1e3:.2f} ms"
 
 
-def median_of(step: Callable[[], None], count: int) -> float:
+def median_of(step: Callable[[], object], count: int) -> float:
     """The median of so many steps, each timed on all ranks [s]."""
     return median(timed(step) for _ in range(count))
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from statistics import median
 
 from ...partition.analytic.device_model import DeviceModel
 from ...schedules import simulate
@@ -61,27 +59,16 @@ def _either(case: Case, key: str, yes: str, no: str) -> bool:
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Both schedules in turn on real processes with stages that sleep, and their ratio; on all of the case's ranks."""
-    from ..measure.sleeping import SleepingPipe
-    from ..measure.timing import in_turn, ratios, timed
+    from ..measure.sleeping import SleepingPipe, in_turn_asleep
+    from ..measure.timing import median_of, ratios
 
     schedules = {name: schedule_of(case.also(schedule=name)) for name in ("1f1b", "interleaved")}
     ideals = {name: simulate(each, costs_of(each)).makespan for name, each in schedules.items()}
     yield Figure(case=case, name=_GAIN, value=ideals["1f1b"] / ideals["interleaved"], unit="ratio", how=How.SIMULATED)
-    pipes = {name: SleepingPipe(schedule) for name, schedule in schedules.items()}
 
     def seconds(pipe: SleepingPipe) -> float:
-        def step() -> None:
-            pipe.step()
+        return median_of(pipe.step, _BATCHES)
 
-        return median(timed(step) for _ in range(_BATCHES))
-
-    try:
-        for pipe in pipes.values():
-            pipe.step()  # groups connect, shapes are known
-        runs = {name: partial(seconds, pipe) for name, pipe in pipes.items()}
-        times = in_turn(str(case), runs, repetitions=repetitions)
-    finally:
-        for pipe in pipes.values():
-            pipe.close()
+    times = in_turn_asleep(str(case), schedules, seconds, repetitions=repetitions)
     gains = ratios(times["1f1b"], times["interleaved"])
     yield from repeated(gains, case=case, name=_GAIN, unit="ratio", how=How.EMULATED)

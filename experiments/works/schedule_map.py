@@ -12,6 +12,7 @@ placements; so many orders a placement, and no clock, so that it finds the same 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,10 +125,7 @@ def findings(figures: Sequence[Figure]) -> list[str]:
     gains = [each for each in figures if each.name == _GAIN]
     if not gains:
         return []
-    wins: dict[str, int] = {}
-    for each in gains:
-        wins[each.note] = wins.get(each.note, 0) + 1
-    order = sorted(wins.items(), key=lambda pair: (-pair[1], pair[0]))
+    order = sorted(Counter(each.note for each in gains).items(), key=lambda pair: (-pair[1], pair[0]))
     values = sorted(each.value for each in gains)
     gaps = sorted(each.value for each in figures if each.name == _LEFT)
     most = max(gains, key=lambda each: each.value)
@@ -146,7 +144,7 @@ def findings(figures: Sequence[Figure]) -> list[str]:
 def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
     """One panel a memory limit: M / P over latency, the winner's colour, and the gain of `auto` in each field."""
     from matplotlib.figure import Figure as Picture
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Rectangle
 
     gains = [each for each in figures if each.name == _GAIN]
     if not gains:
@@ -178,7 +176,5 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
     panels[0].set_ylabel("M / P")
     title = "The best named schedule, and how much faster auto is"
     picture.suptitle(f"{title}: P = {gains[0].case.count('ranks')}, F = I = W", fontsize=11)
-    handles = [Patch(facecolor=hues[name], alpha=0.45, label=name) for name in names]
-    picture.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 6), frameon=False, fontsize=8)
     picture.savefig(folder / "map.png", metadata={"Software": None})
     return [(title, "map.png")]

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..jobs.case import Case, wanted
-from ..jobs.figure import Figure, How
+from ..jobs.figure import Figure, How, repeated
 
 if TYPE_CHECKING:
     from ...comm import Collectives
@@ -42,12 +42,9 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
         shown = case.also(bytes=num_bytes, sums=number)
         predicted = ring.seconds(num_bytes, number=number)
         yield Figure(case=shown, name=_PREDICTED, value=predicted, unit="s", how=How.SIMULATED)
-        for repetition in range(-_WARM_UP, repetitions):
-            took = _seconds(together, num_bytes, number, world.size)
-            if repetition < 0:
-                continue
-            for name, value, unit in ((_MEASURED, took, "s"), (_OFF, predicted / took, "ratio")):
-                yield Figure(case=shown, name=name, value=value, unit=unit, how=how, repetition=repetition)
+        seconds = [_seconds(together, num_bytes, number, world.size) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
+        yield from repeated(seconds, case=shown, name=_MEASURED, unit="s", how=how)
+        yield from repeated([predicted / each for each in seconds], case=shown, name=_OFF, unit="ratio", how=how)
     together.close()
 
 

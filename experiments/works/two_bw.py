@@ -7,8 +7,10 @@ not. Model and devices are this experiment's own: a GPT of 1.3 billion parameter
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
+from statistics import median
 
 from ...partition import Cluster, Plan, plan
 from ...partition.analytic.device_model import DeviceModel
@@ -73,26 +75,18 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Throughput of 2bw, 1f1b and gpipe in turn, batches in a row, on stages that sleep; on all of the case's ranks."""
     import torch.distributed as dist
 
-    from ..measure.sleeping import SleepingPipe
-    from ..measure.timing import in_turn, slowest
+    from ..measure.sleeping import SleepingPipe, in_turn_asleep
+    from ..measure.timing import slowest
 
     schedules = {name: schedule_of(case.also(schedule=name)) for name in ("2bw", _REFERENCE, "gpipe")}
     ideals = {name: [simulate(each, costs_of(each)).batch_seconds] for name, each in schedules.items()}
     yield from _gains(case, ideals, How.SIMULATED)
-    pipes = {name: SleepingPipe(schedule) for name, schedule in schedules.items()}
 
     def seconds(pipe: SleepingPipe) -> float:
         dist.barrier()
         return slowest(pipe.run(_BATCHES))
 
-    try:
-        for pipe in pipes.values():
-            pipe.step()  # groups connect, shapes are known
-        runs = {name: partial(seconds, pipe) for name, pipe in pipes.items()}
-        times = in_turn(str(case), runs, repetitions=repetitions)
-    finally:
-        for pipe in pipes.values():
-            pipe.close()
+    times = in_turn_asleep(str(case), schedules, seconds, repetitions=repetitions)
     yield from _gains(case, times, How.EMULATED)
 
 
@@ -117,3 +111,20 @@ def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
 
     most = max(resident_peaks(side))
     yield Figure(case=case, name="memory of a rank", value=most, unit="bytes", how=How.MEASURED)
+
+
+def findings(figures: Sequence[Figure]) -> Iterator[str]:
+    """How far 2bw stays behind what was simulated of it, and what it holds more than 1f1b."""
+    found: dict[tuple[Case, str, How], list[float]] = defaultdict(list)
+    for figure in figures:
+        found[figure.case, figure.name, figure.how].append(figure.value)
+    for (case, name, how), values in found.items():
+        beside = (case, name, How.SIMULATED) if name == _GAIN else (case.also(schedule=_REFERENCE), name, how)
+        if case.get("schedule") != "2bw" or how is How.SIMULATED or beside not in found:
+            continue
+        own, other = median(values), median(found[beside])
+        where = f"P = {case.get('ranks')}, M = {case.get('microbatches')}: 2bw"
+        if name == _GAIN:
+            yield f"{where} is {own:.3f} times as fast as 1f1b, simulated {other:.3f} times ({own / other - 1:+.1%})."
+        else:
+            yield f"{where} holds {own / other - 1:.0%} more than 1f1b."

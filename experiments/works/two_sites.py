@@ -235,17 +235,14 @@ def _seconds(run: Run, latency: float, repetitions: int) -> list[float]:
 
     pipe = SleepingPipe(run.schedule, run.costs)
 
-    def step() -> None:
-        pipe.step()
-
     def of_one() -> float:
         if not run.schedule.is_asynchronous:
-            return timed(step, ahead=0.01 + 2 * latency)
+            return timed(pipe.step, ahead=0.01 + 2 * latency)
         dist.barrier()
         return slowest(pipe.run(_BATCHES))
 
     try:
-        step()  # groups connect, shapes are known
+        pipe.step()  # groups connect, shapes are known
         return [of_one() for _ in range(repetitions)]
     finally:
         pipe.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure as Picture
 from support.inside import (
     Case,
     Declaration,
@@ -115,6 +117,34 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     assert "# mine\n\nHow long?\n" in readme.read_text()
     write_report(declared(), Results.read(tmp_path / "one"), tmp_path / "one")
     assert {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()} == files
+
+
+def test_grouped_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar for what a clock said, in the group of its x and the place and colour of its line; a dash for the rest."""
+    seen: list[Picture] = []
+    monkeypatch.setattr(Picture, "savefig", lambda picture, path, **options: seen.append(picture))
+    grouped = declared()
+    plot = replace(grouped.layout.plots[0], x_scale="bars")
+    grouped = replace(grouped, layout=replace(grouped.layout, plots=(plot,), tables=()))
+    origin = Origin(codes=(), machines=(), days=(), changes=(), missing=(), num_jobs=1)
+    values = {("1f1b", 4): 0.3, ("1f1b", 16): 0.1, ("gpipe", 4): 0.5, ("gpipe", 16): 0.2}
+    figures = [
+        figure(v, how, schedule=s, ranks=r) for (s, r), v in values.items() for how in (How.EMULATED, How.SIMULATED)
+    ]
+    write_report(grouped, Results(figures=tuple(figures), origin=origin), tmp_path)
+    (axes,) = seen[0].axes
+    bars = sorted((bar.get_x() + bar.get_width() / 2, bar.get_height(), bar.get_facecolor()) for bar in axes.patches)
+    assert [x for x, _, _ in bars] == pytest.approx([-0.2, 0.2, 0.8, 1.2])
+    assert [y for _, y, _ in bars] == pytest.approx([30.0, 50.0, 10.0, 20.0])
+    assert bars[0][2] == bars[2][2] != bars[1][2] == bars[3][2]
+    dashes = {
+        (x, y)
+        for line in axes.lines
+        if line.get_marker() == "_" and line.get_markersize() == 9
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+    assert len(dashes) == 4
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "16"]
 
 
 def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
