@@ -222,3 +222,121 @@ def test_a_forward_that_stands_on_the_object_is_run() -> None:
     twin.load_state_dict(model.state_dict())
     loss = make(model=model, optimizer=None).forward_backward(X, Y).loss
     assert loss == pytest.approx(F.mse_loss(twin(X) * 2, Y).item(), abs=1e-6)
+
+
+class Registers(nn.Module):
+    """Does something to its own parts in its forward; the second one is a unit with parts."""
+
+    def __init__(self, before: Callable[[Any], Any] = nothing) -> None:
+        super().__init__()
+        self.before, self.layers, self.last = before, nn.ModuleList(layers(2) for _ in range(2)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        handle = self.before(self)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.last(x)
+        if handle is not None:
+            handle.remove()
+        return x
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Inside(nn.Module):
+    """The same below the model, where it can run whole."""
+
+    def __init__(self, before: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = linear(), Registers(before), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def double(*given: Any) -> Any:
+    return given[-1] * 2
+
+
+def adds_in_place(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.add_(1)
+
+
+def frozen(model: Registers) -> None:
+    model.last.weight.requires_grad_(False)
+
+
+def forgotten(model: Registers) -> None:
+    model.total = linear().weight * 0
+    model.total.register_hook(double).remove()
+
+
+def replaced(model: Registers) -> None:
+    model.layers[1]._modules["0"] = model.last
+
+
+def shorn(model: Registers) -> None:
+    model.last = model.layers[0][0]  # type: ignore[assignment]
+
+
+def hidden(model: Registers) -> None:
+    vars(model.last)["forward"] = double
+
+
+def counting(model: Registers) -> None:
+    if "total" not in model._buffers:
+        model.register_buffer("total", torch.zeros(()))
+    model.total = model.total + model.last.bias.sum().detach()
+
+
+CHANGES_WHAT_FLOWS = r"registers a hook that changes what flows through a forward of a Linear .* Expected that before"
+IN_FORWARD: dict[str, tuple[Callable[[Registers], Any], str]] = {
+    "unit": (lambda m: m.last.register_forward_hook(double), CHANGES_WHAT_FLOWS),
+    "within a unit": (lambda m: m.layers[1][0].register_forward_hook(adds_in_place), CHANGES_WHAT_FLOWS),
+    "before": (lambda m: m.last.register_forward_pre_hook(lambda _, args: double(*args)), CHANGES_WHAT_FLOWS),
+    "backward": (
+        lambda m: m.last.register_full_backward_pre_hook(lambda _, given: (double(*given),)),
+        "changes backward pre hooks of a Linear",
+    ),
+    "all": (lambda _: nn.modules.module.register_module_forward_hook(nothing), "registers a hook on all modules"),
+    "parameter": (lambda m: m.last.weight.register_hook(double), "puts a hook on a parameter"),
+    "frozen": (frozen, "sets an attribute of a parameter"),
+    "tensor": (forgotten, "removes a hook from a tensor"),
+    "part": (replaced, "changes modules of a Sequential"),
+    "own part": (shorn, "changes modules of a Registers"),
+    "method": (hidden, "changes forward of a Linear"),
+    "buffer": (counting, "'total' of the model brings a tensor from one forward to the next"),
+}
+
+
+@pytest.mark.parametrize(("before", "said"), IN_FORWARD.values(), ids=IN_FORWARD)
+def test_what_a_forward_does_to_its_parts_is_refused_where_no_stage_would_do_it(before: Any, said: str) -> None:
+    """It acted while the forward was recorded, and never again."""
+    tables = vars(nn.modules.module)["_global_forward_hooks"]
+    with pytest.raises(ValueError, match=said):
+        make(model=Registers(before), optimizer=None).forward_backward(X, Y)
+    tables.clear()
+
+
+@pytest.mark.parametrize("kind", ["unit", "within a unit", "before", "backward"])
+def test_below_the_model_such_a_forward_runs_as_it_is(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Inside(IN_FORWARD[kind][0]).double()
+    twin = Inside(IN_FORWARD[kind][0]).double()
+    twin.load_state_dict(model.state_dict())
+    F.mse_loss(twin(X.double()), Y.double()).backward()
+    make(model=model, optimizer=None, example_inputs=(X.double(),)).forward_backward(X.double(), Y.double())
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12), name
+
+
+def test_a_hook_that_a_forward_registers_may_look() -> None:
+    torch.manual_seed(0)
+    seen: list[Tensor] = []
+    model = Registers(lambda m: m.layers[0][1].register_forward_hook(lambda _, args, output: seen.append(output)))
+    plain = Registers()
+    plain.load_state_dict(model.state_dict())
+    loss = make(model=model, optimizer=None).forward_backward(X, Y).loss
+    assert loss == pytest.approx(F.mse_loss(plain(X), Y).item(), abs=1e-6)

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -27,7 +27,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from ..modes import OWN_HOOKS
 from ..source_line import is_ours, is_users
 from ..untouched import Places
 from .intercept import Patches, RefusedError
@@ -260,3 +262,85 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
         if type(table) is dict and not name.startswith("_"):
             found |= {f"{name}[{key!r}]": value for key, value in table.items() if isinstance(value, kinds)}
     return found | {key: copy.copy(value) for key, value in vars(module).items() if type(value) in (list, set)}
+
+
+_LOOKING = ("_forward_hooks", "_forward_pre_hooks")  # hooks that may look at what flows
+NOT_HERE = "that before the PipelineModule is built, or in the forward of a module of its own, which runs as it is"
+
+
+class Tables:
+    """Tables of modules as the last call of a unit has left them; RefusedError for what others have changed."""
+
+    def __init__(self, opened: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
+        self._looking: set[int] = set()  # ids of hooks
+        self._called: dict[int, nn.Module] = {}
+        self._everywhere = _everywhere()
+        self.on_tensors: list[RemovableHandle] = []
+        self._known = {id(part): _tables(part) for unit in units.values() for part in unit.modules()}
+        self._known |= {id(module): _tables(module) for module in opened.values()}
+
+    def check(self, module: nn.Module, *, is_last: bool = False) -> None:
+        """Before a unit is called, and behind the forward; new hooks of forwards may look from here on."""
+        if _everywhere() != self._everywhere:
+            raise RefusedError("the code between the modules registers a hook on all modules", expected=NOT_HERE)
+        for part in module.modules():
+            before = self._known.get(id(part), {})
+            for kind, table in _tables(part).items():
+                known = before.get(kind, {})
+                new = {key for key in table if known.get(key) is not table[key]}
+                gone = {key for key in known if key not in table and id(known[key]) not in self._looking}
+                if gone or (new and (is_last or kind not in _LOOKING)):
+                    raise _refused(part, f"changes {kind.strip('_').replace('_', ' ')}")
+                for key in new:
+                    look = vars(part)[kind][key] = _looking(table[key], part)
+                    self._looking.add(id(look))
+            self._known[id(part)] = _tables(part)
+
+    def note(self, unit: nn.Module) -> None:
+        """A call of a unit is through, which may have changed its own."""
+        self._called[id(unit)] = unit
+        self._known |= {id(part): _tables(part) for part in unit.modules()}
+
+    def finish(self) -> None:
+        for unit in self._called.values():
+            self.check(unit, is_last=True)
+        for handle in self.on_tensors:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id not in hooks:
+                raise RefusedError("the code between the modules removes a hook from a tensor", expected=NOT_HERE)
+
+    def check_opened(self, module: nn.Module) -> None:
+        for kind in ("_modules", "_parameters"):
+            if _tables(module)[kind] != self._known[id(module)][kind]:
+                raise _refused(module, f"changes {kind.strip('_')}")
+
+
+def _refused(module: nn.Module, what: str) -> RefusedError:
+    return RefusedError(f"the code between the modules {what} of a {type(module).__name__}", expected=NOT_HERE)
+
+
+def _tables(module: nn.Module) -> dict[str, dict[str | int, Any]]:
+    held = vars(module)
+    found: dict[str, dict[str | int, Any]] = {kind: dict(held[kind]) for kind in (*OWN_HOOKS, "_modules")}
+    found |= {kind: dict.fromkeys(held[kind]) for kind in ("_parameters", "_buffers")}
+    return found | {"forward": {"forward": held["forward"]} if "forward" in held else {}}
+
+
+def _everywhere() -> list[object]:
+    tables = vars(torch.nn.modules.module)
+    return [key for name in tables if name.startswith("_global_") and name.endswith("_hooks") for key in tables[name]]
+
+
+def _looking(hook: Callable[..., Any], module: nn.Module) -> Callable[..., None]:
+    """A hook that may look at what flows, and leave it in an object, but gives no more than it was given."""
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        tensors = [x for x in pytree.tree_leaves(args[1:]) if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in tensors]
+        given = [[*map(id, pytree.tree_leaves(each))] for each in (args[-1], args[1:])]
+        found = hook(*args, **kwargs)
+        changes = found is not None and [*map(id, pytree.tree_leaves(found))] not in given
+        if changes or versions != [x._version for x in tensors]:
+            raise _refused(module, "registers a hook that changes what flows through a forward")
+
+    return look

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from ..forms import Form
 from ..made_up import Shaped, call_for_shapes
@@ -32,7 +33,7 @@ from .calls import (
 )
 from .checks import check_now
 from .intercept import RefusedError
-from .reads import Attributes, CodeReads, plain_attributes
+from .reads import NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
 from .which import Roles
@@ -65,6 +66,7 @@ class ForwardRecorder:
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
         self._plain = {path: plain_attributes(module) for path, module in roles.opened.items()}
+        self._tables = Tables(roles.opened, roles.units)
         self._reads = CodeReads(roles.opened, is_within_call=lambda: self._running is not None or self._is_busy)
         self._attributes = Attributes(
             running=lambda: self._running,
@@ -133,6 +135,7 @@ class ForwardRecorder:
             return value
         self._draws.check()
         self._note_stores()
+        self._tables.check(module)
         self._times[path] = times = self._times.get(path, 0) + 1
         name = path if times == 1 else f"{path}#{times}"
         self._draws.drew = False
@@ -144,7 +147,9 @@ class ForwardRecorder:
             keeps_state = writes or len(self._calls) in self._attributes.setting_own
             return UnitCall(**common, name=name, module=module, keeps_state=keeps_state)
 
-        return self._make(lambda: call_for_shapes(module, args, kwargs, call=call), args, kwargs, unit_call, unit=name)
+        made = self._make(lambda: call_for_shapes(module, args, kwargs, call=call), args, kwargs, unit_call, unit=name)
+        self._tables.note(module)
+        return made
 
     def function(
         self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,9 +168,10 @@ class ForwardRecorder:
             raise RefusedError("the forward runs a backward")
         self._note_stores()
         self._draws.drew = False
-        is_effect = function in _SETTERS | _HOOKED
-
-        is_hook = function in _HOOKED
+        is_effect, is_hook = function in _SETTERS | _HOOKED, function in _HOOKED
+        if (is_effect or function is torch.Tensor.requires_grad_) and id(args[0]) in self._values.slots:
+            what = "puts a hook on" if is_hook else "sets an attribute of"
+            raise RefusedError(f"the code between the modules {what} a parameter or buffer", expected=NOT_HERE)
         name = getattr(function, "__name__", "")
         self._is_sized = self._values.is_sized(args[:1] if name in _LIKE_FIRST else (args, kwargs))
         made = Shaped(function) if name == "ctc_loss" else function
@@ -182,7 +188,9 @@ class ForwardRecorder:
         def glue_call(common: dict[str, Any]) -> GlueCall:
             return GlueCall(**common, function=made, is_random=self._draws.drew, is_effect=is_effect)
 
-        return self._make(shaped, args, kwargs, glue_call, is_effect=is_effect, is_hook=is_hook)
+        result = self._make(shaped, args, kwargs, glue_call, is_effect=is_effect, is_hook=is_hook)
+        self._tables.on_tensors += [result] * isinstance(result, RemovableHandle)
+        return result
 
     def reentrant(
         self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
@@ -384,20 +392,23 @@ class ForwardRecorder:
         form, tensors = Form.of_output(output)
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
+        self._tables.finish()
         for path, module in self._roles.opened.items():
+            self._stack.append(path)  # an inner module that does this can run whole
+            self._tables.check_opened(module)
             before = self._plain[path]
             changed = [k for k, v in plain_attributes(module).items() if before.get(k, v) not in (v,)]  # NaN is NaN
+            new = module._buffers.keys() - {key for at, key in self._stored if at == path}
             carried = [
                 k
-                for k, v in vars(module).items()
-                if self._attributes.carries(module, k)
+                for k, v in {**vars(module), **module._buffers}.items()
+                if (k in new or self._attributes.carries(module, k))
                 and follows(self._values.numbers_in(v), self._values.made_by, self._calls)
             ]
-            self._stack.append(path)  # an inner module that does this can run whole
             if carried:
                 raise RefusedError(
                     f"attribute {carried[0]!r} of {module_at(path)} brings a tensor from one forward to the next",
-                    expected="a buffer (register_buffer), which stages keep",
+                    expected="a buffer (register_buffer in its __init__), which stages keep",
                 )
             if changed:
                 raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
