@@ -184,10 +184,11 @@ class AutoLayout:
         note = "each batch has an order of its own" if self._replans else None
         if len(plans) == 1 < self._trials:
             note = note or f"no other plan comes within {self._noise:.0%} of it, more than the profile can be off"
+        trials = Trials(self._model, self._world, self._settings, self._collectives)
         if note is not None:
             return replace(plans[0], notes=(*plans[0].notes, f"not tried: {note}"))
-        self._phases.ended("search", then=f"{count(len(plans), 'trial')}, of plans closer than {self._noise:.0%}")
-        trials = Trials(self._model, self._world, self._settings, self._collectives)
+        if trials.refusal(plans, given) is None:
+            self._phases.ended("search", then=f"{count(len(plans), 'trial')}, of plans closer than {self._noise:.0%}")
         found, self.predicted = trials.best(plans, given)
         return found
 
@@ -199,6 +200,11 @@ class AutoLayout:
         measured = sizes if len(sizes) < 3 else (sizes[1], sizes[-1])  # others by a law through these
         parts = {size: whole.cut(-(-num_samples // size))[0] for size in measured}  # the first is the largest
         found = {size: self._profile(part, PROFILE_SECONDS / len(parts)) for size, part in parts.items()}
+        most, least = max(parts), min(parts)
+        if found[least].parts_seconds > found[most].parts_seconds:  # something else ran beside the smaller one
+            found[least] = self._profile(parts[least], PROFILE_SECONDS / len(parts))
+        if found[least].parts_seconds > found[most].parts_seconds:
+            del found[least]  # the law through the other
         return {size: at_size(found, size) for size in sizes}
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:

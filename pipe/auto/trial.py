@@ -83,7 +83,7 @@ class Trials:
     def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
         """The plan that took least, as it was measured and as it was predicted. Collective over the processes.
 
-        Where nothing can be tried, the first plan with a note of the reason, twice.
+        Where none could be tried, the first plan with a note of the reasons, twice.
 
         Arguments:
             plans: the same on every rank, the least predicted step first.
@@ -91,10 +91,12 @@ class Trials:
         Raises, on every rank, what the run itself would raise in these steps, apart from memory: a plan that takes more
         than there is loses.
         """
-        why = self._refusal(given)
+        if (why := self.refusal(plans, given)) is not None:
+            plan = _noted(plans[0], f"not tried: {why}")
+            return plan, plan
         notes: list[str] = []
         tried: list[tuple[Plan, Plan]] = []  # as predicted and as measured
-        for number, plan in enumerate(plans if why is None else ()):
+        for number, plan in enumerate(plans):
             label = _label(plan)
             found: _Ran | str | None = self._refusal_of(plan)
             if found is None:
@@ -107,7 +109,7 @@ class Trials:
                 told = figure(tried[-1][1], plan)
             tell(f"trial {number + 1} of {len(plans)}: {label}: {told}", rank=self._world.rank)
         if not tried:
-            plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
+            plan = _noted(plans[0], *notes)
             return plan, plan
         best = min(tried, key=_seconds)
         others = [
@@ -117,13 +119,15 @@ class Trials:
 
     # What cannot be tried
 
-    def _refusal(self, given: Given) -> str | None:
+    def refusal(self, plans: Sequence[Plan], given: Given) -> str | None:
+        """Why none of the plans can be tried; None where one can."""
         if self._settings.compile is not None:
             return "compile= would compile the model for each trial"
         sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
         if len(sizes) > 1:
             return "microbatches differ in size, and the next batch's in another way"
-        return None
+        whys = [self._refusal_of(plan) for plan in plans]
+        return None if None in whys else whys[0]
 
     def _refusal_of(self, plan: Plan) -> str | None:
         """Why this plan is not tried; None where it is."""

@@ -279,3 +279,35 @@ def test_a_plan_is_of_the_hosts_that_are_as_fast_as_the_first() -> None:
     assert found.parts_seconds == pytest.approx(2 * 1.025)
     assert [each.parts_seconds for each in auto._hosts] == pytest.approx([2.04, 6.2, 2.05])
     pipe.close()
+
+
+def test_a_smaller_microbatch_that_something_ran_beside_is_measured_again() -> None:
+    """It seemed to take longer than a larger one; the planner then refused the profiles of a busy machine."""
+    measured: list[int] = []
+
+    def plan(slow: tuple[int, ...]) -> Plan:
+        measured.clear()
+
+        def profiled(_: nn.Module, inputs: Any, **__: Any) -> Profile:
+            measured.append(inputs.num_samples)
+            seconds = 1.0 if len(measured) in slow else 0.001 * inputs.num_samples
+            own = 8 * WIDTH * (WIDTH + 1)  # bytes of a layer
+            nodes = [
+                Node(name=str(n), forward_seconds=seconds, backward_seconds=2 * seconds, parameter_bytes=own)
+                for n in range(5)
+            ]
+            return Profile(nodes=nodes)
+
+        with mock.patch("stagewright.pipe.auto.layout.profile_model", profiled):
+            pipe = make_pipe(mesh={"pipe": 2})
+            pipe.build(X, Y)
+            assert pipe.plan is not None
+            return pipe.plan
+
+    quiet = plan(())
+    assert measured == [2, 1]
+    assert plan((2,)).seconds(Op.F) == quiet.seconds(Op.F)
+    assert measured == [2, 1, 1]
+    never_quiet = plan((2, 3))
+    assert measured == [2, 1, 1]
+    assert never_quiet.seconds(Op.F) == pytest.approx(quiet.seconds(Op.F))

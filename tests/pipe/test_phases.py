@@ -53,6 +53,13 @@ def test_one_plan_alone_is_not_tried() -> None:
     assert "not tried: no other plan comes within 5% of it, more than the profile can be off" in plan.notes
 
 
+def test_no_trial_is_announced_that_one_process_cannot_make(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="stagewright"):
+        plan = planned(mesh={"pipe": 2}, trials=1)
+    assert plan.notes[-1] == "not tried: all ranks are in one process, where they take turns"
+    assert not any("trial 1" in text or "1 trial" in text for text in caplog.messages)
+
+
 def test_what_is_idle_is_said() -> None:
     plan = replace(planned(trials=0), num_devices=4)
     assert "  3 of 4 processes idle: your batch of 2 samples is too small" in outline(plan, plan, num_samples=2)
