@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ..schedules.wording import count
 from .host import num_cores
 from .rank_process import SILENT, WHERE, RankProcess
 
@@ -103,7 +102,7 @@ def launch(
 
 def launch_command(words: Sequence[str], *, num_ranks: int, stall: float | None = None) -> int:
     """Run `stagewright WORDS` once a rank, say how it ended if not well, and return the exit status."""
-    print(f"{words[0]}: starting {count(num_ranks, 'process')}", file=sys.stderr, flush=True)
+    print(f"{words[0]}: starting {num_ranks} processes", file=sys.stderr, flush=True)
     # -P: the folder that the user stands in may hold modules with any name.
     result = launch([sys.executable, "-P", "-m", "stagewright", *words], num_ranks=num_ranks, stall=stall)
     if result.report:

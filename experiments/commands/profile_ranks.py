@@ -27,8 +27,7 @@ def launched(argv: Sequence[str], ranks: int | None) -> int | None:
 
     Raises ValueError for another number of ranks than the job has.
     """
-    world = os.environ.get("WORLD_SIZE")
-    if world is None:
+    if (world := os.environ.get("WORLD_SIZE")) is None:
         from ..launcher import launch_command
 
         return launch_command(["profile", *argv], num_ranks=DEFAULT_RANKS if ranks is None else ranks)
