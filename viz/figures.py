@@ -87,12 +87,7 @@ def write_figure(figure: ShownFigure, path: str | Path) -> None:
 
 
 def _figure(panels: Sequence[Panel], style: FigureStyle) -> ShownFigure:
-    from .shown_figure import ShownFigure
-
-    sheet = Sheet(panels, style)
-    figure = ShownFigure.of_size(style.width, sheet.height / 100, dpi=style.dpi)
-    sheet.draw(figure)
-    return figure
+    return Sheet(panels, style).draw()
 
 
 # --- from a prediction to what was measured ---

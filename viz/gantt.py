@@ -17,7 +17,7 @@ from ..schedules.rules.versions import derive_versions
 from .idle import IdleFill, draw_idle
 from .palette import ink
 from .rows import ActionBox, bars_of, boxes_of
-from .scale import LANES, LANES_HEIGHT, TOP, Scale, corners, points, style_rows
+from .scale import LANES, LANES_HEIGHT, TOP, Scale, corners, points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def _boxes(timeline: Timeline) -> list[ActionBox]:
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Mapping[Op, float], *, idle: IdleFill) -> None:
-    """Draw the rows of all ranks; x in `scale.unit`, the timeline's first start at 0."""
+    """Draw the rows of all ranks, named already; x in `scale.unit`, the timeline's first start at 0."""
     boxes = _boxes(timeline)
     draw_idle(axes, timeline, scale, idle)
     _draw_boxes(axes, boxes, scale)
@@ -51,9 +51,6 @@ def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Mapping[
     for rank in timeline.missing:
         size = min(0.85 * scale.font, 0.5 * scale.row)
         axes.text(0.0, rank + scale.middle, " nothing was recorded", size=size, va="center", color="#606060")
-    axes.set_xlim(0, scale.length / scale.unit)
-    style_rows(axes, len(timeline.ranks), scale)
-    name_rows(axes, [f"rank {rank}" for rank in range(len(timeline.ranks))], scale)
 
 
 def name_rows(axes: Axes, names: Sequence[str], scale: Scale) -> None:

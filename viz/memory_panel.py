@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from ..schedules import MemoryCurve, MemoryPart, Timeline
 from ..schedules.wording import size
 from .exhibit import Exhibit
-from .gantt import name_rows
 from .palette import MEMORY_HUES
-from .scale import TOP, Scale, style_rows
+from .scale import TOP, Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,9 +75,6 @@ class MemoryPanel:
             if value <= ceiling:
                 y = _height(rank, value, ceiling)
                 axes.plot([0, end], [y, y], color=LINE_INK, linestyle=LINE_STYLES[name], linewidth=0.9)
-        axes.set_xlim(0, scale.length / scale.unit)
-        style_rows(axes, self.num_rows, scale)
-        name_rows(axes, [f"rank {rank}" for rank in range(self.num_rows)], scale)
 
     def _draw_rank(self, axes: Axes, rank: int, curve: MemoryCurve, scale: Scale, ceiling: float) -> None:
         times = [(at - self.timeline.start) / scale.unit for at in (*curve.times, self.timeline.end)]

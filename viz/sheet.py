@@ -10,17 +10,19 @@
     | legend                                                          |
     +-----------------------------------------------------------------+
 
-It is laid out in hundredths of an inch, from the top, so that nothing can overlap. No pyplot: it is global state.
+matplotlib's constrained layout gives titles, names and axes their room; the page grows until rows have their height.
+No pyplot: it is global state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..schedules import Idle, MemoryPart, MessageKind, Op
-from .gantt import PATH_INK, draw_path, draw_timeline, path_words, plan_labels, shows_versions
+from .gantt import PATH_INK, draw_path, draw_timeline, name_rows, path_words, plan_labels, shows_versions
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
 from .memory_panel import LINE_INK, LINE_STYLES, MemoryPanel, ceiling_of, lines_of, parts_of
 from .palette import (
@@ -38,22 +40,21 @@ from .palette import (
 )
 from .panels import Panel, TimelinePanel, time_unit
 from .rows import collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches
-from .scale import UNITS_AN_INCH, Scale, points
+from .scale import UNITS_AN_INCH, Scale, style_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from .shown_figure import ShownFigure
 
 T = TypeVar("T")
 Key = tuple[Any, str]  # of the legend: a handle of any of matplotlib's kinds, and its words
 
-_USUAL_FONT = 9.5  # [points]; what follows fits it, and grows and shrinks with it [inch / 100]
-_LEFT, _RIGHT = 66, 24
-_TITLE, _NO_TITLE, _PANEL_TITLE, _PANEL_GAP, _TIME_AXIS, _FOOT = 44, 8, 26, 18, 48, 10
-_BARS, _BARS_GAP, _BARS_SHARE = 230, 22, 0.18  # width of the idle bars, at most this share of the page
-_HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0
+_USUAL_FONT = 9.5  # [points]; what follows fits it, and grows and shrinks with it
+_BARS, _BARS_SHARE = 2.5, 0.2  # width of the idle bars [inch], at most this share of the page
+_HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0  # [inch / 100]
+_GAP, _WORDS = 0.08, 1.0  # around axes, and more than the words of a panel need [inch]
 _NARROWEST, _SMALLEST_FONT = 3.0, 4.0
-_BOLD = 0.66  # width of a bold character, of the font's size
 _RANGE_HEIGHT = 0.05  # of a panel's
 _RANGE_BAND: dict[str, Any] = {"facecolor": "#202020", "alpha": 0.55, "linewidth": 0}
 _INK = "#303030"  # of the legend; what follows is in font sizes
@@ -98,7 +99,7 @@ class FigureStyle:
 
 
 class Sheet:
-    """The layout of one figure."""
+    """One figure, laid out; `draw` fills it."""
 
     def __init__(self, panels: Sequence[Panel], style: FigureStyle) -> None:
         self.panels, self.style = panels, style
@@ -106,28 +107,70 @@ class Sheet:
         self.memories = [panel for panel in panels if isinstance(panel, MemoryPanel)]
         self.ceiling = ceiling_of(self.memories)
         self.times = style.font / _USUAL_FONT
-        self.width = style.width * UNITS_AN_INCH
         longest = max(self._end_of(panel) for panel in panels)
         self.unit_name, self.unit = time_unit(longest)
         self.causes = {cause for t in self.timelines for cause in causes_of(t)}
-        has_side = bool(self.causes or self.memories)  # at the right: idle bars, peaks
-        self.bars = min(_BARS * self.times, _BARS_SHARE * self.width) if has_side else 0.0
-        self.left, right = _LEFT * self.times, _RIGHT * self.times
+        most = max(panel.num_rows for panel in panels)
         self.scale = Scale(
             unit=self.unit,
             length=longest or self.unit,
-            width=self.width - self.left - right - (self.bars + _BARS_GAP * self.times if has_side else 0),
-            row=self.times * round(min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROW / self._num_rows() ** 0.5))),
+            width=style.width * UNITS_AN_INCH,
+            row=self.times * round(min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROW / most**0.5))),
             font=style.font,
             with_lanes=any(message_kinds_of(t) or collectives_of(t) for t in self.timelines),
         )
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Axes of all panels with their words; the width that these leave gives the numbers their size."""
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+        from .shown_figure import ShownFigure
+
+        style, gap, rows = self.style, _GAP * self.times, [each.num_rows * self.scale.row / 100 for each in self.panels]
+        height = sum(rows) + _WORDS * self.times * (len(rows) + 2)
+        self.figure = figure = ShownFigure.of_size(style.width, height, dpi=style.dpi)
+        engine = ConstrainedLayoutEngine(w_pad=gap, h_pad=gap, hspace=0.0, wspace=0.0)
+        figure.set_layout_engine(engine)
+        bars = min(_BARS * self.times, _BARS_SHARE * style.width)  # at the right: idle bars, peaks
+        widths = [style.width - bars, bars] if self.causes or self.memories else [style.width]
+        grid = figure.add_gridspec(len(rows), len(widths), width_ratios=widths, height_ratios=rows)
+        self.axes = []
+        for at, panel in enumerate(self.panels):
+            self.axes.append(self._axes(figure.add_subplot(grid[at, 0]), panel))
+            if isinstance(panel, TimelinePanel) and self.causes and panel.length > 0:
+                self._draw_bars(figure.add_subplot(grid[at, 1]), panel)
+        title = figure.suptitle("", ha="left", size=1.47 * style.font, weight="bold", wrap=True, parse_math=False)
+        if style.title:
+            headings = dict.fromkeys(p.heading for p in self.panels if not isinstance(p, MemoryPanel))
+            title.set_text("   /   ".join(headings))
+        engine.execute(figure)
+        self.left = self.axes[0].get_position().x0
+        title.set_x(self.left)
+        self.scale = replace(self.scale, width=self.axes[0].get_position().width * style.width * UNITS_AN_INCH)
         self.labels = plan_labels(self.timelines, self.scale)
         self.lines = self._legend()
-        rows = sum(panel.num_rows for panel in panels) * self.scale.row
-        gaps = (_PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1) + _TIME_AXIS + _FOOT) * self.times
-        self.line_height = 1.82 * style.font / 72 * UNITS_AN_INCH
-        self.foot = self.line_height * len(self.lines)
-        self.height = round(self._top() + gaps + rows + self.foot)
+        self.line_height = 1.82 * style.font / 72
+        foot = self.line_height * len(self.lines) + gap
+        height += foot + sum(rows) - height * sum(axes.get_position().height for axes in self.axes)
+        figure.set_size_inches(style.width, round(height, 2))
+        engine.set(rect=(0.0, foot / height, 1.0, 1.0 - foot / height))
+        engine.execute(figure)
+        figure.set_layout_engine("none")  # it stays so, whatever is drawn
+
+    def _axes(self, axes: Axes, panel: Panel) -> Axes:
+        title = panel.title(self.unit_name, self.unit)
+        axes.set_title(title, loc="left", size=1.1 * self.style.font, color="#202020", wrap=True, parse_math=False)
+        axes.set_xlim(0, self.scale.length / self.scale.unit)
+        style_rows(axes, panel.num_rows, self.scale)
+        name_rows(axes, [f"rank {rank}" for rank in range(panel.num_rows)], self.scale)
+        self._time_axis(axes, f"time [{self.unit_name}]", is_last=panel is self.panels[-1])
+        return axes
+
+    def _time_axis(self, axes: Axes, label: str, *, is_last: bool) -> None:
+        axes.tick_params(labelbottom=is_last)
+        if is_last:
+            axes.set_xlabel(label, size=self.style.font, labelpad=2, wrap=True)
 
     @staticmethod
     def _end_of(panel: Panel) -> float:
@@ -135,12 +178,6 @@ class Sheet:
         if not isinstance(panel, TimelinePanel):
             return panel.length
         return max(panel.length, panel.predicted_end or 0.0, *(panel.predicted_ends or ()))
-
-    def _num_rows(self) -> int:
-        return max(panel.num_rows for panel in self.panels)
-
-    def _top(self) -> float:
-        return (_TITLE if self.style.title else _NO_TITLE) * self.times
 
     def _legend(self) -> list[tuple[str, list[Key]]]:
         """Lines of keys, the first ones of a group behind its heading."""
@@ -154,7 +191,7 @@ class Sheet:
             "memory:": self._memory_keys(),
             "critical path:": [(frame, f"{panel.caption}: {path_words(panel.path)}") for panel in self._paths()],
         }
-        room = points(self.width - self.left) / self.style.font - _HEADING
+        room = 72 * self.style.width * (1.0 - self.left) / self.style.font - _HEADING
         return [line for heading, keys in groups.items() for line in _broken(heading, keys, room)]
 
     def _timeline_keys(self) -> Iterator[Key]:
@@ -201,33 +238,19 @@ class Sheet:
         """Panels whose critical path is marked."""
         return [p for p in self.panels if isinstance(p, TimelinePanel) and p.length > 0 and self.style.critical_path]
 
-    def axes(self, figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes at a place from the upper left corner."""
-        box = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
-        return figure.add_axes(box)
-
-    def text(self, figure: Figure, baseline: float, text: str, **font: Any) -> None:
-        x, y = self.left / self.width, 1 - baseline / self.height
-        figure.text(x, y, text, color="#202020", parse_math=False, **font)
-
-    def draw(self, figure: Figure) -> None:
-        if self.style.title:
-            headings = list(dict.fromkeys(p.heading for p in self.panels if not isinstance(p, MemoryPanel)))
-            size = 1.47 * self.style.font
-            most = 72 * self.style.width / (_BOLD * size)
-            self.text(figure, 30 * self.times, one_line(headings, most=most), size=size, weight="bold")
-        top: float = self._top()
-        for panel in self.panels:
-            top = self._draw_panel(figure, panel, top) + _PANEL_GAP * self.times
+    def draw(self) -> ShownFigure:
+        for panel, axes in zip(self.panels, self.axes, strict=True):
+            self._draw_panel(panel, axes)
         for number, (heading, keys) in enumerate(self.lines):
-            middle = (self.foot + 0.5 * _FOOT * self.times - (number + 0.5) * self.line_height) / self.height
-            self._draw_keys(figure, heading, keys, middle)
+            middle = (len(self.lines) - number - 0.5) * self.line_height + 0.5 * _GAP * self.times
+            self._draw_keys(heading, keys, middle / self.figure.get_figheight())
+        return self.figure
 
-    def _draw_keys(self, figure: Figure, heading: str, keys: Sequence[Key], middle: float) -> None:
+    def _draw_keys(self, heading: str, keys: Sequence[Key], middle: float) -> None:
         """One line of the legend, `middle` a fraction of the figure."""
         from matplotlib.legend_handler import HandlerTuple
 
-        font, left = self.style.font, self.left / self.width
+        font, left, figure = self.style.font, self.left, self.figure
         figure.text(left, middle, heading, size=font, va="center", color=_INK)
         figure.legend(
             [handle for handle, _ in keys],
@@ -244,41 +267,23 @@ class Sheet:
             columnspacing=1.6,
         )
 
-    def _draw_panel(self, figure: Figure, panel: Panel, top: float) -> float:
-        """Draw one panel below `top`; returns where it ends."""
-        scale, is_last = self.scale, panel is self.panels[-1]
-        title = panel.title(self.unit_name, self.unit)
-        self.text(figure, top + 18 * self.times, title, size=1.1 * self.style.font)
-        top += _PANEL_TITLE * self.times
-        height = panel.num_rows * scale.row
-        axes = self.axes(figure, self.left, top, scale.width, height)
-        if isinstance(panel, TimelinePanel):
-            draw_timeline(axes, panel.timeline, scale, self.labels, idle=self.style.idle)
-            if panel in self._paths():
-                draw_path(axes, panel.timeline, panel.path, scale)
-            if panel.predicted_ends is not None:
-                low, high = panel.predicted_ends  # a bar on the time axis: actions keep their colours
-                axes.axvspan(low / self.unit, high / self.unit, ymax=_RANGE_HEIGHT, zorder=3, **_RANGE_BAND)
-            if panel.predicted_end is not None:
-                axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
-            if self.causes and panel.length > 0:
-                is_lowest = panel.timeline is self.timelines[-1]
-                self._draw_bars(figure, panel, top, height, is_last=is_lowest)
-        else:
-            panel.draw(axes, scale, self.ceiling)
-        axes.tick_params(labelbottom=is_last)
-        if is_last:
-            axes.set_xlabel(f"time [{self.unit_name}]", size=self.style.font, labelpad=2)
-        return top + height
+    def _draw_panel(self, panel: Panel, axes: Axes) -> None:
+        if not isinstance(panel, TimelinePanel):
+            panel.draw(axes, self.scale, self.ceiling)
+            return
+        draw_timeline(axes, panel.timeline, self.scale, self.labels, idle=self.style.idle)
+        if panel in self._paths():
+            draw_path(axes, panel.timeline, panel.path, self.scale)
+        if panel.predicted_ends is not None:
+            low, high = panel.predicted_ends  # a bar on the time axis: actions keep their colours
+            axes.axvspan(low / self.unit, high / self.unit, ymax=_RANGE_HEIGHT, zorder=3, **_RANGE_BAND)
+        if panel.predicted_end is not None:
+            axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
 
-    def _draw_bars(self, figure: Figure, panel: TimelinePanel, top: float, height: float, *, is_last: bool) -> None:
-        left = self.left + self.scale.width + _BARS_GAP * self.times
-        bars = self.axes(figure, left, top, self.bars, height)
+    def _draw_bars(self, bars: Axes, panel: TimelinePanel) -> None:
         draw_idle_bars(bars, panel.timeline, self.scale, limit=self._bar_limit())
-        bars.tick_params(labelbottom=is_last)
-        if is_last:
-            of = "time" if is_window(panel.timeline) else "makespan"
-            bars.set_xlabel(f"idle [% of {of}]", size=self.style.font, labelpad=2)
+        of = "time" if is_window(panel.timeline) else "makespan"
+        self._time_axis(bars, f"idle [% of {of}]", is_last=panel.timeline is self.timelines[-1])
 
     def _bar_limit(self) -> float:
         """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
@@ -292,10 +297,13 @@ def _in_order(kinds: Iterable[T], found: Iterable[Collection[T]]) -> list[T]:
 
 
 def _broken(heading: str, keys: Iterable[Key], room: float) -> Iterator[tuple[str, list[Key]]]:
-    """Lines of keys, for which there is so much room [font sizes]."""
+    """Lines of keys, for which there is so much room [font sizes]; words that are longer go on below."""
+    from matplotlib.patches import Patch
+
     line: list[Key] = []
-    left = room
-    for key in keys:
+    left, most = room, int((room - _AROUND) / _LETTER)
+    parts = [(handle, wrap(words, most)) for handle, words in keys]
+    for key in ((handle if at == 0 else Patch(alpha=0), part) for handle, own in parts for at, part in enumerate(own)):
         size = _AROUND + _LETTER * len(key[1])
         if line and size > left:
             yield heading, line
@@ -304,17 +312,3 @@ def _broken(heading: str, keys: Iterable[Key], room: float) -> Iterator[tuple[st
         left -= size
     if line:
         yield heading, line
-
-
-def one_line(headings: list[str], *, most: float) -> str:
-    """As many headings as have room in a line of so many characters, one at least, and how many more there are.
-
-    >>> one_line(["1f1b", "gpipe", "zb-h1"], most=30), one_line(["1f1b", "gpipe", "zb-h1"], most=26)
-    ('1f1b   /   gpipe   /   zb-h1', '1f1b   /   and 2 more')
-    """
-    for number in range(len(headings), 0, -1):
-        more = [f"and {len(headings) - number} more"] if number < len(headings) else []
-        line = "   /   ".join([*headings[:number], *more])
-        if len(line) <= most:
-            break
-    return line

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from support.inside import batch_of, idle_shares, idle_stretches, shows_batches, time_unit
 
 from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, attribute_idle, build, critical_path, simulate
@@ -43,6 +44,7 @@ def texts(monkeypatch):
 
     def savefig(figure, *args, **options):
         found.extend(text.get_text() for axes in figure.axes for text in axes.texts)
+        found.extend(axes.get_title(loc="left") for axes in figure.axes)
         found.extend(text.get_text() for text in figure.texts)
         return save(figure, *args, **options)
 
@@ -331,6 +333,26 @@ def test_a_figure_for_a_paper(tmp_path, texts):
     assert len(legend) > 2  # lines of keys that did not fit
     width = 4 * 72
     assert all(sum(len(text.get_text()) for text in line.get_texts()) * 9 * 0.5 < width for line in legend)
+
+
+@pytest.mark.parametrize(("width", "font"), [(4.0, 7.0), (5.0, 9.5), (16.0, 9.5), (16.0, 20.0)])
+def test_no_words_are_cut_and_rows_keep_their_height(width, font):
+    """On narrow pages headings, captions and the legend's words go on in a further line."""
+    exhibits = [
+        Exhibit(name=f"a plan with a long name, number {number}", predicted=example(num_ranks=3, latency=0.1 * number))
+        for number in range(3)
+    ]
+    figure = comparison_figure(exhibits, style=FigureStyle(width=width, font=font, critical_path=True, idle="hatch"))
+    figure.canvas.draw()
+    page = figure.bbox.padded(1.0)
+    ticks = [label for axes in figure.axes for label in axes.get_xticklabels()]  # some lie beyond the axis, undrawn
+    words = [text for text in figure.findobj(Text) if text not in ticks and text.get_text().strip()]
+    boxes = {text.get_text(): text.get_window_extent() for text in words}
+    assert len(boxes) > 20
+    assert {said: box for said, box in boxes.items() if not (page.x0 <= box.x0 and box.x1 <= page.x1)} == {}
+    assert {said: box for said, box in boxes.items() if not (page.y0 <= box.y0 and box.y1 <= page.y1)} == {}
+    heights = [axes.get_window_extent().height / 3 for axes in figure.axes]
+    assert heights == pytest.approx([58 * font / 9.5] * 6, rel=0.03)  # of a row
 
 
 @pytest.mark.parametrize("wrong", [{"width": 1}, {"dpi": 0}, {"font": 1.0}, {"idle": "grey"}])
