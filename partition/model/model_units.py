@@ -256,10 +256,11 @@ class _How:
             try:
                 found, _ = self.record(example, is_first=False)
             except RecordingError as error:
+                when = "for inputs of other shapes or since it was changed" if self.training else "in evaluation mode"
                 raise ValueError(
-                    f"{error.reason}: so it cannot be recorded for inputs of other shapes, in evaluation mode or since "
-                    f"it was changed, as it was when the stages were built. Expected code that makes the same calls in "
-                    f"all of them, and hooks on the modules that run as they are"
+                    f"{error.reason}: so it cannot be recorded {when}, as it was when the stages were built. Expected "
+                    f"code that makes the same calls again, with hooks on the modules that run as they are alone; "
+                    f"{error.expected}"
                 ) from error
         return self.cut(found, stages_like(flow, stage_of, found, same_modules=same_modules), num_stages)
 

@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     ),
     "what the model left in a unit": (by_attribute, "blocks.0 takes a tensor of shape .* and that is none of its"),
     "a backward": (lambda m, x: m.blocks[0](x).sum().backward() or x, "the forward runs a backward"),
+    "gradients by the input": (
+        lambda m, x: torch.autograd.grad(m.blocks[1](m.blocks[0](x)).sum(), x, create_graph=True)[0],
+        r"the forward runs a backward \(grad\)",
+    ),
 }
 
 
@@ -108,6 +112,21 @@ def test_a_size_that_follows_from_values_stays_in_its_stage() -> None:
     assert whole[picked + 1] == whole[names.index("head")] == float("inf") > whole[picked]
     with pytest.raises(RecordingError, match=r"reads a size that follows from values of tensors at .*test_recorded.py"):
         recorded(stack(lambda m, x: m.blocks[0](x) * m.stem(x)[x[:, 0] > 0].shape[0]))
+
+
+def rescaled(model: Any, x: Tensor) -> Tensor:
+    if not model.training:
+        model.stem.weight.data.div_(2)
+    return model.blocks[1](model.blocks[0](model.stem(x)))
+
+
+def test_a_forward_that_is_refused_in_evaluation_alone_says_so() -> None:
+    """As RWKV divides weights there: the words spoke of other shapes and of hooks."""
+    message = r"test_recorded.py:\d+, in rescaled.* so it cannot be recorded in evaluation mode, .*that module to do it"
+    with pytest.raises(ValueError, match=message):
+        PipelineModule(
+            stack(rescaled), mesh={"pipe": 2}, num_microbatches=1, loss_fn=F.mse_loss, optimizer=torch.optim.SGD
+        ).train_step(X, X)
 
 
 def test_a_model_with_hooks_of_its_own_is_refused() -> None:

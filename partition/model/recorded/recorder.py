@@ -164,8 +164,9 @@ class ForwardRecorder:
                 return decided
         if function is torch.Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"a tensor of shape {tuple(args[0].shape)}"  # in an error's message, say
-        if function is torch.Tensor.backward:
-            raise RefusedError("the forward runs a backward")
+        if function in (torch.Tensor.backward, torch.autograd.grad):
+            what = f"the forward runs a backward ({function.__name__})"
+            raise RefusedError(what, expected="all that it goes through in a module of its own, which runs as it is")
         self._note_stores()
         self._draws.drew = False
         is_effect, is_hook = function in _SETTERS | _HOOKED, function in _HOOKED

@@ -28,7 +28,8 @@ class RecordingError(ValueError):
     def __init__(
         self, module: nn.Module, reason: str, *, inside: str, expected: str | None = None, unit: str | None = None
     ) -> None:
-        super().__init__(f"{type(module).__name__} cannot be recorded: {reason}. Expected {expected or _EXPECTED}")
+        self.expected = expected or _EXPECTED
+        super().__init__(f"{type(module).__name__} cannot be recorded: {reason}. Expected {self.expected}")
         self.reason = reason
         self.inside = inside
         self.unit = None if unit is None else unit.partition("#")[0]
