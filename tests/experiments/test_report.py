@@ -16,8 +16,10 @@ from support.inside import (
     Origin,
     Results,
     Table,
+    catalog_names,
     cells,
     find_declaration,
+    jobs_of,
     markdown,
     read_declaration,
     read_figures,
@@ -178,3 +180,17 @@ def test_committed_reports_say_what_their_figures_say(name: str) -> None:
     titles = {(plot.title, f"{plot.file}.png") for plot in declaration.layout.plots}
     if declaration.layout.pictures is None:  # it draws none of its own
         assert set(pictures) <= titles
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_every_declared_job_has_its_results(name: str) -> None:
+    """A job that is not run leaves the declaration, so that a report never says less than was asked."""
+    declaration, results = find_declaration(name), Results.read(RESULTS / name)
+    assert (results.origin.missing, results.origin.num_jobs) == ((), len(jobs_of(declaration)))
+    free = declaration.layout.keys
+    for part in declaration.parts:
+        own = [figure for figure in results.figures if figure.name in part.figures]
+        found = {figure.case.only(key for key in case if key not in free) for case in part.cases for figure in own}
+        wanted = {case.only(key for key in case if key not in free) for case in part.cases}
+        assert wanted <= found, [str(case) for case in wanted - found]
+    assert {figure.name for figure in results.figures} == {each for part in declaration.parts for each in part.figures}
