@@ -86,21 +86,51 @@ def test_transformers(name: str) -> None:
     torch.testing.assert_close(output.logits, whole.logits, rtol=1e-6, atol=1e-6)
 
 
+def checked(name: str) -> tuple[nn.Module, float]:
+    """A model whose code checks values, with its gradients, and the loss, by microbatches."""
+    case, weight = CHECKING[name]
+    model, total = case.make(), 0.0
+    counts = [int((each["labels"][:, case.unlabelled :] != -100).sum()) for each in parts(case.batch())]
+    shares = [1 / M] * M if weight == "samples" else [count / sum(counts) for count in counts]
+    for each, share in zip(parts(case.batch()), shares, strict=True):
+        loss = model(**each).loss.double() * share
+        loss.backward()
+        total += loss.item()
+    return model, total
+
+
 @pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize("name", CHECKING)
 def test_checks_and_collected_values(name: str) -> None:
     pytest.importorskip("transformers")
     case, weight = CHECKING[name]
-    expected, model, total = case.make(), case.make(), 0.0
-    counts = [int((each["labels"][:, case.unlabelled :] != -100).sum()) for each in parts(case.batch())]
-    shares = [1 / M] * M if weight == "samples" else [count / sum(counts) for count in counts]
-    for each, share in zip(parts(case.batch()), shares, strict=True):
-        loss = expected(**each).loss.double() * share
-        loss.backward()
-        total += loss.item()
+    (expected, total), model = checked(name), case.make()
     pipe = make_pipe(model, ranks=2, loss_weight=weight)
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(total, rel=1e-13)
     compare(gradients(model), gradients(expected))
+
+
+def train_checked(name: str, num_chunks: int | None) -> tuple[float, dict[str, torch.Tensor]]:
+    case, weight = CHECKING[name]
+    schedule = "1f1b" if num_chunks is None else "interleaved"
+    pipe = make_pipe(case.make(), ranks=2, loss_weight=weight, schedule=schedule, num_chunks=num_chunks)
+    loss = pipe.train_step(**case.batch()).loss
+    state = pipe.full_state_dict()
+    pipe.close()
+    assert loss is not None
+    return loss, state
+
+
+@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
+@pytest.mark.gloo
+@pytest.mark.parametrize(("name", "num_chunks"), one_in(2, CHECKING.keys(), (None, 2)))
+def test_checks_and_collected_values_over_processes(gloo: Pool, name: str, num_chunks: int | None) -> None:
+    pytest.importorskip("transformers")
+    expected, loss = checked(name)
+    torch.optim.SGD([p for p in expected.parameters() if p.grad is not None], lr=0.1).step()
+    for found, state in gloo.run(train_checked, ranks=2, args=(name, num_chunks)):
+        assert found == pytest.approx(loss, rel=1e-13)
+        compare(state, expected.state_dict())
 
 
 def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
