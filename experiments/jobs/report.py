@@ -145,7 +145,7 @@ def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
         flat[0].set_ylim(0, 1.04 * flat[0].get_ylim()[1])  # all share it; room for a mark at the top
     for row in grid:
         row[0].set_ylabel(_label(plot.y, found[0].unit))
-    picture.suptitle(plot.title, fontsize=11)
+    picture.suptitle(plot.title, fontsize=11, wrap=True)
     _legend(picture, plot, lines, {cell.how for cell in found})
     path = folder / f"{plot.file}.png"
     picture.savefig(path, metadata={"Software": None})  # equal figures give equal files
