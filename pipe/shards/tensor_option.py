@@ -168,7 +168,7 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
     planned: list[str] = []
     for where, base, plan in _published_plans(model):
         planned.append(where)
-        own = {_join(where, name): style for name, style in _styles_of_plan(where, base, plan).items()}
+        own = _adapted({_join(where, name): style for name, style in _styles_of_plan(where, base, plan).items()}, model)
         _check_all(own, model, count)
         styles.update(own)
     shared = _shared_parameters(model)
@@ -178,7 +178,7 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
         region = recogniser.region(module)
         if region is None:
             continue
-        own = {_join(name, below): style for below, style in region.items()}
+        own = _adapted({_join(name, below): style for below, style in region.items()}, model)
         tied = next((each for each in own if _holds(model.get_submodule(each), own[each], shared)), None)
         if tied is not None:
             whole[tied] = "whole: its weight is another module's too"
@@ -286,12 +286,34 @@ def _by_patterns(patterns: Mapping[str, str | ParallelStyle], model: nn.Module, 
                 styles[name] = plain[word]
             else:
                 styles.update(_of_region(name, word, parent, region, words))
+    styles = _adapted(styles, model)
     _check_all(styles, model, count)
     for name, word in words.items():
         if word == "column" and not isinstance(model.get_submodule(name), nn.Embedding):
             _refuse_alone(name, model, styles)
     _refuse_half_tied(model, styles)
     return styles
+
+
+def _adapted(styles: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str, ParallelStyle]:
+    """Styles of modules that a LoRA adapter wraps (PEFT's base_layer): of Wx + BAx, W and B by columns, or W and A by
+    rows."""
+    found: dict[str, ParallelStyle] = {}
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if not isinstance(style, Column | Row) or "base_layer" not in module._modules:
+            found[name] = style
+            continue
+        parts = {key for key, part in module.named_children() if any(True for _ in part.parameters())}
+        if parts != {"base_layer", "lora_A", "lora_B"}:
+            raise StyleError(
+                f"module {name!r} is wrapped by an adapter of {', '.join(sorted(parts - {'base_layer'})) or 'none'}: "
+                f"expected LoRA's lora_A and lora_B alone, or the weights merged (merge_and_unload())"
+            )
+        side = "lora_B" if isinstance(style, Column) else "lora_A"
+        names = [f"{side}.{key}" for key, _ in module.get_submodule(side).named_children()]
+        found.update({f"{name}.{each}": style for each in ("base_layer", *names)})
+    return found
 
 
 def _words(patterns: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[str, str | ParallelStyle]:
@@ -370,7 +392,7 @@ def _check_all(styles: Mapping[str, ParallelStyle], model: nn.Module, count: int
         if not isinstance(style, Style):
             continue
         style.check(name, module, count)
-        parent = model.get_submodule(name.rpartition(".")[0])
+        parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
         width = parent.__dict__.get("head_dim")
         sizes = sizes_of(module)
         if isinstance(style, Column) and not style.gather_output and isinstance(width, int) and sizes is not None:

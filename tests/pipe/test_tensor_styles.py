@@ -148,6 +148,29 @@ class Words(nn.Module):
         return self.head(hidden + self.down(F.gelu(self.up(hidden))))
 
 
+class Adapted(nn.Module):
+    """As PEFT's LoRA wraps a Linear."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, base_layer.out_features, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        for module, names in ((layer.self_attn, ("q_proj", "v_proj", "o_proj")), (layer.mlp, ("down_proj",))):  # type: ignore[union-attr]
+            for name in names:
+                setattr(module, name, Adapted(getattr(module, name)))
+    return model
+
+
 WORDS: TensorParallelLike = {
     "words": "row",
     "places": "column",
@@ -164,6 +187,7 @@ CASES = {
     "gpt": Case(make=gpt, inputs=lambda: {"tokens": tokens(3, 8)}, num_cut=2 * 6),
     "gpt2": Case(make=gpt2, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * 6),
     "llama": Case(make=llama, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * 7),
+    "adapted": Case(make=adapted, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * (7 + 4)),
     "mixtral": Case(make=mixtral, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=6),
     "qwen": Case(make=qwen, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=7),
     "encoder": Case(
@@ -186,7 +210,7 @@ CASES = {
     ),
     "words": Case(make=Words, inputs=lambda: {"x": tokens(3, 8)}, option=WORDS, num_cut=2 + 9 + 3 + 2),
 }
-TRANSFORMERS = ("gpt2", "llama", "mixtral", "qwen")
+TRANSFORMERS = ("gpt2", "llama", "adapted", "mixtral", "qwen")
 
 
 def made(case: Case) -> nn.Module:
@@ -255,7 +279,7 @@ def test_equal_to_the_plain_model(gloo: Pool, name: str) -> None:
         pytest.importorskip("transformers")
     for num_cut, apart in gloo.run(departures, ranks=2, args=(name,)):
         assert num_cut == CASES[name].num_cut
-        allowed = 1e-6 if name in ("llama", "mixtral", "qwen") else 1e-12  # their norms are taken in float32
+        allowed = 1e-6 if name in ("llama", "adapted", "mixtral", "qwen") else 1e-12  # their norms are taken in float32
         assert {key: value for key, value in apart.items() if not value <= allowed} == {}
 
 
@@ -391,3 +415,12 @@ def test_undone() -> None:
     assert model.layers[0].linear1.out_features == 40
     assert model.layers[0].activation_relu_or_gelu == 1
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+
+
+def test_adapters_of_other_kinds_are_refused_by_name() -> None:
+    pytest.importorskip("transformers")
+    model: Any = adapted()
+    model.model.layers[1].self_attn.v_proj.lora_magnitude_vector["default"] = nn.Linear(1, 1)
+    message = r"'model.layers.1.self_attn.v_proj' is wrapped by an adapter of lora_A, .*expected .*merge_and_unload\(\)"
+    with pytest.raises(ValueError, match=message):
+        read("auto", model)
