@@ -55,7 +55,7 @@ def _check_figures(shown: Table | Plot, parts: Sequence[Part], free: Collection[
     for name in shown.figures:
         if name not in known:
             field = "y" if isinstance(shown, Plot) else "figures"
-            fail(f"{where}: {field}", name, f"one of the figures that [[parts]] list ({', '.join(known)})")
+            fail(f"{where}: {field}", name, f"a name in `figures` of [[parts]] ({', '.join(known) or 'none'})")
         of_parts = [_shown_cases(shown, part, free) for part in parts if name in part.figures]
         for cases in of_parts:
             if isinstance(shown, Plot) and shown.x not in free:

@@ -160,11 +160,15 @@ SHOWN = TEXT.replace("repetitions = 3", 'repetitions = 3\nfigures = ["bubble"]')
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"log2"\ny = "bubble"', '"log2"\ny = "bubbles"', r"plots[0]: y: 'bubbles': expected one of the figures that"),
+        (
+            '"log2"\ny = "bubble"',
+            '"log2"\ny = "bubbles"',
+            r"plots[0]: y: 'bubbles': expected a name in `figures` of [[parts]] (bubble)",
+        ),
         (
             '"]\nfigures = ["bubble"]\nwh',
             '"]\nfigures = ["bubbel"]\nwh',
-            "tables[0]: figures: 'bubbel': expected one of",
+            "tables[0]: figures: 'bubbel': expected a name in",
         ),
         (
             "ranks = [4, 8] }",
