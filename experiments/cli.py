@@ -23,16 +23,12 @@ COMMANDS: dict[str, Command] = {
     "train": Command("training.command", "train a GPT on the standard library's source through a pipeline"),
     "schedule": Command("commands.schedule", "print a schedule as a grid, or export it as CSV or JSON"),
     "simulate": Command("commands.simulate", "simulate a schedule: makespan, bubbles, activations, lower bound"),
-    "timeline": Command(
-        "commands.timeline", "draw runs, plans and schedules over time, as a page, a picture or for Perfetto"
-    ),
-    "compare": Command("commands.compare", "what changed between two runs, plans or schedules, and where it came from"),
-    "profile": Command("commands.profile", "measure what each part of the GPT costs, or the links between processes"),
-    "plan": Command("commands.plan", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
+    "timeline": Command("commands.timeline", "draw runs, plans and schedules: a page, a picture, for Perfetto"),
+    "compare": Command("commands.compare", "what changed between two runs, plans or schedules, and why"),
+    "profile": Command("commands.profile", "measure what each part of a model costs, or the links"),
+    "plan": Command("commands.plan", "choose schedule, sizes and cuts for a cluster, by simulation"),
     "export": Command("commands.export", "a checkpoint as one file of a plain model's weights, and back"),
-    "experiment": Command(
-        "commands.experiment", "run experiments whose figures anyone can get again, and report on them"
-    ),
+    "experiment": Command("commands.experiment", "run experiments that anyone can run again, and report on them"),
     "bench": Command("commands.bench", "measure this runtime beside torch.distributed.pipelining"),
 }
 

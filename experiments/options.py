@@ -7,7 +7,9 @@ default that is really meant; of these the value's form alone is told.
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +22,7 @@ import tyro
 from ..schedules import Schedule
 from ..schedules.custom.user_code import check_call, load
 from ..schedules.custom.user_schedules import find_user_schedule, is_own, sizes_of
+from ..schedules.wording import wrapped
 
 AUTO = "auto"
 T = TypeVar("T")
@@ -28,7 +31,8 @@ _CALLS = {"model": (0, ()), "data": (0, ("batch_size",)), "loss": (2, ()), "opti
 
 
 def read(options: type[T], argv: Sequence[str], command: str, **others: Any) -> T:
-    typed: T = tyro.cli(options, args=argv, prog=f"stagewright {command}", **others)
+    text = others.pop("description", None) or re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(options) or "")
+    typed: T = tyro.cli(options, args=argv, prog=f"stagewright {command}", description=wrapped(text), **others)
     return typed
 
 

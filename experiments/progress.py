@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Self, TextIO
 
+from ..schedules.wording import wrapped
+
 
 class Progress:
     """Says lines on a stream, and shows a bar where that is a terminal; to be entered.
@@ -41,9 +43,9 @@ class Progress:
         """Say something that stays."""
         self.num_lines += 1
         if self._bar is not None:
-            self._bar.console.print(text, markup=False)
+            self._bar.console.print(wrapped(text), markup=False)
         elif self._stream is not None:
-            print(text, file=self._stream, flush=True)
+            print(wrapped(text), file=self._stream, flush=True)
 
     def note_at_times(self, text: str) -> None:
         """The same, unless the last line of this kind was said less than a second before."""

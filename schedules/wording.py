@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_UNIT = re.compile(r"(?<=\d) (?=(?:[mun]?s|[kMGT]B|bytes)\b)")
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
@@ -25,6 +28,28 @@ def printable(text: str) -> str:
     'a\\n\\\\x1b[2J'
     """
     return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """Text whose long lines go on in further ones, below the second column where they have two.
+
+    >>> print(wrapped("time      F 3.20 ms, B 10.5 ms, update 2 ms\\nnote: short", 32))
+    time      F 3.20 ms, B 10.5 ms,
+              update 2 ms
+    note: short
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        begin = re.match(r"\s*(?:\S+(?: \S+)*\s{2,})?", line)
+        column = begin.end() if begin is not None else 0
+        indent = " " * (column if column <= width // 3 else 0) or "  "
+        kept = _UNIT.sub("\xa0", line)  # a number and its unit stay together
+        lines += (
+            textwrap.wrap(kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            if len(line) > width
+            else [line]
+        )
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def duration(seconds: float) -> str:

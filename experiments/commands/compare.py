@@ -17,7 +17,7 @@ import tyro
 
 from ...partition import Plan
 from ...schedules import Change, Difference, Timeline, compare
-from ...schedules.wording import count, duration, size
+from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, FigureStyle
 from ...viz.headline import HeadFigure, headline
 from ..options import check_out, plain_help, read
@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(comparison) | {"written": list(map(str, options.out))}))
         return 0
-    print(table(comparison))
+    print(wrapped(table(comparison)))
     for path in options.out:
         print(path)
     return 0

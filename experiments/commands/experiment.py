@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from ...partition import quantities
-from ...schedules.wording import count, duration
+from ...schedules.wording import count, duration, wrapped
 from ..backends.registry import BACKENDS, Access, backend
 from ..jobs.case import Case, Value
 from ..jobs.declaration import catalog_names, find_declaration
@@ -150,7 +150,7 @@ def run(argv: Sequence[str]) -> int:
         "report": _report,
     }
     if not argv or argv[0] in ("-h", "--help"):
-        print(_help())
+        print(wrapped(_help()))
         return 0
     if argv[0] in words:
         return words[argv[0]](argv[1:])
@@ -179,7 +179,7 @@ def _list(argv: Sequence[str]) -> int:
     width = max(len(each.name) for each in found)
     for each in found:
         where = ", ".join(dict.fromkeys(part.backend if part.on_ranks else "cores" for part in each.parts))
-        print(f"{each.name:<{width}}  {each.question} ({count(len(jobs_of(each)), 'job')} on {where})")
+        print(wrapped(f"{each.name:<{width}}  {each.question} ({count(len(jobs_of(each)), 'job')} on {where})"))
     return 0
 
 
@@ -199,7 +199,7 @@ def _show(argv: Sequence[str]) -> int:
         ]
         print(json.dumps({"question": declaration.question, "jobs": rows}))
         return 0
-    print(declaration.question)
+    print(wrapped(declaration.question))
     width = max(len(intent.job.name) for intent in intents)
     for intent, status in zip(intents, statuses, strict=True):
         spent = "" if status.seconds is None else f" in {duration(status.seconds)}"

@@ -25,7 +25,7 @@ from ...partition.analytic.device_model import PRESETS, DeviceModel
 from ...partition.plans.record import Searched
 from ...partition.plans.reorder import reorder
 from ...partition.search import CHUNK_SIZES, SCHEDULES, difference
-from ...schedules.wording import duration, size
+from ...schedules.wording import duration, size, wrapped
 from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
 
@@ -244,7 +244,7 @@ def _print(found: Plan, taken: str, *, as_json: bool) -> None:
         print(taken, file=sys.stderr)
     else:
         print(found.explain())
-        print(taken)
+        print(wrapped(taken))
 
 
 class _Reporter:

@@ -22,7 +22,7 @@ from ...schedules.explain.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.costs import by_stage
 from ...schedules.timing.inputs import Cause
 from ...schedules.timing.sampling import SHARE
-from ...schedules.wording import count, duration, size
+from ...schedules.wording import count, duration, size, wrapped
 from ...viz import write_figure
 from ...viz.figures import FIGURE_SUFFIXES, waterfall_figure
 from ..options import check_out, plain_help, read
@@ -132,7 +132,8 @@ def table(found: CheckedRun) -> None:
     if found.tensor_bytes:
         out.print(_memory(found.tensor_bytes))
     for line in (*_told(found), *(f"note: {note}" for note in found.notes)):
-        out.print(line, markup=False, soft_wrap=True)
+        is_command = line.startswith("    ")  # to be copied
+        out.print(line if is_command else wrapped(line), markup=False, soft_wrap=True)
 
 
 # --- what to measure again ---
@@ -256,9 +257,9 @@ def _inputs(inputs: Sequence[InputCheck], predicted: float) -> Table:
     some = sorted(inputs, key=lambda each: -abs(each.seconds))[:_MOST_ROWS]
     left = f", {len(inputs) - len(some)} more without a row" if len(some) < len(inputs) else ""
     rows = new_table(
-        f"\ninputs{left}",
+        f"\ninputs{left}; alone: change of the step by this input alone",
         ("input",),
-        ("predicted", "measured", "ratio", "a step", "seconds more", "alone changes step"),
+        ("predicted", "measured", "a step", "more", "alone"),
     )
     for each in inputs:
         if each not in some or each.predicted == each.measured == 0:
@@ -267,27 +268,28 @@ def _inputs(inputs: Sequence[InputCheck], predicted: float) -> Table:
             str(each.what),
             duration(each.predicted),
             duration(each.measured),
-            "" if each.ratio is None else _times(each.ratio),
             f"x{each.times:g}",
             _signed(each.seconds),
-            "" if each.alone is None else f"{_signed(each.alone)} ({each.alone / predicted:+.1%})",
+            "" if each.alone is None else f"{each.alone / predicted:+.1%}",
         )
     return rows
 
 
 def _ranks(ranks: Sequence[Sequence[Change]]) -> Table:
     names = [each.name for each in next((rank for rank in ranks if rank), ())]
-    rows = new_table("\nranks, predicted / measured in the middle one of these steps", ("rank",), names)
+    title = "\nranks, predicted and measured in the middle one of these steps"
+    rows = new_table(title, ("rank", ""), [name.replace(" ", "\n", 1) for name in names])
     ends = _MOST_ROWS // 2
     for number, rank in enumerate(ranks):
         if len(ranks) > _MOST_ROWS and ends <= number < len(ranks) - ends:
             if number == ends:
-                rows.add_row(f"... {len(ranks) - 2 * ends} more", *("" for _ in names))
+                rows.add_row("...", f"{len(ranks) - 2 * ends} more", *("" for _ in names))
             continue
         if rank:
-            rows.add_row(str(number), *(f"{duration(each.before)} / {duration(each.after)}" for each in rank))
+            rows.add_row(str(number), "predicted", *(duration(each.before) for each in rank))
+            rows.add_row("", "measured", *(duration(each.after) for each in rank))
         else:
-            rows.add_row(str(number), *("not recorded" for _ in names))
+            rows.add_row(str(number), "not recorded", *("" for _ in names))
     return rows
 
 

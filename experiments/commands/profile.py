@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
-from ...schedules.wording import duration, size
+from ...partition.memory import MemoryUse
+from ...schedules.wording import duration, size, wrapped
 from ..options import GptOptions, given, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
 from .profile_ranks import launched, measured_links, profile_at_once
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from ...comm.links import MeasuredLinks
 
+ABREAST = 7  # stages of one table
 FREE = 1e15  # [bytes/s]: links that cost nothing, so that the cut follows compute alone
 BUSY = 0.1  # spread of the whole step from which on its figures say little
 
@@ -231,9 +233,14 @@ def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions
     out.print(_seconds_table(profile))
     out.print(_bytes_table(profile))
     for line in summary(profile):
-        out.print(line, markup=False, highlight=False)
+        out.print(wrapped(line), markup=False, highlight=False)
     if memory:
-        out.print(_memory_table(memory, options))
+        of = f"{options.schedule}, {options.microbatches} microbatches"
+        ends = (" .. ".join(dict.fromkeys((each.nodes[0], each.nodes[-1]))) for each in memory)
+        out.print(wrapped("\nstages: " + "; ".join(f"{number}: {held}" for number, held in enumerate(ends))))
+        out.print(f"memory at the peak of {of}, in MB (predicted)", markup=False)
+    for each in _memory_tables(memory):
+        out.print(each)
 
 
 def _name(node: Node, number: int) -> str:
@@ -301,24 +308,15 @@ def summary(profile: Profile) -> list[str]:
     return lines
 
 
-def _memory_table(memory: Sequence[PlanStage], options: ProfileOptions) -> Table:
-    names = ("parameters", "gradients", "optimizer", "activations", "workspace", "communication", "buffers")
-    rows = table(
-        f"\nmemory at the peak of {options.schedule}, {options.microbatches} microbatches, in MB (predicted)",
-        ("stage", "holds"),
-        ("in flight", *names, "total"),
-    )
-    for number, stage in enumerate(memory):
-        assert stage.memory is not None
-        first, last = stage.nodes[0], stage.nodes[-1]
-        sizes = [getattr(stage.memory, name) for name in names]
-        rows.add_row(
-            str(number),
-            first if first == last else f"{first} .. {last}",
-            str(stage.in_flight),
-            *(f"{size / 1e6:.1f}" for size in (*sizes, stage.memory.total)),
-        )
-    return rows
+def _memory_tables(memory: Sequence[PlanStage]) -> Iterator[Table]:
+    """A column a stage, as many beside each other as fit a terminal."""
+    for first in range(0, len(memory), ABREAST):
+        part = list(enumerate(memory))[first : first + ABREAST]
+        rows = table("", ("stage",), [str(number) for number, _ in part])
+        rows.add_row("in flight", *(str(each.in_flight) for _, each in part))
+        for name in (*(each.name for each in fields(MemoryUse)), "total"):
+            rows.add_row(name, *(f"{getattr(each.memory, name) / 1e6:.1f}" for _, each in part))
+        yield rows
 
 
 # --- links ---
@@ -350,55 +348,41 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
     if options.json:
         print(cluster.to_json())
         return
-    rows = table(
-        "links, one way: seconds = 2 busy + latency + bytes / bandwidth, either end busy with a message",
-        ("level",),
-        (
-            "joins",
-            "latency",
-            "busy",
-            "bandwidth",
-            "line off by",
-            "pairs",
-            "range of bandwidths",
-            "1 KiB",
-            "largest",
-        ),
-    )
-    sums = table("sums over all members of a level", ("level",), ("bandwidth", "a step", "of their time busy"))
+    rows = table("", ("level",), [])
+    figures: dict[str, list[str]] = {}
     for level in measured.levels:
         speeds = [fit.bandwidth / 1e9 for fit in level.fits]
-        rows.add_row(
-            level.name,
-            str(level.size),
-            f"{duration(level.latency)}",
-            f"{duration(level.message_seconds)}",
-            f"{level.bandwidth / 1e9:.3f} GB/s",
-            f"{level.residual:.0%}",
-            ", ".join(f"{a}-{b}" for a, b in level.pairs),
-            f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
-            f"{duration(level.seconds[0][1])}",
-            f"{level.seconds[-1][0] / 2**20:g} MiB in {duration(level.seconds[-1][1])}",
-        )
-        sums.add_row(
-            level.name,
-            f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
-            f"{duration(level.reduce_latency)}",
-            f"{level.sum_busy:.0%}",
-        )
+        rows.add_column(level.name, justify="right")
+        for name, figure in {
+            "joins": str(level.size),
+            "latency": duration(level.latency),
+            "busy, either end": duration(level.message_seconds),
+            "bandwidth": f"{level.bandwidth / 1e9:.3f} GB/s",
+            "line off by": f"{level.residual:.0%}",
+            "pairs": ", ".join(f"{a}-{b}" for a, b in level.pairs),
+            "their bandwidths": f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
+            "1 KiB takes": duration(level.seconds[0][1]),
+            f"{level.seconds[-1][0] / 2**20:g} MiB take": duration(level.seconds[-1][1]),
+            "sum over all: bandwidth": f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
+            "sum over all: a step": duration(level.reduce_latency),
+            "sum over all: of its time busy": f"{level.sum_busy:.0%}",
+        }.items():
+            figures.setdefault(name, []).append(figure)
+    for name, each in figures.items():
+        rows.add_row(name, *each)
     out = console()
+    out.print("links, one way: seconds = 2 busy + latency + bytes / bandwidth")
     out.print(rows)
-    out.print(sums)
     if profiles:
         kinds = {kind.name: kind.speed for kind in cluster.kinds}
         told = ", ".join(f"{kinds[node]:g}" for node in cluster.nodes or ())
         of = "hosts" if len(cluster.nodes or ()) == len(measured.hosts) else "ranks"
         out.print(f"speeds of the {of}, of the first: {told}", markup=False)
     else:
-        out.print("speeds of devices are not measured: all count as equally fast (--profiles says otherwise)")
+        out.print("speeds of devices are not measured: all count as equal (or: --profiles)")
     of = "its device" if options.device == "cuda" else "the host, which its ranks share evenly"
     out.print(f"memory of a rank: {size(memory)} of {of}", markup=False)
     if len(measured.levels) > 1 and measured.rings == "flat":
-        out.print("sums go in one ring of all members, each step as slow as the slowest link that it spans (gloo)")
+        out.print("sums go in one ring of all, each step as slow as its slowest link (gloo)")
     for note in measured.notes:
-        out.print(note, markup=False, soft_wrap=True)
+        out.print(wrapped(note), markup=False)

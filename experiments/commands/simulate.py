@@ -22,7 +22,7 @@ from ...schedules import (
     simulate_spread,
 )
 from ...schedules.traces.run_file import NAME, RunFile
-from ...schedules.wording import count, duration
+from ...schedules.wording import count, duration, wrapped
 from ..options import plain_help, read
 from .schedule_options import NAME_HELP, CostOptions
 from .synthesis import SynthesisOptions, made_or_found
@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
         # not asdict: its deep copies are of no use here
         print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
     else:
-        print(table(answer, options) if found is None else f"{table(answer, options)}\n\n  {found.summary()}")
+        print(table(answer, options) if found is None else wrapped(f"{table(answer, options)}\n\n  {found.summary()}"))
     return 0
 
 
@@ -204,8 +204,6 @@ def table(answer: SimulationSummary, options: CostOptions) -> str:
         weights = f" {answer.peak_versions[rank]:>9} {answer.staleness[rank]:>10}" if answer.streams else ""
         lines.append(f"  {rank:>4} {duration(busy):>10} {duration(sum(idle.values())):>10} {peak:>5}{weights}  {why}")
     lines += (
-        []
-        if options.forward
-        else ["", "  held: activations of stages at once; 1 s is one forward of a stage (--forward says its seconds)"]
+        [] if options.forward else ["", "  held: activations of stages; 1 s is one forward of a stage (or: --forward)"]
     )
     return "\n".join(lines)

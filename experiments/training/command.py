@@ -11,11 +11,9 @@ The options are checked here, before any process starts; `loop` holds what a ran
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ...schedules.wording import count
 from ..launcher import launch_command
 from ..options import read
 from .options import AUTO, TrainOptions, make_schedule, model_config, plan_before, read_plan, resolve, with_recipe
@@ -42,8 +40,6 @@ def run(argv: Sequence[str]) -> int:
     _check_before_launch(options)
     named = argv if "--name" in argv else [*argv, "--name", str(options.name)]
     # a rank that waits gives up by itself after the time-out: when all stand still for longer, none of them will
-    if not options.json:
-        print(f"starting {count(options.num_processes, 'process')} ...", file=sys.stderr, flush=True)
     return launch_command(["train", *named], num_ranks=options.num_processes, stall=options.timeout + 60.0)
 
 

@@ -16,7 +16,7 @@ from torch.optim import Muon
 from ...partition.plans.plan import Plan
 from ...partition.profiler.optimizers import make_optimizers
 from ...schedules import Costs, Schedule, lower_bound, simulate
-from ...schedules.wording import count, size
+from ...schedules.wording import count, size, wrapped
 from ..own_task import OWN_LOSS, Batch
 from .options import TrainOptions
 from .pipeline import make_pipe
@@ -26,7 +26,7 @@ BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
 BYTES_LESS_UNDER_MUON = 4  # it has one average
 BYTES_OF_FEEDBACK = 4  # the last update of each parameter
 BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest
-GRID_COLUMNS = 160
+GRID_COLUMNS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,13 +197,13 @@ def _text(answer: DryRun, schedule: Schedule) -> str:
         f"predicted bubble   {answer.bubble:.1%} of the makespan, {answer.span_bubble:.1%} of the longest "
         f"span; makespan {answer.lower_bound_ratio:.3f} x the lower bound",
         f"                   costs {answer.costs}",
-        "predicted memory   rank   parameters, gradients, optimizer   activations in flight",
+        "predicted memory   rank   weights, state   activations in flight",
     ]
     for rank, (state, peak) in enumerate(zip(answer.state_bytes, answer.peak_activations, strict=True)):
         activations = answer.activation_bytes
         held = "not counted" if activations is None else size(activations[rank])
-        lines.append(f"                   {rank:>4}   {size(state):>33}   {held} ({count(peak, 'stage')})")
-    return "\n".join(lines)
+        lines.append(f"                   {rank:>4}   {size(state):>14}   {held} ({count(peak, 'stage')})")
+    return wrapped("\n".join(lines))
 
 
 def _shortened(line: str) -> str:

@@ -22,7 +22,7 @@ from ...pipe import StepRecord, StepResult
 from ...pipe.trace.tracer import FIRST_TRACED
 from ...schedules import Schedule, StepSamples, Timeline, simulate
 from ...schedules.timing.sampling import with_range
-from ...schedules.wording import count, duration, size
+from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, MeasuredStep
 from ..host import MemoryMeter
 from ..launcher import report_to_launcher
@@ -329,10 +329,11 @@ class _Training:
         if self.options.json:
             print(json.dumps({**asdict(summary), "folder": str(folder.path)}))
             return
-        print(report(summary))
+        print(wrapped(report(summary)))
         if self.task.describe is not None:
             print(f"\n{self.task.describe(weights)}")
-        print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, {trace.name}, {TRACE_NAMES}")
+        files = f"summary.json, metrics.jsonl, {picture.name}, {trace.name}, {TRACE_NAMES}"
+        print(wrapped(f"\n{folder.path}/: {files}"))
 
 
 def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float, ...]:

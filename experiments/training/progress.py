@@ -43,10 +43,7 @@ def speed(*, samples_per_s: float, tokens_per_s: float | None) -> str:
 
 def describe(metrics: Metrics) -> str:
     """Figures of a step in one line."""
-    text = f"loss {metrics.loss:.3f}"
-    if metrics.bits_per_byte is not None:
-        text += f" = {metrics.bits_per_byte:.2f} bits/byte"
-    text += f"  {speed(samples_per_s=metrics.samples_per_s, tokens_per_s=metrics.tokens_per_s)}"
+    text = f"loss {metrics.loss:.3f}  {speed(samples_per_s=metrics.samples_per_s, tokens_per_s=metrics.tokens_per_s)}"
     if metrics.bubble is not None and metrics.predicted_bubble is not None:
         of_step = "" if metrics.bubble_step in (None, metrics.step) else f" in step {metrics.bubble_step + 1}"
         text += f"  bubble {metrics.bubble:.1%}{of_step} (predicted {metrics.predicted_bubble:.1%})"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from statistics import fmean
 
 from ...schedules.ir import Op
 from ...schedules.timing.costs import by_stage
-from ...schedules.wording import count, duration, size
+from ...schedules.wording import count, duration, size, wrapped
 from ..memory import MemoryUse
 from ..stage_cost import message_seconds
 from .record import PlanRecord, RunnerUp
@@ -40,17 +39,14 @@ def explain(plan: PlanRecord) -> str:
             known = "the trial" if plan.tried_seconds is not None else "the profile"
             lines.append(f"predicted, with actions that vary as in {known}: {varied}, bubble {varied.bubble:.1%}")
     lines += _runtime(plan)
-    more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
-    head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"
-    lines.append(head + "".join(f"  {_MORE[name]:>6}" for name in more))
-    lines += _folded(_stages(plan, more), "stages")
+    lines += _stages(plan)
     lines += _folded(_replicas(plan), "stages")
     lines += _memory(plan)
     for each in plan.runners_up:
         lines.append(f"runner-up {each.label or '-'.join(map(str, each.replicas))}: {_loss(plan, each)}")
     if plan.searched is not None and plan.simulated_step_time is not None:
         lines += plan.searched.lines(plan.simulated_step_time)
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))])
+    return wrapped("\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))]))
 
 
 def describe(plan: PlanRecord) -> str:
@@ -77,7 +73,21 @@ def describe(plan: PlanRecord) -> str:
     return ", ".join(parts)
 
 
-_MORE = {"tensor": "tensor", "optimizer_shards": "shards"}  # columns where some stage has more than 1
+_USUAL = {  # of a stage: what is said where it is another
+    "recompute": ("recompute", "none"),
+    "tensor": ("tensor", 1),
+    "optimizer_shards": ("shards", 1),
+}
+_STRUCTURES = {
+    "parameters": "weights",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "buffers": "buffers",
+    "activations": "activ.",
+    "workspace": "worksp.",
+    "communication": "comm.",
+}
+_WIDTH = 80  # of a terminal
 
 
 def _runtime(plan: PlanRecord) -> list[str]:
@@ -100,19 +110,22 @@ def _folded(rows: list[str], what: str) -> list[str]:
     return [*rows[:ENDS], f"  ... {len(rows) - 2 * ENDS} more {what}, in the plan's JSON ...", *rows[-ENDS:]]
 
 
-def _stages(plan: PlanRecord, more: Sequence[str]) -> list[str]:
-    rows = []
+def _stages(plan: PlanRecord) -> list[str]:
+    """A row a stage; its units, and what not every stage has, below it where lines would be too long."""
+    rows, units = [], []
     actions = zip(plan.seconds(Op.F), plan.seconds(Op.B), strict=True)
     for number, (stage, (forward, backward)) in enumerate(zip(plan.stages, actions, strict=True)):
         memory = "-" if stage.memory is None else size(stage.memory.total)
         flight = "-" if stage.in_flight is None else str(stage.in_flight)
-        columns = "".join(f"  {getattr(stage, name):>6}" for name in more)
-        seconds = " ".join(f"{each * 1e3:10.3f}" for each in (forward, backward, stage.step_seconds))
-        rows.append(
-            f"{number:5}  {len(stage.nodes):5}  {_span(stage.ranks):9} {seconds}  {flight:>9}  {memory:>11}"
-            f"  {stage.recompute:9}{columns}  {stage.nodes[0]} .. {stage.nodes[-1]}"
-        )
-    return rows
+        seconds = "".join(f"{each * 1e3:9.3f}" for each in (forward, backward, stage.step_seconds))
+        rows.append(f"{number:5}  {_span(stage.ranks):<7}{seconds}  {flight:>9} {memory:>9}")
+        names = " .. ".join(dict.fromkeys((stage.nodes[0], stage.nodes[-1])))
+        own = [f"{said} {value}" for name, (said, usual) in _USUAL.items() if (value := getattr(stage, name)) != usual]
+        units.append(", ".join([names, *own]))
+    fit = max(len(row) + len(names) for row, names in zip(rows, units, strict=True)) + 2 <= _WIDTH
+    table = [f"{row}{'  ' if fit else chr(10) + ' ' * 7}{names}" for row, names in zip(rows, units, strict=True)]
+    head = "stage  ranks       F ms     B ms  step ms  in flight    memory"
+    return [f"{head}{'  units' if fit else ''}", *_folded(table, "stages")]
 
 
 def _replicas(plan: PlanRecord) -> list[str]:
@@ -141,13 +154,12 @@ def _memory(plan: PlanRecord) -> list[str]:
         rows.setdefault(memory, []).append(rank)
     if not rows:
         return []
-    names = [each.name for each in fields(MemoryUse)]
-    lines = [f"memory, MB   {'ranks':<9}" + "".join(f"{name:>14}" for name in (*names, "total"))]
+    head = "".join(f"{name:>9}" for name in (*_STRUCTURES.values(), "total"))
     table = []
     for memory, ranks in rows.items():
-        figures = [*(getattr(memory, name) for name in names), memory.total]
-        table.append(f"             {_span(ranks):<9}" + "".join(f"{each / 1e6:14.3f}" for each in figures))
-    return lines + _folded(table, "kinds of ranks")
+        figures = [*(getattr(memory, name) for name in _STRUCTURES), memory.total]
+        table.append(f"{_span(ranks):<7}" + "".join(f"{each / 1e6:9.{3 if each < 1e9 else 0}f}" for each in figures))
+    return ["memory by rank, in MB", f"{'ranks':<7}{head}", *_folded(table, "kinds of ranks")]
 
 
 def _loss(plan: PlanRecord, other: RunnerUp) -> str:

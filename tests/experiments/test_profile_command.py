@@ -38,7 +38,7 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert "blocks.0" in printed.out
     assert "x2" in printed.out
-    assert "blocks.1 " not in printed.out.split("memory at the peak")[0]  # folded into the row of its equal
+    assert "blocks.1 " not in printed.out.split("stages: ")[0]  # folded into the row of its equal
     assert "the sum of the parts is" in printed.out
     assert "memory at the peak of 1f1b, 4 microbatches" in printed.out
     assert "units, " in printed.err

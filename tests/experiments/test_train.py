@@ -296,7 +296,7 @@ def test_the_dry_run_counts_what_muon_keeps() -> None:
 
 
 def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "loss 2.000 = 2.88 bits/byte  1,234 tokens/s  bubble 12.5% (predicted 10.0%)"
+    line = "loss 2.000  1,234 tokens/s  bubble 12.5% (predicted 10.0%)"
     assert describe(SOME) == line
     assert describe(replace(SOME, bubble_step=1)) == line  # step 1 is the second one
     assert describe(replace(SOME, step=9, bubble_step=3)) == line.replace("12.5%", "12.5% in step 4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -46,18 +47,15 @@ def test_json_there_and_back() -> None:
 
 def test_explain() -> None:
     assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices: its slowest stage takes 2.00 ms a microbatch; the least bottleneck of "
-        "any plan is at least 1.00 ms",
+        "3-1 on 5 devices: its slowest stage takes 2.00 ms a microbatch; the least",
+        "  bottleneck of any plan is at least 1.00 ms",
         "simulated, 1f1b, 8 microbatches: 30.0 ms a batch, bubble 25.0%",
-        "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute",
-        "    0      2  0-2            1.000      2.000      2.000          2      2.00 GB  none       a .. b",
-        "    1      1  3              1.000      2.000      2.000          2      2.00 GB  none       c .. c",
-        "memory, MB   ranks    "
-        "    parameters     gradients     optimizer       buffers   activations     workspace "
-        "communication         total",
-        "             0-3      "
-        "       500.000       500.000      1000.000         0.000         0.000         0.000         "
-        "0.000      2000.000",
+        "stage  ranks       F ms     B ms  step ms  in flight    memory  units",
+        "    0  0-2        1.000    2.000    2.000          2   2.00 GB  a .. b",
+        "    1  3          1.000    2.000    2.000          2   2.00 GB  c",
+        "memory by rank, in MB",
+        "ranks    weights    grads   optim.  buffers   activ.  worksp.    comm.    total",
+        "0-3      500.000  500.000     1000    0.000    0.000    0.000    0.000     2000",
         "runner-up 4-1: 3.00 ms a microbatch; simulated 45.0 ms a batch, +50.00%",
         "note: a note",
     ]
@@ -109,17 +107,18 @@ def test_explain_shows_what_is_split_and_the_choice_first() -> None:
     split = replace(stage("ab", 0, 1, 2, 3), tensor=2, optimizer_shards=2, memory=MemoryUse(parameters=5e6))
     lines = replace(PLAN, stages=(split,), notes=("chosen: pipe 1 x data 2", "a note")).explain().splitlines()
     assert lines[0] == "pipe 1 x data 2"
-    assert lines[3].endswith("recompute  tensor  shards")
-    assert lines[4].endswith("    5.00 MB  none            2       2  a .. b")
+    assert lines[4].endswith("    memory")
+    assert lines[5].endswith("   5.00 MB")
+    assert lines[6] == "       a .. b, tensor 2, shards 2"
     assert [line for line in lines if line.startswith("note: ")] == ["note: a note"]
     chunks = replace(PLAN, stages=(stage("a", 0), stage("b", 0)), num_chunks=2)
-    assert "its slowest rank takes" in chunks.explain()
+    assert "its slowest rank takes" in " ".join(chunks.explain().split())
 
 
 def test_explain_folds_long_tables() -> None:
     stages = tuple(replace(stage("x", rank), nodes=(f"n{rank}",), in_flight=rank + 1) for rank in range(25))
     lines = replace(PLAN, stages=stages, num_devices=25).explain().splitlines()
-    rows = [line for line in lines if " .. n" in line]
+    rows = [line for line in lines if re.search(r" n\d+$", line)]
     assert [int(row.split()[0]) for row in rows] == [*range(8), *range(17, 25)]
     assert "  ... 9 more stages, in the plan's JSON ..." in lines
 

@@ -268,7 +268,7 @@ def test_replicas_keep_their_own_seconds() -> None:
     assert took.seconds(Op.B) == pytest.approx([5.5e-3])
     assert took.replica_seconds(Op.F) == [pytest.approx((1.5e-3, 3e-3))]
     assert took.replica_seconds(Op.B) == [pytest.approx((4e-3, 7e-3))]
-    assert "replicas of stage 0 on ranks 0-1 take 0.71, 1.29 times these F and B" in took.explain()
+    assert "replicas of stage 0 on ranks 0-1 take 0.71, 1.29 times these F and B" in " ".join(took.explain().split())
     whole = 3 * sum(slow) + took.update_seconds[0]
     assert took.simulated_step_time == pytest.approx(whole)
     assert took.bubble == pytest.approx(1 - 3 * (sum(fast) + sum(slow)) / (2 * whole))
@@ -296,9 +296,9 @@ def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
     assert seconds > 1.05 * (found.simulated_step_time or 0.0)
     assert bubble == pytest.approx(median(1 - sum(p) / (2 * (max(p) + beside)) for p in pairs), rel=0.1)
     assert f"predicted, with actions that vary as in the profile: {sampled(varied)}, bubble {bubble:.1%}" in (
-        varied.explain()
+        " ".join(varied.explain().split())
     )
     slower = replace(varied, tried_seconds=0.01, costs=replace(varied.costs, backward=[(4e-3, 6e-3)]))
-    assert "with actions that vary as in the trial: " in slower.explain()
-    assert "replicas of stage 0 on ranks 0-1 take 0.86, 1.14 times these F and B" in slower.explain()
+    assert "with actions that vary as in the trial: " in " ".join(slower.explain().split())
+    assert "replicas of stage 0 on ranks 0-1 take 0.86, 1.14 times these F and B" in " ".join(slower.explain().split())
     assert expected(replace(varied, simulated_step_time=None)) is None

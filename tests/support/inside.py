@@ -221,7 +221,7 @@ _NAMES = {
     "schedules.custom.user_code": "UserCodeError load",
     "schedules.rules.versions": "derive_versions",
     "schedules.rules.weight_rules": "RULES",
-    "schedules.wording": "duration printable size",
+    "schedules.wording": "duration printable size wrapped",
     "viz.explorer.data": "TimelineColumns",
     "viz.explorer.whatif_data": "builder_of replay_data whatif_data",
     "viz.headline": "HeadFigure headline",
