@@ -31,7 +31,7 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     assert "configurations: " in printed
     assert "by their bounds none of the rest is faster" in " ".join(printed.split())
     assert "planned in " in printed
-    assert f"seconds and bytes: {profile}, as measured (`stagewright profile`" in printed
+    assert f"seconds and bytes: {profile}, as measured (`stagewright profile`" in " ".join(printed.split())
     assert "memory of a device: no limit is known (--memory 80GB gives one)" in printed
     assert "links: messages and sums take no time (--cluster says what they take" in printed
     assert Plan.load(out).replicas == (4,)
