@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..comm import Collectives, Guard, MeshPlace, World
+from ..comm import Collectives, Guard, MeshPlace, PipelineError, World
 from ..partition.model.forms import Arguments
 from .batch.given import Given, check_batch
 from .batch.slicing import check_slicing
@@ -44,6 +44,7 @@ class Building:
         self._auto: AutoLayout | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
+        self.is_closed = False
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
         if make_layout is None:
             self._plan_first(options.layout)
@@ -80,7 +81,9 @@ class Building:
         return self.pipeline is not None and self.pipeline.training.reads_nothing
 
     def decided_for(self, given: Given) -> Layout:
-        """The layout; under schedule="auto" the first batch decides on it."""
+        """The layout; under schedule="auto" the first batch decides on it. PipelineError behind `close`."""
+        if self.is_closed:
+            raise PipelineError("this pipeline has ended: expected a new PipelineModule after close()")
         if self.layout is None:
             assert self._auto is not None
             self._start(self._auto.decide(given.detached()), None)
@@ -89,7 +92,8 @@ class Building:
 
     def built_for(self, given: Given) -> Pipeline:
         """The pipeline; the first batch builds the stages, unless there were example inputs."""
-        return self._assemble(self.decided_for(given), given) if self.pipeline is None else self.pipeline
+        layout = self.decided_for(given)
+        return self._assemble(layout, given) if self.pipeline is None else self.pipeline
 
     def decided(self) -> Layout:
         if self.layout is None:

@@ -343,6 +343,10 @@ class PipelineModule(RunFigures):
         self.close()
 
     def close(self) -> None:
-        """Wait until all messages are through, and give links back. Call it before the process group is destroyed."""
+        """Wait until all messages are through, and give links back. Call it before the process group is destroyed.
+
+        Weights and figures can be read behind it; a batch is a PipelineError.
+        """
+        self._building.is_closed = True
         if self._building.pipeline is not None:
             self._building.pipeline.training.close(self._settings.timeout)

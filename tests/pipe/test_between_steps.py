@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.inside import Arguments, BatchReader, FlatGradients, Given, Identit
 from support.small import WIDTH, X, Y, make, stream
 from torch import Tensor, nn
 
+from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import build
 
@@ -130,3 +132,19 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
     assert [part.target is not None for part in batch.parts] == [k in own for k in range(6)]
     assert [part.size for part in batch.parts] == [3, 3, 3, 2, 2, 2]
     assert batch.replica == (replica, 3)
+
+
+def test_a_batch_behind_close_is_refused_and_what_is_known_stays() -> None:
+    """In one process it trained on; over processes its messages had no links."""
+    pipe = make()
+    pipe.train_step(X, Y)
+    weights = pipe.full_state_dict()
+    with pipe:
+        pass
+    calls = (pipe.train_step, pipe.forward_backward, pipe.eval_step, pipe.verify, pipe.build)
+    for call in (*((partial(call, X, Y)) for call in calls), partial(pipe.predict, X)):
+        with pytest.raises(PipelineError, match=r"has ended: expected a new PipelineModule after close\(\)"):
+            call()
+    pipe.close()
+    assert all(torch.equal(value, weights[name]) for name, value in pipe.full_state_dict().items())
+    assert (pipe.num_steps, pipe.flush()) == (1, [])
