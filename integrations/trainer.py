@@ -14,8 +14,10 @@ writes. Data replicas read the batches that Trainer's processes would, and each 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,21 @@ from transformers import Trainer, TrainingArguments
 from ..pipe import PipelineModule, named
 
 _FOLDER = "pipeline"  # of a checkpoint, beside what Trainer writes
+# Arguments of TrainingArguments that are followed, or that change nothing here; others must be as they are by default.
+_FOLLOWED = re.compile(
+    "output_dir|max_.*|num_train_epochs|learning_rate|lr_.*|warmup_.*|optim|optim_args|weight_decay|adam_.*|bf16|tf32|"
+    "use_cpu|use_cache|gradient_accumulation_steps|average_tokens.*|per_device_.*|logging_.*|log_.*|include_.*|"
+    "disable_tqdm|report_to|run_name|project|trackio_.*|eval_.*|prediction_loss_only|batch_eval_metrics|save_.*|"
+    "push_to_hub|hub_.*|load_best_model.*|metric_for_best.*|greater_is_better|ignore_data_skip|restore_callback_.*|"
+    "full_determinism|seed|data_seed|accelerator_config|dataloader_.*|remove_unused_columns|label_names|"
+    "train_sampling_.*|length_column_name|ddp_.*|fsdp_config|skip_memory_metrics|do_.*|resume_from_checkpoint|local_rank"
+)
 _REFUSED = {  # arguments of TrainingArguments, and what to type instead
     "deepspeed": "no such argument, as the pipeline shares out the model",
     "fsdp": 'pipeline={"mesh": {"pipe": ...}}',
     "parallelism_config": 'pipeline={"mesh": {"pipe": ..., "tensor": ...}}',
     "activation_checkpointing": 'pipeline={"recompute": "layer"}',
+    "gradient_checkpointing": 'pipeline={"recompute": "layer"}',
     "torch_compile": 'pipeline={"precision": stagewright.Precision(compile=True)}',
     "fp16": "bf16=True",
     "fp16_full_eval": "bf16=True",
@@ -43,6 +55,9 @@ _REFUSED = {  # arguments of TrainingArguments, and what to type instead
     "neftune_noise_alpha": "a model that adds that noise itself",
     "auto_find_batch_size": "a per_device_train_batch_size that fits",
 }
+
+
+_BYPASSED = ("compute_loss", "compute_loss_context_manager", "training_step")  # by a step through the pipeline
 
 
 class PipelineTrainer(Trainer):
@@ -71,6 +86,12 @@ class PipelineTrainer(Trainer):
         self._batches: Sequence[Mapping[str, Any]] = ()  # of the step under way
         self._resumed: Path | None = None  # a checkpoint that the pipeline loads as soon as it is built
         self._norm: float | None = None
+        for name in _BYPASSED:
+            if getattr(type(self), name) is not getattr(PipelineTrainer, name):
+                raise ValueError(
+                    f"{type(self).__name__}.{name} would never be called, as the pipeline runs forwards and backwards: "
+                    f"expected a model that returns the loss that you want"
+                )
         given = next((each for each in [*args, *kwargs.values()] if isinstance(each, TrainingArguments)), None)
         if given is not None:
             _be_alone(given)
@@ -80,6 +101,10 @@ class PipelineTrainer(Trainer):
             raise ValueError(
                 f"compute_loss_func={self.compute_loss_func!r:.60}: expected a model that returns its loss"
             )
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: ValueError."""
+        raise ValueError("hyperparameter_search with a pipeline: expected a run for each choice, of its own processes")
 
     # What is put together
 
@@ -93,6 +118,12 @@ class PipelineTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's, over the whole model, which only carries rates; those of the stages are made like it."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        kind: Any = type(getattr(optimizer, "optimizer", optimizer))  # below accelerate's
+        if not kind.__module__.startswith(("torch.optim.", "transformers.")):
+            raise ValueError(
+                f"an optimizer of {kind.__module__}.{kind.__name__}: expected one of torch.optim or transformers, as "
+                f"each stage makes its own from the options of its groups"
+            )
         if self.pipe is None or self._trained is not self.model:
             if self.pipe is not None:
                 self.pipe.close()
@@ -307,6 +338,13 @@ def _be_alone(args: TrainingArguments) -> None:
     for name, instead in _REFUSED.items():
         if value := getattr(args, name, None):
             raise ValueError(f"TrainingArguments({name}={value!r}) with a pipeline: expected {instead}")
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if value and value != field.default and not _FOLLOWED.fullmatch(field.name):
+            raise ValueError(
+                f"TrainingArguments({field.name}={value!r:.60}) with a pipeline: expected no such argument, as nothing "
+                f"here follows it"
+            )
     if args.device.type and args.distributed_state is not None:
         args.distributed_state.distributed_type = DistributedType.NO
         args.distributed_state.num_processes = 1

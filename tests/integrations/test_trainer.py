@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.commands import answer, end_forked, start_forked
 
 import stagewright
@@ -96,7 +98,17 @@ def test_padded_batches_and_the_best_model(tmp_path: Path) -> None:
 
 def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
-    for name, value in {"label_smoothing_factor": 0.1, "torch_compile": True, "neftune_noise_alpha": 5.0}.items():
+    for name, value in {
+        "label_smoothing_factor": 0.1,
+        "torch_compile": True,
+        "neftune_noise_alpha": 5.0,
+        "activation_checkpointing": True,
+        "use_liger_kernel": True,
+        "debug": "underflow_overflow",
+        "torch_empty_cache_steps": 3,
+        "enable_jit_checkpoint": True,
+        "optim_target_modules": "all-linear",
+    }.items():
         arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none", **{name: value})
         with pytest.raises(ValueError, match=rf"TrainingArguments\({name}=.*with a pipeline: expected "):
             stagewright.integrations.PipelineTrainer(model, arguments)
@@ -104,6 +116,45 @@ def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"compute_loss_func=.*expected a model that returns its loss"):
         stagewright.integrations.PipelineTrainer(model, arguments, compute_loss_func=lambda *_: None)
     trainer = stagewright.integrations.PipelineTrainer(model, arguments)
+    with pytest.raises(ValueError, match="hyperparameter_search with a pipeline: expected a run for each choice"):
+        trainer.hyperparameter_search()
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="no folder 'pipeline': expected a checkpoint of a PipelineTrainer"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_what_a_pipeline_would_not_call_is_refused(tmp_path: Path) -> None:
+    """Trained on another loss, or by an optimizer without its own options, without a word."""
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+
+    class Weighted(stagewright.integrations.PipelineTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Logged(stagewright.integrations.PipelineTrainer):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    class Momentum(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match=r"Weighted.compute_loss would never be called.*: expected a model that"):
+        Weighted(model, arguments)
+    Logged(model, arguments)
+    own = Momentum(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"an optimizer of .*\.Momentum: expected one of torch.optim or transformers"):
+        stagewright.integrations.PipelineTrainer(model, arguments, optimizers=(own, None)).create_optimizer()
+
+
+def test_arguments_of_other_releases_are_refused_until_they_are_known(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Next(transformers.TrainingArguments):
+        loss_spikes: str = "keep"
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
+    stagewright.integrations.PipelineTrainer(model, Next(tmp_path, use_cpu=True, report_to="none"))
+    with pytest.raises(ValueError, match=r"TrainingArguments\(loss_spikes='skip'\) with a pipeline: expected no such"):
+        stagewright.integrations.PipelineTrainer(
+            model, Next(tmp_path, use_cpu=True, report_to="none", loss_spikes="skip")
+        )
