@@ -64,7 +64,8 @@ def test_outputs_of_any_form(model: type[nn.Module], ranks: int) -> None:
 
 
 def test_an_output_without_dimensions_comes_by_microbatch() -> None:
-    pipe = agree_with_one_process(WithAScalar, ranks=3)
+    agree_with_one_process(WithAScalar, ranks=3)
+    pipe = PipelineModule(WithAScalar().double(), num_microbatches=4, mesh={"pipe": 3}, loss_fn=loss_of)
     _, scalars = pipe.eval_step(X, Y).output  # type: ignore[misc]
     assert scalars.shape == (4,)
 

@@ -83,7 +83,7 @@ def test_frozen_parameters_stay_as_they_are() -> None:
 # --- evaluation, checkpoints and changes with batches under way ---
 
 
-@pytest.mark.parametrize("look", [lambda p: p.eval_step(X, Y), lambda p: p.full_state_dict(), lambda p: p.close()])
+@pytest.mark.parametrize("look", [lambda p: p.eval_step(X, Y), lambda p: p.full_state_dict(), lambda p: p.flush()])
 def test_2bw_trains_the_same_whatever_drains_it(look: Callable[[PipelineModule], object]) -> None:
     plain, watched = stream(), stream()
     for step in range(5):
@@ -202,7 +202,6 @@ def test_an_error_loses_what_was_under_way(tmp_path: Path) -> None:
     for call in (lambda: pipe.train_step(X, Y), pipe.flush):
         with pytest.raises(ValueError, match=r"were lost with NonFiniteLossError: .* Expected load\(folder\)"):
             call()
-    pipe.close()
     pipe.load(tmp_path / "c")
     other = stream()
     for one in (pipe, other):

@@ -402,7 +402,7 @@ class ForwardRecorder:
             new = module._buffers.keys() - {key for at, key in self._stored if at == path}
             carried = [
                 k
-                for k, v in {**vars(module), **module._buffers}.items()
+                for k, v in {**vars(module), **{k: module._buffers[k] for k in new}}.items()
                 if (k in new or self._attributes.carries(module, k))
                 and follows(self._values.numbers_in(v), self._values.made_by, self._calls)
             ]
