@@ -24,7 +24,10 @@ from .whatif_data import whatif_data
 
 __all__ = ["explorer_html", "write_explorer"]
 
-_SCRIPTS = ("model.js", "words.js", "view.js", "draw.js", "layers.js", "marks.js", "panels.js", "input.js")
+_SCRIPTS = tuple(
+    f"{each}.js"
+    for each in ["model", "words", "view", "draw", "layers", "marks", "panels", "search", "selection", "input"]
+)
 # name -> its scripts, the last of which extends the page, and the function that gives the data of an exhibit
 _EXTENSIONS: dict[str, tuple[tuple[str, ...], Callable[[Exhibit], Any]]] = {
     "whatif": (("replay.js", "replay_panel.js", "whatif.js"), whatif_data),

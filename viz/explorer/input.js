@@ -46,7 +46,7 @@
       }
       if (Math.abs(x - drag.x) + Math.abs(y - drag.y) > CLICK) drag.moved = true;
       if (drag.kind === "overview") overview(x);
-      else if (drag.moved && drag.kind === "range") app.setRange([drag.x, x]);
+      else if (drag.moved && drag.kind === "range") app.select([drag.x, x].map((each) => view.in(null).seconds(each)).sort((a, b) => a - b));
       else if (drag.moved) {
         canvas.classList.add("dragging");
         view.pan((drag.lastX - x) * view.pixel);
@@ -62,16 +62,14 @@
       if (!drag) return;
       const [x, y] = at(event);
       canvas.classList.remove("dragging");
-      if (drag.kind === "range" && drag.moved) view.set(...[view.seconds(drag.x), view.seconds(x)].sort((a, b) => a - b));
-      else if (!drag.moved && drag.kind === "pan") app.choose(app.find(x, y));
+      if (!drag.moved && drag.kind === "pan") app.choose(app.find(x, y));
+      else if (!drag.moved && drag.kind === "range") app.measure(app.state.chosen, app.find(x, y));
       drag = null;
-      app.setRange(null);
       app.changed();
     };
     canvas.addEventListener("pointerup", release);
     canvas.addEventListener("pointercancel", () => {
       drag = null;
-      app.setRange(null);
     });
     canvas.addEventListener("pointerleave", () => drag || app.hover(null, null));
     canvas.addEventListener("dblclick", () => {
@@ -155,7 +153,10 @@
         case "+": case "=": app.zoom(1.5); break;
         case "-": case "_": app.zoom(1 / 1.5); break;
         case "0": view.set(0, view.length); break;
-        case "Escape": app.choose(null); app.state.left = true; break;
+        case "f": app.focus(); break;
+        case "x": app.mark(); break;
+        case "/": app.search.focus(); break;
+        case "Escape": app.choose(null); app.select(null); app.state.left = true; break;
         case "[": case "]": for (const exhibit of app.page.exhibits) app.chooseStep(exhibit, exhibit.chosen + (event.key === "[" ? -1 : 1)); break;
         case "t": app.otherTheme(); break;
         case "?": app.panels.help(); break;

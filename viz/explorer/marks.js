@@ -9,7 +9,7 @@
       this.painter = painter;
     }
 
-    draw({ hover, chosen, pointer, range, row }) {
+    draw({ hover, chosen, marked, pointer, range, row, meant }) {
       const { context, view } = this;
       const theme = this.painter.theme;
       context.clearRect(0, 0, view.width, view.height);
@@ -18,10 +18,13 @@
       context.rect(view.gutter - 1, view.head, view.plotWidth + 2, view.height - view.head);
       context.clip();
       if (range) {
-        context.globalAlpha = 0.18;
+        const [from, to] = range.map((seconds) => Math.min(Math.max(view.in(null).x(seconds), -9), view.width + 9));
+        context.globalAlpha = 0.16;
         context.fillStyle = theme.accent;
-        context.fillRect(Math.min(range[0], range[1]), view.head, Math.abs(range[1] - range[0]), view.height);
+        context.fillRect(from, view.head, to - from, view.height);
         context.globalAlpha = 1;
+        context.fillRect(from, view.head, 1, view.height);
+        context.fillRect(to - 1, view.head, 1, view.height);
       }
       if (pointer !== null && pointer >= view.gutter && pointer <= view.gutter + view.plotWidth) {
         context.strokeStyle = theme.faint;
@@ -40,10 +43,29 @@
         context.lineWidth = 2;
         context.strokeRect(view.gutter, place.box - 2, view.plotWidth, place.boxHeight + 4);
       }
-      for (const [mark, colour] of [[hover, theme.ink], [chosen, theme.mark]]) {
+      if (meant) for (const place of view.panels) this.found(place, meant);
+      for (const [mark, colour] of [[marked, theme.accent], [hover, theme.ink], [chosen, theme.mark]]) {
         if (mark && mark.track) this.mark(mark, colour);
       }
       context.restore();
+    }
+
+    // Frames of what the search found: one a pixel where boxes are narrow.
+    found(place, meant) {
+      const { context } = this;
+      const view = this.view.in(place.panel);
+      context.strokeStyle = this.painter.theme.mark;
+      context.lineWidth = 2;
+      for (const { row, box, boxHeight } of place.rows) {
+        const { compute } = row;
+        let last = -9;
+        for (let i = compute.from(view.start); i < compute.count && compute.start[i] < view.end; i++) {
+          const x = view.x(compute.start[i]), width = view.x(compute.end[i]) - x;
+          if (Math.max(x + width - last, width) < 1 || !meant(row, i, place.panel)) continue;
+          context.strokeRect(x, box - 1, Math.max(width - 1, 1), boxHeight + 2);
+          last = x + width;
+        }
+      }
     }
 
     mark(mark, colour) {

@@ -285,9 +285,12 @@
   const KEYS = [
     ["wheel, + −", "zoom at the pointer, or in the middle"],
     ["drag, ← →, shift + wheel", "move along the time; drag up and down to other rows"],
-    ["shift + drag, drag the axis", "zoom into a stretch of time"],
+    ["shift + drag, drag the axis", "select a stretch of time: what each rank does in it"],
+    ["f", "zoom into what is selected, or the chosen action"],
+    ["shift + click, x", "the distance from the chosen action to another; x marks one, and then x the other"],
+    ["/", "find actions; Enter and shift + Enter go along them, Esc ends it"],
     ["0, double click", "show everything"],
-    ["click, Enter", "keep an action at the right; Esc lets go"],
+    ["click, Enter", "keep an action at the right; Esc lets go, of the selection too"],
     ["Tab, shift + Tab", "next and previous action of the rank's program"],
     ["arrow keys", "once an action is chosen: along its program, and to other ranks"],
     ["[ ]", "the measured step before and after"],
@@ -312,6 +315,7 @@
     title(page);
     steps(page);
     section("chosen", "Actions");
+    section("selection", "Selection").hidden = true;
     section("differences", "Differences");
     section("idle", "Idle time");
     section("path", "Critical path");
@@ -328,5 +332,5 @@
     path(page);
   }
 
-  app.panels = { make, summary, section: (id, heading) => section(id, heading, document.getElementById("idle")), chosen, facts, help, start, refresh };
+  app.panels = { make, summary, section: (id, heading) => section(id, heading, document.getElementById("idle")), chosen, facts, folded, panelName, help, start, refresh };
 })(stagewright);

@@ -9,7 +9,7 @@
   const marks = new app.Marks(byId("marks"), view, painter);
   const tooltip = byId("tooltip");
   app.scroller = byId("scroller");
-  app.state = { hover: null, chosen: null, pointer: null, range: null, row: null, left: false };
+  app.state = { hover: null, chosen: null, pointer: null, range: null, marked: null, meant: null, row: null, left: false };
   app.frames = { drawn: 0, seconds: 0 }; // for measurements
 
   let wanted = 0; // 1: marks alone, 2: everything
@@ -131,8 +131,13 @@
     ask(1);
   };
 
-  app.setRange = (range) => {
-    app.state.range = range;
+  app.redraw = () => ask(1);
+
+  // Mark the chosen action; of two, tell the distance.
+  app.mark = () => {
+    const { chosen, marked } = app.state;
+    app.state.marked = marked ? null : chosen;
+    if (marked) app.measure(marked, chosen);
     ask(1);
   };
 
@@ -166,8 +171,10 @@
     view.whole = page.longest;
     view.set(view.start, whole ? view.length : view.end);
     if (app.state.chosen && !page.panels.includes(app.state.chosen.panel)) app.choose(null);
-    app.state.hover = null;
+    app.state.hover = app.state.marked = null;
     app.panels.refresh(page);
+    app.select(app.state.range);
+    app.search.refresh();
     app.layOut();
   };
 
@@ -213,6 +220,7 @@
   }
 
   app.panels.start(page);
+  app.startSearch(page);
   makeToggles();
   byId("zoom-in").addEventListener("click", () => app.zoom(1.5));
   byId("zoom-out").addEventListener("click", () => app.zoom(1 / 1.5));

@@ -170,5 +170,5 @@
     return { title: said.what[0].toUpperCase() + said.what.slice(1) + " to rank " + row.rank, facts };
   }
 
-  app.words = { time, bytes, percent, digits, unitOf, describe, idleBefore };
+  app.words = { time, bytes, percent, digits, unitOf, OP_WORDS, describe, idleBefore };
 })(stagewright);
