@@ -66,6 +66,9 @@ class Mesh:
 class Auto:
     """schedule="auto": the first batch is profiled, and the planner decides on schedule, cut, replicas, microbatches.
 
+    The profile is kept for the next run of the same command, files, machine and versions: in STAGEWRIGHT_CACHE where
+    the environment names a folder ("off": nowhere), else in the user's folder for caches.
+
     Arguments:
         trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are
             carried out for a few steps each on a copy of the model, and the one that takes least is trained with

@@ -65,11 +65,13 @@ class Building:
             self._assemble(layout, example)
 
     def _plan_first(self, options: LayoutOptions) -> None:
+        from .auto.kept import cache_folder
         from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
         self._options.settings.refuse_flush(AUTO)
         assert self._options.model is not None
-        self._auto = AutoLayout(self._options.model, self._world, options, self._options.settings, guard=self._guard)
+        settings, cache = self._options.settings, cache_folder()
+        self._auto = AutoLayout(self._options.model, self._world, options, settings, guard=self._guard, cache=cache)
 
     @property
     def replica(self) -> tuple[int, int]:

@@ -6,13 +6,23 @@ stands in for its value: the units are then measured one by one, which costs tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from logging import Logger
+from pathlib import Path, PurePath
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+from .untouched import content, is_users_module
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), PurePath, torch.dtype, torch.device, torch.Size)
 _OF_THE_MACHINERY = frozenset(vars(nn.Module()))  # hooks, tables of parameters: looked at by themselves
+_MOST = 100_000  # values that are walked
 
 
 def tensor_form(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -51,3 +61,76 @@ def value_form(value: object) -> object:
     if isinstance(value, Sequence):
         return type(value), tuple(map(value_form, value))
     return type(value), id(value)
+
+
+def lasting_digest(*values: object) -> str:
+    """Digest of what these compute, the same in each process of the same command.
+
+    Structure, plain values, forms of tensors, and the code around them: the content of all files of the user's that
+    are loaded, the command's arguments, and versions of libraries. Raises ValueError where code stands in no file.
+    """
+    found = hashlib.sha256()
+    for word in (*sys.argv, *_users_files(), *_words(values, {})):
+        found.update(word.encode("utf-8", "surrogatepass") + b"\0")
+    return found.hexdigest()
+
+
+def _users_files() -> Iterator[str]:
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path is not None and is_users_module(name) and Path(path).is_file():
+            yield name
+            yield hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _words(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[str]:
+    if isinstance(value, _PLAIN):
+        yield f"{type(value).__name__} {value!r}"
+        return
+    if not isinstance(value, tuple | frozenset):  # equal ones are one object in one process, not in another
+        if id(value) in seen:
+            yield f"the same as {seen[id(value)][0]}"
+            return
+        if len(seen) >= _MOST:
+            raise ValueError(f"it holds more than {_MOST:,} objects")
+        seen[id(value)] = len(seen), value  # kept alive, so that an id stays one object's
+    named = value if isinstance(value, type | FunctionType) else type(value)
+    yield f"{_source(named.__module__)} {named.__qualname__} ("
+    for part in _parts(value):
+        yield from _words(part, seen)
+    yield ")"
+
+
+def _source(module: str) -> str:
+    """Name of a module, and the version of the library that it is of."""
+    top = sys.modules.get(module.partition(".")[0])
+    if module != "builtins" and is_users_module(module) and getattr(sys.modules.get(module), "__file__", None) is None:
+        raise ValueError(f"{module} has code that stands in no file")
+    return f"{module} {getattr(top, '__version__', '')}"
+
+
+def _parts(value: Any) -> Iterable[object]:
+    """What a value consists of."""
+    if isinstance(value, torch.Tensor):
+        return tensor_form(value)
+    if isinstance(value, type | ModuleType | Logger):
+        return (getattr(value, "__name__", None),)
+    if isinstance(value, FunctionType):
+        cells = [held for cell in value.__closure__ or () for held in content(cell)]
+        return value.__defaults__, value.__kwdefaults__, vars(value), cells
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, set | frozenset):
+        return sorted("\0".join(_words(each, {})) for each in value)
+    items = [*value.items()] if isinstance(value, Mapping) else [*value] if isinstance(value, list | tuple) else []
+    slots = [slot for base in type(value).__mro__ for slot in _slots(base) if hasattr(value, slot)]
+    held = [*items, *(getattr(value, slot) for slot in slots), getattr(value, "__dict__", None)]
+    text = "" if items or slots or hasattr(value, "__dict__") else repr(value)
+    return (*held, "" if " at 0x" in text else text)  # an address is another one in each process
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

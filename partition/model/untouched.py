@@ -132,9 +132,9 @@ class StateSnapshot:
     def _held_by_function(self, function: FunctionType) -> Collection[object]:
         held: list[object] = []
         for cell in function.__closure__ or ():
-            content = _content(cell)
-            self._undo.append(partial(_restore_cell, cell, content))
-            held += content
+            bound = content(cell)
+            self._undo.append(partial(_restore_cell, cell, bound))
+            held += bound
         names = function.__globals__
         for name in function.__code__.co_names:
             value = names.get(name)
@@ -181,14 +181,14 @@ def _restore_set(values: set[object], items: set[object]) -> None:
         values.update(items)
 
 
-def _restore_cell(cell: CellType, content: Collection[object]) -> None:
-    if content:
-        (cell.cell_contents,) = content
-    elif _content(cell):
+def _restore_cell(cell: CellType, bound: Collection[object]) -> None:
+    if bound:
+        (cell.cell_contents,) = bound
+    elif content(cell):
         del cell.cell_contents
 
 
-def _content(cell: CellType) -> Collection[object]:
+def content(cell: CellType) -> Collection[object]:
     """The one value that a closure's cell holds; none where it is not bound yet."""
     try:
         return (cell.cell_contents,)

@@ -128,6 +128,7 @@ _NAMES = {
     "partition.solve.ranges": "RangeCosts SCHEDULES",
     "partition.stage_cost": "RECOMPUTE Recomputed StageSums message_overheads message_seconds",
     "partition.topology": "NO_TRANSFER Topology TransferTime",
+    "pipe.auto.kept": "keep profile_key",
     "pipe.auto.layout": "AutoLayout cluster_of median_profile",
     "pipe.batch.checksum": "Identity UNKNOWN checksum",
     "pipe.batch.given": "CallReader Given",

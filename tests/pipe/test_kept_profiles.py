@@ -1,0 +1,242 @@
+"""Profiles that outlive a run: taken where all that they depend on is the same, measured again wherever it is not."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.inside import AutoLayout, keep, profile_key
+from support.pool import Pool
+from torch import nn
+
+from stagewright.pipe import Auto, PipelineModule
+
+CPU = torch.device("cpu")
+LAYER = """
+import torch
+from torch import nn
+import kept_helper
+
+FACTOR = 2.0
+
+def grown(x):
+    return kept_helper.wide(x) * FACTOR
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.names = {"one", "two", "three"}
+
+    def forward(self, x):
+        return grown(self.linear(x))
+"""
+HELPER = "def wide(x):\n    return x.relu()\n"
+
+
+FILES = {"kept_layer": LAYER, "kept_helper": HELPER}
+
+
+@pytest.fixture
+def make_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
+    """A layer of a file of the user's, which names another file."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def made(old: str = "", new: str = "") -> nn.Module:
+        for name, code in FILES.items():
+            (tmp_path / f"{name}.py").write_text(code.replace(old, new) if old else code)
+            sys.modules.pop(name, None)
+        for path in tmp_path.glob("__pycache__/*"):
+            path.unlink()
+        layer: nn.Module = importlib.import_module("kept_layer").Layer()
+        return layer
+
+    yield made
+    for name in FILES:
+        sys.modules.pop(name, None)
+
+
+def key_of(model: nn.Module, *, batch: int = 2, loss: Any = F.mse_loss) -> str:
+    return profile_key(model, torch.zeros(batch, 4), loss, device=CPU)
+
+
+def test_the_same_work_has_the_same_key(make_layer: Callable[..., nn.Module]) -> None:
+    """Other weights, other objects; files loaded again."""
+    assert key_of(make_layer()) == key_of(make_layer()) == key_of(copy.deepcopy(make_layer()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("self.linear(x))", "self.linear(x).tanh())"), ("FACTOR = 2.0", "FACTOR = 3.0"), ("(4, 4)", "(4, 4, bias=False)"),
+     ("kept_helper.wide(x)", "kept_helper.wide(kept_helper.wide(x))"), ('"three"', '"four"'), ("relu", "sigmoid")],
+)  # fmt: skip
+def test_an_edit_of_a_file_is_another_key(old: str, new: str, make_layer: Callable[..., nn.Module]) -> None:
+    before = key_of(make_layer())
+    assert key_of(make_layer(old, new)) != before
+
+
+def test_state_that_code_reads_is_in_the_key(make_layer: Callable[..., nn.Module]) -> None:
+    plain, edited, listed, patched, hooked, frozen, evaluated, tied = (make_layer() for _ in range(8))
+    edited.flag = True  # type: ignore[assignment]
+    listed.widths = [range(3)]  # type: ignore[assignment]
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    hooked.register_forward_hook(lambda module, args, out: None)
+    frozen.requires_grad_(False)
+    evaluated.eval()
+    tied.other = tied.linear
+    models = [plain, edited, listed, patched, hooked, frozen, evaluated, tied, make_layer().half()]
+    make_layer()
+    keys = [key_of(each) for each in models]
+    keys += [key_of(plain, batch=4), key_of(plain, loss=F.l1_loss), key_of(plain, loss=lambda a, b: (a - b).sum())]
+    losses = [partial(F.huber_loss, delta=delta) for delta in (1.0, 2.0)]
+    keys += [key_of(plain, loss=each) for each in losses]
+    listed.widths = [range(4)]  # type: ignore[assignment]
+    keys.append(key_of(listed))
+    with mock.patch.object(sys, "argv", [*sys.argv, "--width=4"]):
+        keys.append(key_of(plain))
+    assert len(set(keys)) == len(keys)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_settings_of_the_process_are_in_the_key(make_layer: Callable[..., nn.Module]) -> None:
+    model, keys = make_layer(), []
+    settings: list[Callable[[], Any]] = [
+        lambda: mock.patch.object(torch, "__name__", "torch"),  # nothing
+        lambda: threads(torch.get_num_threads() + 1),
+        double,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: mock.patch.object(torch, "__version__", "0.0"),
+        lambda: mock.patch.object(os, "cpu_count", return_value=77),
+        lambda: mock.patch.dict(os.environ, {"OMP_PROC_BIND": "spread"}),
+        lambda: mock.patch("stagewright.pipe.auto.kept._package", return_value="other code"),
+    ]
+    for each in settings:
+        with each():
+            keys.append(key_of(model))
+    assert len(set(keys)) == len(keys)
+    assert key_of(model) == keys[0]
+
+
+def test_another_process_with_other_hashes_finds_the_same(tmp_path: Path) -> None:
+    for name, code in FILES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    code = "import kept_layer; from stagewright.partition.model.fingerprint import lasting_digest as d; "
+    (tmp_path / "script.py").write_text(code + "print(d(kept_layer.Layer(), kept_layer.Layer, 3))")
+    keys = {
+        subprocess.run(
+            [sys.executable, "script.py"], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=tmp_path, check=True,
+            text=True, stdout=subprocess.PIPE,
+        ).stdout
+        for seed in ("1", "2", "2")
+    }  # fmt: skip
+    assert len(keys) == 1  # the second from bytecode that the first has left
+
+
+def test_code_in_no_file_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ModuleType("typed")
+    exec(LAYER.replace("import kept_helper", ""), vars(typed))
+    monkeypatch.setitem(sys.modules, "typed", typed)
+    with pytest.raises(ValueError, match="typed has code that stands in no file"):
+        profile_key(typed.Layer(), device=CPU)
+    with (
+        mock.patch.object(nn.Linear, "pad", property(lambda self: 1 / 0), create=True),
+        mock.patch.object(nn.Linear, "__slots__", ("pad",), create=True),
+        pytest.raises(ValueError, match="ZeroDivisionError: division by zero"),
+    ):
+        profile_key(nn.Linear(2, 2), device=CPU)
+
+
+def trained(folder: str) -> tuple[str, int, bool]:
+    """A plan, how often this rank measured for it, and whether weights are those of one process."""
+    make = AutoLayout._measure
+    with (
+        mock.patch.dict(os.environ, {"STAGEWRIGHT_CACHE": folder}),
+        mock.patch.object(AutoLayout, "_measure", autospec=True, side_effect=make) as measure,
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+        x = torch.ones(2, 4, dtype=torch.float64)
+        wanted = F.mse_loss(model(x), x)
+        pipe = PipelineModule(
+            model, schedule=Auto(trials=0), loss_fn=F.mse_loss, num_microbatches=2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), timeout=120.0,
+        )  # fmt: skip
+        result = pipe.train_step(x, x)
+        assert pipe.plan is not None
+        found = pipe.plan.to_json(), measure.call_count, abs(result.loss - wanted.item()) < 1e-12
+        pipe.close()
+    return found
+
+
+def test_a_second_run_takes_what_the_first_has_measured(gloo: Pool, tmp_path: Path) -> None:
+    first = gloo.run(trained, ranks=2, args=(str(tmp_path),))
+    assert [(times, equal) for _, times, equal in first] == [(1, True)] * 2
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["key"] == path.stem.removeprefix("profile-")
+    second = gloo.run(trained, ranks=2, args=(str(tmp_path),))
+    assert [(times, equal) for _, times, equal in second] == [(0, True)] * 2
+    assert second[0][0] == second[1][0]
+    assert [times for _, times, _ in gloo.run(trained, ranks=2, args=("off",))] == [1, 1]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "profile of another version", "\udcff"])
+def test_a_foreign_file_is_measured_again(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="stagewright"):
+        assert trained(str(tmp_path))[1] == 1
+        assert f"kept for the next run in {tmp_path}" in caplog.text
+        assert trained(str(tmp_path))[1] == 0
+        assert f"in {tmp_path} (STAGEWRIGHT_CACHE=off in front of the command measures again)" in caplog.text
+        (path,) = tmp_path.iterdir()
+        whole = path.read_text()
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert trained(str(tmp_path))[1] == 1
+        changed = json.loads(whole)
+        changed["measured"][0][1] = changed["measured"][0][1].replace("forward_seconds", "forward_days")
+        path.write_text(json.dumps(changed))
+        assert trained(str(tmp_path))[1] == 1
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_newest_files_stay_and_foreign_ones(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    for number in range(70):
+        assert keep(tmp_path, f"{number:064x}", [])
+        os.utime(tmp_path / f"profile-{number:064x}.json", (number, number))
+    assert keep(tmp_path, f"{70:064x}", [])
+    kept = {each.name for each in tmp_path.iterdir()}
+    assert kept == {"mine.json", *(f"profile-{number:064x}.json" for number in range(7, 71))}
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level("INFO", logger="stagewright"):
+        trained(str(tmp_path / "file" / "cache"))
+    assert f"not kept: {tmp_path / 'file' / 'cache'} is not writable" in caplog.text
