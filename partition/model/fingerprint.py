@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import Logger
 from pathlib import Path, PurePath
@@ -125,10 +125,18 @@ def _parts(value: Any) -> Iterable[object]:
     if isinstance(value, set | frozenset):
         return sorted("\0".join(_words(each, {})) for each in value)
     items = [*value.items()] if isinstance(value, Mapping) else [*value] if isinstance(value, list | tuple) else []
-    slots = [slot for base in type(value).__mro__ for slot in _slots(base) if hasattr(value, slot)]
-    held = [*items, *(getattr(value, slot) for slot in slots), getattr(value, "__dict__", None)]
-    text = "" if items or slots or hasattr(value, "__dict__") else repr(value)
+    slots = {
+        slot: getattr(value, slot) for base in type(value).__mro__ for slot in _slots(base) if hasattr(value, slot)
+    }
+    named = {name: each for name, each in (slots | getattr(value, "__dict__", {})).items() if not _is_hash(each, value)}
+    held = [*items, *named.items()]
+    text = "" if items or named else repr(value)
     return (*held, "" if " at 0x" in text else text)  # an address is another one in each process
+
+
+def _is_hash(kept: object, value: object) -> bool:
+    """Whether a value keeps its own hash there, which is another one in each process."""
+    return type(kept) is int and abs(kept) > 1 << 32 and isinstance(value, Hashable) and kept == hash(value)
 
 
 def _slots(kind: type) -> Sequence[str]:

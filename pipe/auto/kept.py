@@ -29,7 +29,7 @@ _FORMAT = 1
 _MOST = 64  # files
 _ROOMS = ("comm", "partition", "pipe", "schedules")  # whose code makes the figures
 _SETTINGS = ("ATEN_", "CUDA_", "CUBLAS", "DNNL_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "NVIDIA_", "OMP_",
-             "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_")  # fmt: skip
+             "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH_")  # fmt: skip
 
 
 def cache_folder() -> Path | None:

@@ -145,6 +145,34 @@ def test_settings_of_the_process_are_in_the_key(make_layer: Callable[..., nn.Mod
     assert key_of(model) == keys[0]
 
 
+SCRIPT = """
+import os
+import torch
+from kept_layer import Layer
+from stagewright import PipelineModule
+torch.manual_seed(0)
+pipe = PipelineModule(torch.nn.Sequential(Layer(), Layer()), schedule="auto", num_microbatches=2,
+                      loss_fn=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+pipe.train_step(torch.ones(2, 4), torch.ones(2, 4))
+"""
+
+
+def test_another_process_finds_what_the_first_kept(tmp_path: Path) -> None:
+    """The real thing: a script of its own, twice, in processes with other hash seeds."""
+    for name, code in {**FILES, "script": SCRIPT}.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    told = [
+        subprocess.run(
+            [sys.executable, "script.py"], cwd=tmp_path, check=True, text=True, capture_output=True,
+            env=os.environ | {"PYTHONHASHSEED": seed, "STAGEWRIGHT_CACHE": str(tmp_path / "cache")},
+        ).stderr
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert "kept for the next run in" in told[0], told
+    assert "kept from" in told[1], told
+    assert "kept for the next run in" not in told[1], told
+
+
 def test_another_process_with_other_hashes_finds_the_same(tmp_path: Path) -> None:
     for name, code in FILES.items():
         (tmp_path / f"{name}.py").write_text(code)
