@@ -27,7 +27,7 @@ class Progress:
         remaining: bool = False,
     ) -> None:
         self._stream = stream
-        self._began = self._told = time.monotonic()
+        self._told = time.monotonic()
         self._bar: Any = None
         self.num_lines = 0
         if stream is not None and stream.isatty():
@@ -42,16 +42,15 @@ class Progress:
     def note(self, text: str) -> None:
         """Say something that stays."""
         self.num_lines += 1
+        self._told = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(wrapped(text), markup=False)
         elif self._stream is not None:
             print(wrapped(text), file=self._stream, flush=True)
 
-    def note_at_times(self, text: str) -> None:
-        """The same, unless the last line of this kind was said less than a second before."""
-        now = time.monotonic()
-        if self.num_lines == 0 or now - self._told >= 1.0:
-            self._told = now
+    def note_at_times(self, text: str, *, seconds: float = 1.0) -> None:
+        """The same, unless the last line was said less than so many seconds before."""
+        if self.num_lines == 0 or time.monotonic() - self._told >= seconds:
             self.note(text)
 
     def show(self, description: str, *, done: float | None = None) -> None:

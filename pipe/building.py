@@ -25,6 +25,7 @@ from .context import Layout, Run
 from .options import AUTO, LayoutOptions, Options
 from .run.engine import check_runnable
 from .stage.loss import with_loss
+from .telling import told_if_slow
 
 if TYPE_CHECKING:
     from .auto.layout import AutoLayout
@@ -124,9 +125,13 @@ class Building:
 
         Collective over the processes.
         """
-        if self.pipeline is not None:
-            self.pipeline.state.load(folder, loader)
-            return
+        with told_if_slow(f"reading the checkpoint {folder}", rank=self._world.rank):
+            if self.pipeline is not None:
+                self.pipeline.state.load(folder, loader)
+            else:
+                self._load_first(folder, loader)
+
+    def _load_first(self, folder: Path, loader: HasState | None) -> None:
         settings, model, world = self._options.settings, self._options.model, self._world
         root = with_loss(nn.ModuleList(self._options.layout.stages) if model is None else model, settings.loss_fn)
         others_failed = self._guard.others_failed
@@ -142,7 +147,7 @@ class Building:
         own.take()
         self._loaded = checkpoint
         if own.lost and world.rank == 0:
-            warnings.warn(lost_text(checkpoint, own.lost), stacklevel=3)
+            warnings.warn(lost_text(checkpoint, own.lost), stacklevel=4)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -177,7 +182,8 @@ class Building:
             check_batch(given, own if given.microbatches else 1)  # training asks for more
             return given.cut(own)[0].arguments.map(like)
 
-        with self.alone(), self._guard.together():
+        slow = told_if_slow("building the pipeline", rank=self._world.rank)
+        with self.alone(), self._guard.together(), slow:
             run = Run(
                 layout,
                 self._options.settings,

@@ -26,6 +26,7 @@ from .figures import RunFigures
 from .options import FIRST, read_options, refuse_float16_autocast
 from .run.training import Training
 from .stage.recompute import RecomputeLike
+from .telling import told_if_slow
 from .trace.steps import StepRecord
 from .update.optimizers import SchedulerFactory
 from .verify.plain import NotVerifiableError
@@ -293,7 +294,9 @@ class PipelineModule(RunFigures):
             return self._verify(given)
 
     def _verify(self, given: Given) -> Verification:
-        found = self._building.built_for(given).verifier.verify(given.detached())
+        verifier = self._building.built_for(given).verifier
+        with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
+            found = verifier.verify(given.detached())
         self._until_verified = self._verify_every
         return found
 

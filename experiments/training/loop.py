@@ -171,9 +171,9 @@ class _Training:
             self._verify(progress)
             self._train(progress)
             progress.note("validating, and gathering the weights ...")
-        self.record.sampled = self.tracer.close()
-        val_loss = self._validate()
-        weights = self.pipe.full_state_dict()
+            self.record.sampled = self.tracer.close()
+            val_loss = self._validate(progress)
+            weights = self.pipe.full_state_dict()
         resident, tensors = gather(self.meter.peak()), gather(self.record.tensor_bytes)
         return val_loss, resident, tensors, weights
 
@@ -255,9 +255,12 @@ class _Training:
         """Now and then, and at the end, so that a run of any length has a bubble."""
         return step % GATHER_EVERY == FIRST_TRACED or step == self.options.steps - 1
 
-    def _validate(self) -> float | None:
+    def _validate(self, progress: Progress) -> float | None:
         """Mean loss over the held-out batches; None without any."""
-        losses = [self.pipe.eval_step(*batch.args, **batch.kwargs).loss for batch in self.task.validation()]
+        losses = list[float | None]()
+        for batch in self.task.validation():
+            losses.append(self.pipe.eval_step(*batch.args, **batch.kwargs).loss)
+            progress.note_at_times(f"validated {count(len(losses), 'batch')} so far", seconds=4.0)
         return statistics.fmean(loss for loss in losses if loss is not None) if losses else None
 
     def _title(self) -> str:

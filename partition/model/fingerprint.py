@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import sysconfig
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import Logger
@@ -67,17 +68,31 @@ def lasting_digest(*values: object) -> str:
     """Digest of what these compute, the same in each process of the same command.
 
     Structure, plain values, forms of tensors, and the code around them: the content of all files of the user's that
-    are loaded, the command's arguments, and versions of libraries. Raises ValueError where code stands in no file.
+    are loaded, the arguments of the user's own command, and versions of libraries. Raises ValueError where code stands
+    in no file.
     """
     found = hashlib.sha256()
-    for word in (*sys.argv, *_users_files(), *_words(values, {})):
+    arguments = [] if _is_installed_command() else sys.argv  # which a run's name may stand in
+    for word in (*arguments, *_users_files(), *_words(values, {})):
         found.update(word.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()
+
+
+def _is_installed_command() -> bool:
+    """Whether this process runs no script of the user's, who alone may read its arguments past the model."""
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if path is None:  # a line of code, or a notebook
+        return False
+    is_entry_point = Path(path).parent == Path(sysconfig.get_path("scripts")) and not Path(path).suffix
+    return is_entry_point or not is_users_module("__main__" if spec is None else spec.name)
 
 
 def _users_files() -> Iterator[str]:
     for name, module in sorted(sys.modules.items()):
         path = getattr(module, "__file__", None)
+        if name == "__main__" and _is_installed_command():
+            continue
         if path is not None and is_users_module(name) and Path(path).is_file():
             yield name
             yield hashlib.sha256(Path(path).read_bytes()).hexdigest()

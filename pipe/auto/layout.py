@@ -42,6 +42,7 @@ from ..batch.given import Given, check_batch, signature_of
 from ..context import Layout, layout_of_plan
 from ..options import LayoutOptions, Settings
 from ..stage.shapes import Signature
+from ..telling import told_if_slow
 from .kept import VARIABLE, Measured, keep, profile_key, read_kept
 from .phases import Phases
 from .replan import BatchSchedules, size_of
@@ -266,7 +267,9 @@ class AutoLayout:
             off = f"{VARIABLE}=off in front of the command measures again"
             self._kept.append(f"kept from {kept[1]} in {self._cache} ({off})")
             return kept[0]
-        found = self._measure(first, seconds)
+        samples = count(first.arguments.num_samples, "sample")
+        with told_if_slow(f"profiling microbatches of {samples}", rank=together.rank):
+            found = self._measure(first, seconds)
         if usable is not None:
             written = keep(usable, key, found)
             self._kept.append(

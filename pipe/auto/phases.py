@@ -1,29 +1,13 @@
-"""Phases of schedule="auto" as they are told: a line each, on rank 0, and the plan at the end.
-
-To the handlers of the logger "stagewright" where there are any, else to stderr; silenced by
-logging.getLogger("stagewright").setLevel(logging.WARNING).
-"""
+"""Phases of schedule="auto" as they are told: a line each, and the plan at the end."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...schedules.wording import count, duration
-
-_log = logging.getLogger("stagewright")
-
-
-def tell(text: str, *, rank: int) -> None:
-    if rank != 0:
-        return
-    if _log.hasHandlers():
-        _log.info("%s", text)
-    elif _log.level <= logging.INFO:
-        print(text, file=sys.stderr, flush=True)
+from ..telling import tell
 
 
 class Phases:

@@ -38,7 +38,8 @@ from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, layout_of_plan
 from ..options import Settings
-from .phases import figure, tell
+from ..telling import tell, told_if_slow
+from .phases import figure
 
 TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less
 LONGEST = 16.0  # seconds that _LEAST steps may take
@@ -100,7 +101,8 @@ class Trials:
             label = _label(plan)
             found: _Ran | str | None = self._refusal_of(plan)
             if found is None:
-                found = self._try(plan, given, seconds=TRIAL_SECONDS / len(plans))
+                with told_if_slow(f"trial of {label}", rank=self._world.rank):
+                    found = self._try(plan, given, seconds=TRIAL_SECONDS / len(plans))
             if isinstance(found, str):
                 notes.append(f"not tried: {label}: {found}")
                 told = f"not possible: {found}"

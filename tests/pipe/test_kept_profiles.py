@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,9 +108,28 @@ def test_state_that_code_reads_is_in_the_key(make_layer: Callable[..., nn.Module
     keys += [key_of(plain, loss=each) for each in losses]
     listed.widths = [range(4)]  # type: ignore[assignment]
     keys.append(key_of(listed))
-    with mock.patch.object(sys, "argv", [*sys.argv, "--width=4"]):
-        keys.append(key_of(plain))
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("file", "spec", "counts"),
+    [("train.py", None, True), (None, None, True), ("train/__main__.py", "train.__main__", True),
+     (f"{sysconfig.get_path('scripts')}/stagewright", None, False), ("__main__.py", "stagewright.__main__", False)],
+)  # fmt: skip
+def test_arguments_count_where_code_of_the_users_may_read_them(
+    file: str | None, spec: str | None, counts: bool, make_layer: Callable[..., nn.Module]
+) -> None:
+    """Each `stagewright train` names its run in them."""
+    model, main = make_layer(), ModuleType("__main__")
+    main.__spec__ = None if spec is None else ModuleSpec(spec, None)
+    if file is not None:
+        main.__file__ = file
+    with mock.patch.dict(sys.modules, {"__main__": main}):
+        keys = set()
+        for name in ("monday", "tuesday"):
+            with mock.patch.object(sys, "argv", ["train", "--name", name]):
+                keys.add(key_of(model))
+    assert len(keys) == 1 + counts
 
 
 @contextmanager

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
 import pytest
-from support.inside import at_size, outline, tell
+from support.inside import at_size, outline, tell, told_if_slow
 from support.trials import make_batch, make_pipe, profiled
 
 from stagewright.partition import Node, Plan, Profile
 
 LOG = logging.getLogger("stagewright")
+SILENT = "stagewright.pipe.telling.SILENT_SECONDS"
+
+
+@pytest.fixture(autouse=True)
+def patient() -> Iterator[None]:
+    """Nothing is slow here, however busy the machine is."""
+    with mock.patch(SILENT, 1e6):
+        yield
 
 
 def planned(**options: object) -> Plan:
@@ -45,6 +55,18 @@ def test_handlers_are_told(caplog: pytest.LogCaptureFixture, capfd: pytest.Captu
         planned(trials=0)
     assert any(text.startswith("search: ") or text.startswith("links: ") for text in caplog.messages)
     assert capfd.readouterr().err == ""
+
+
+def test_what_takes_long_is_told_while_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Waits for two lines, since a busy machine may need long for them; then nobody goes on counting."""
+    with caplog.at_level(logging.INFO, logger="stagewright"), mock.patch(SILENT, 0.001):
+        with told_if_slow("rank 1's own", rank=1), told_if_slow("building", rank=0):
+            while len(caplog.messages) < 2:
+                time.sleep(0.001)
+        told = len(caplog.messages)
+        time.sleep(0.02)
+    assert len(caplog.messages) == told
+    assert all(text.startswith("building: ") and text.endswith(" so far") for text in caplog.messages)
 
 
 def test_one_plan_alone_is_not_tried() -> None:
