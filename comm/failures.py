@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -39,6 +39,7 @@ _STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
 _POLL = 0.05  # [s]
 _LIBRARY = [f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("comm", "partition", "pipe", "schedules")]
 _NOT_THE_USERS = (*_LIBRARY, str(Path(os.__file__).parent))  # files of frames
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # which torchrun names to each process
 _GLANCE = 0.25  # [s] that count at most between two looks: more than that, and this process did not run
 
 
@@ -250,27 +251,50 @@ def _tell_uncaught(
     traceback: TracebackType | None,
 ) -> None:
     is_plain = before is sys.__excepthook__ or getattr(before, "__module__", "") == _get_default_store.__module__
-    if isinstance(error, PipelineError) and is_plain:
-        print(_own_lines(error), file=sys.stderr, flush=True)
+    whole = TracebackException.from_exception(error)
+    if is_plain and (isinstance(error, PipelineError) or _is_mistake(whole)):
+        print(told := _own_lines(whole), file=sys.stderr, flush=True)
     else:
         before(kind, error, traceback)
+        told = "".join(whole.format())
+    _leave_to_torchrun(error, told)
     guard = known()
     if guard is not None:
         guard.fail(error)
 
 
-def _own_lines(error: PipelineError) -> str:
+def _is_mistake(whole: TracebackException) -> bool:
+    """Whether it is a ValueError of this package, whose words say all."""
+    kind, frames = whole.exc_type, whole.stack
+    is_ours = bool(frames) and frames[-1].filename.startswith(tuple(_LIBRARY))
+    return is_ours and kind is not None and issubclass(kind, ValueError)
+
+
+def _own_lines(whole: TracebackException) -> str:
     """Where in the user's own code it happened, and what; the frames below go to a file, which is named.
 
     The error behind a run's end is another rank's: its traceback here, chained from gloo up, tells nothing of it.
     """
-    whole = TracebackException.from_exception(error)
-    with NamedTemporaryFile("w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8") as log:
+    beside = os.environ.get(_ERROR_FILE)
+    folder = None if beside is None else os.path.dirname(beside)
+    with NamedTemporaryFile(
+        "w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8", dir=folder
+    ) as log:
         log.writelines(whole.format())
     own = [frame for frame in whole.stack if not frame.filename.startswith(_NOT_THE_USERS)]
     lines = StackSummary.from_list(own).format()
     said = "".join(whole.format_exception_only())
     return f"Traceback (your own lines; all of it: {log.name}):\n{''.join(lines)}{said}".rstrip()
+
+
+def _leave_to_torchrun(error: BaseException, told: str) -> None:
+    """What torchrun's last lines show, instead of where to read about tracebacks. Causes stand before their echoes."""
+    path, when = os.environ.get(_ERROR_FILE), int(time.time()) + isinstance(error, PipelineError)
+    if path is None or os.path.exists(path):  # torch's own decorator was quicker
+        return
+    message = {"message": str(error), "extraInfo": {"py_callstack": told, "timestamp": str(when)}}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> tuple[str, bool]:

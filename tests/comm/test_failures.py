@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 import weakref
@@ -14,7 +15,9 @@ from unittest import mock
 import pytest
 from support.inside import Account, failures, find_cause
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import stagewright
 from stagewright.comm import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout
 
 
@@ -264,7 +267,10 @@ def test_in_one_process_nothing_ends() -> None:
         pass
 
 
-def test_an_error_of_the_run_that_nobody_catches_shows_the_users_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_run_that_nobody_catches_shows_the_users_own_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     told: list[type[BaseException]] = []
     guard = failures.Guard(None)
 
@@ -288,3 +294,37 @@ def test_an_error_of_the_run_that_nobody_catches_shows_the_users_own_lines(capsy
     log = Path(re.search(r"all of it: (.*)\)", shown)[1])  # type: ignore[index]
     assert "gloo timed out" in log.read_text()
     log.unlink()
+
+
+def test_torchrun_ends_with_the_cause_and_the_users_own_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it would say how to enable tracebacks. An echo comes behind its cause, though rank 0 saw it first."""
+
+    def echo() -> None:
+        raise lost(1)
+
+    def cause() -> None:
+        stagewright.schedules.build("1f1b", num_ranks=0, num_microbatches=4)
+
+    failed = {}
+    for rank, call in enumerate((echo, cause)):
+        file = tmp_path / str(rank) / "error.json"
+        file.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        for again in (call, echo):  # the first that is left stays
+            try:
+                again()
+            except Exception as error:
+                known = weakref.ref(failures.Guard(None))
+                failures._tell_uncaught(known, sys.__excepthook__, type(error), error, error.__traceback__)
+        assert list(file.parent.glob("stagewright-*.log"))
+        failed[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(file))
+    ended = ChildFailedError("train.py", failed)
+    assert ended.get_first_failure()[0] == 1
+    last = str(ended).partition("Root Cause")[2]
+    assert re.search(r"test_failures\.py.*\n.*build\(.*num_ranks=0.*\n(.*\^+\n)? *ValueError: num_ranks=0 for ", last), (
+        last
+    )
+    assert "registry.py" not in last
+    assert "registry.py" not in capsys.readouterr().err
