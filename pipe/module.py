@@ -36,10 +36,17 @@ _log = logging.getLogger("stagewright")
 
 _DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
 _MODE = "train_step, which trains, and eval_step or predict, which evaluate, whatever was called before"
-_INSTEAD = {  # of methods that a torch.nn.Module has
+_MODEL = "the model that you passed, whose own modules the stages are"
+_HOOK = "hooks of the model's own modules, registered before PipelineModule(model)"
+_INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one
     **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
     **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
-    **dict.fromkeys(("train", "eval"), _MODE),
+    **dict.fromkeys(("train", "eval", "training"), _MODE),
+    **dict.fromkeys(("module", "modules", "named_modules", "children", "get_submodule"), _MODEL),
+    **dict.fromkeys(("register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"), _HOOK),
+    "step": "train_step, which updates, or a step() of your own optimizer behind forward_backward",
+    "optimizer": "optimizers, one a stage of this process",
+    "no_sync": "several calls of forward_backward, whose gradients add up",
     "zero_grad": "train_step, which does it; behind forward_backward the zero_grad() of your model or optimizer",
     "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
     "backward": "train_step, or forward_backward, which run it",
