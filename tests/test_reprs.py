@@ -25,7 +25,7 @@ def test_records_are_shown_in_a_line() -> None:
         repr(
             simulate(schedule, Costs(forward=1.0, backward=2.0))
         ): "<Timeline simulated: <Schedule interleaved: 2 ranks, "
-        "4 stages, 4 microbatches>, makespan 27 s, bubble 11.1%>",
+        "4 stages, 4 microbatches>, makespan 27.0 s, bubble 11.1%>",
         repr(profile): "<Profile measured: 2 nodes on device, float32, microbatch of 2>",
         repr(found): "<Plan 1f1b, 1 stage on 1 device, 240 ms a batch>",
         repr(pipe): "<PipelineModule Sequential: <Schedule 1f1b: 2 ranks, 2 stages, 4 microbatches>>",

@@ -140,7 +140,7 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError(as_typed(str(error))) from None
     if options.order_seconds:
         found = reorder(found, _profile_of(found, source), seconds=options.order_seconds)
-    taken = f"planned in {time.perf_counter() - started:.2f} s"
+    taken = f"planned in {duration(time.perf_counter() - started)}"
     if options.out is not None:
         write_out(options.out, found.to_json())
     lines = [*_origin(options, source, cluster, limit), *_norm(options, source, found), taken]
@@ -258,7 +258,7 @@ class _Reporter:
         if now - self.last < _EVERY:
             return
         self.last = now
-        known = "" if best is None else f", best so far {best:.4g} s a batch"
+        known = "" if best is None else f", best so far {duration(best)} a batch"
         print(
             f"planning: {searched.considered:,} configurations, {searched.cut:,} cut, "
             f"{searched.simulated:,} simulated{known}",

@@ -351,19 +351,19 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
     rows = table("", ("level",), [])
     figures: dict[str, list[str]] = {}
     for level in measured.levels:
-        speeds = [fit.bandwidth / 1e9 for fit in level.fits]
+        speeds = [fit.bandwidth for fit in level.fits]
         rows.add_column(level.name, justify="right")
         for name, figure in {
             "joins": str(level.size),
             "latency": duration(level.latency),
             "busy, either end": duration(level.message_seconds),
-            "bandwidth": f"{level.bandwidth / 1e9:.3f} GB/s",
+            "bandwidth": f"{size(level.bandwidth)}/s",
             "line off by": f"{level.residual:.0%}",
             "pairs": ", ".join(f"{a}-{b}" for a, b in level.pairs),
-            "their bandwidths": f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
-            "1 KiB takes": duration(level.seconds[0][1]),
-            f"{level.seconds[-1][0] / 2**20:g} MiB take": duration(level.seconds[-1][1]),
-            "sum over all: bandwidth": f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
+            "their bandwidths": f"{size(min(speeds))}/s .. {size(max(speeds))}/s",
+            f"{size(level.seconds[0][0])} take": duration(level.seconds[0][1]),
+            f"{size(level.seconds[-1][0])} take": duration(level.seconds[-1][1]),
+            "sum over all: bandwidth": f"{size(level.reduce_bandwidth)}/s",
             "sum over all: a step": duration(level.reduce_latency),
             "sum over all: of its time busy": f"{level.sum_busy:.0%}",
         }.items():

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...partition import Profile
+from ...schedules.wording import duration
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tu
         _tell(world, f"measuring the links of {world.size} ranks")
         started = time.perf_counter()
         links = measure_links(world, device=on, timeout=timeout, progress=lambda text: _tell(world, text))
-        _tell(world, f"done in {time.perf_counter() - started:.1f} s")
+        _tell(world, f"done in {duration(time.perf_counter() - started)}")
     return (links, memory, cast(T, found)) if world.rank == 0 else None
 
 

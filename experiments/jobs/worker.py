@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...partition.strict import fail, parse_object, read_text
 from ...schedules.custom.user_code import check_call, load
+from ...schedules.wording import duration
 from ..launcher import report_to_launcher
 from .case import Case
 from .figure import Figure
@@ -71,7 +72,7 @@ def _run_cases(folder: Path, path: Path | None) -> None:
                 file.write(f"{figure.to_json()}\n")
             file.flush()
             if path is not None:
-                print(f"{case}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+                print(f"{case}: {duration(time.perf_counter() - began)}", file=sys.stderr, flush=True)
 
 
 def _exit_with_parent() -> None:

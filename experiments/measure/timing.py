@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...schedules.wording import duration
 from ..jobs.figure import Figure, repeated
 from .models import SPIN, sleep_until
 
@@ -61,13 +62,13 @@ def errors(predicted: float, measured: Sequence[float]) -> list[float]:
     return [predicted / value - 1 for value in measured]
 
 
-def milliseconds(samples: Sequence[float]) -> str:
+def typical(samples: Sequence[float]) -> str:
     """Their median.
 
-    >>> milliseconds([0.0123])
-    '12.30 ms'
+    >>> typical([0.0123])
+    '12.3 ms'
     """
-    return f"{median(samples) * 1e3:.2f} ms"
+    return duration(median(samples))
 
 
 def median_of(step: Callable[[], object], count: int) -> float:
@@ -78,13 +79,13 @@ def median_of(step: Callable[[], object], count: int) -> float:
 def compared(sides: tuple[Sequence[float], Sequence[float]], *, note: str = "", **figure: Any) -> Iterator[Figure]:
     """Seconds of one side over those of the other; `note` stands behind both medians."""
     first, other = sides
-    told = f"{milliseconds(first)} / {milliseconds(other)}{note}"
+    told = f"{typical(first)} / {typical(other)}{note}"
     return repeated(ratios(first, other), unit="ratio", note=told, **figure)
 
 
 def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure: Any) -> Iterator[Figure]:
     """How far predicted seconds are off; `note` stands behind them and the measured ones."""
-    told = f"{predicted * 1e3:.2f} / {milliseconds(measured)}{note}"
+    told = f"{duration(predicted)} / {typical(measured)}{note}"
     return repeated(errors(predicted, measured), unit="error", note=told, **figure)
 
 
@@ -104,6 +105,6 @@ def in_turn(
             seconds[side].append(run())
         if after is not None:
             after()
-        shown = ", ".join(f"{side} {values[-1] * 1e3:.2f} ms" for side, values in seconds.items())
+        shown = ", ".join(f"{side} {duration(values[-1])}" for side, values in seconds.items())
         say(f"{name}: repetition {repetition + 1}/{repetitions}: {shown}")
     return seconds

@@ -29,7 +29,7 @@ from ...schedules.program import Step
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients
-from ..measure.timing import compared, in_turn, milliseconds, off, say, timed
+from ..measure.timing import compared, in_turn, off, say, timed, typical
 from ..training.corpus import loss_fn
 from ..training.gpt import GPT, GPTConfig
 
@@ -232,14 +232,14 @@ def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
             say(f"{name}: auto {repetition + 1}/{repetitions}: {shares[-1]:.1%}, one in {every[-1]} steps")
         num_bytes = saver.records[-1].num_bytes
         pipe.close()
-    shown = Case.of({"case": name, "run": f"GPT, AdamW, {num_bytes / 1e6:.0f} MB a rank"})
+    shown = Case.of({"case": name, "run": f"GPT, AdamW, {num_bytes / 1e6:.1f} MB a rank"})
     yield from compared(
         (seconds["beside"], seconds["blocking"]),
         case=shown,
         name=f"{steps} steps, checkpoint beside / blocking",
         how=How.MEASURED,
         target=Target(limit=1.0),
-        note=f", without one {milliseconds(seconds['without'])}",
+        note=f", without one {typical(seconds['without'])}",
     )
     yield from repeated(
         shares,

@@ -22,7 +22,7 @@ from ...pipe import PipelineModule
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import StagesProblem, Workload, drop_gradients, make_problem
-from ..measure.timing import milliseconds, ratios
+from ..measure.timing import ratios, typical
 from ..training.gpt import Block, GPTConfig
 
 _RUNS, _WARM_UP = 7, 3  # of a repetition of the halves, and in front of all
@@ -81,7 +81,7 @@ def halves(case: Case, repetitions: int) -> Iterator[Figure]:
             unit="ratio",
             how=How.MEASURED,
             target=target,
-            note=f"over {milliseconds(seconds['whole'])}",
+            note=f"over {typical(seconds['whole'])}",
         )
 
 

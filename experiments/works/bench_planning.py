@@ -14,6 +14,7 @@ from ...partition.analytic import Transformer, TransformerSource
 from ...partition.analytic.device_model import DeviceModel
 from ...partition.plans.as_text import describe
 from ...schedules import Costs, build, check, simulate
+from ...schedules.wording import size
 from ..host import peak_resident_bytes
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
@@ -162,7 +163,7 @@ def scale(case: Case, repetitions: int) -> Iterator[Figure]:
         target=Target(limit=case.number("limit")),
         note=f"{searched.considered:,} configurations, {searched.cut:,} cut, {searched.simulated:,} simulated, "
         f"the rest at most {searched.faster_left(step):.1%} faster, with any cuts {step / searched.least - 1:.1%}, "
-        f"{peak.value * 1e3:.0f} MB",
+        f"{size(1e9 * peak.value)}",
     )
     yield peak
 

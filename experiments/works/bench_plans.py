@@ -18,12 +18,13 @@ import torch.distributed as dist
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...schedules import Op, simulate
+from ...schedules.wording import size
 from ..host import MemoryMeter
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import GPT_MICROBATCH, GPT_SIZE, WholeProblem, gpt_problem, image_problem, sleeping_layers
 from ..measure.sides import TIMEOUT, OurSide, check_same_work
-from ..measure.timing import compared, in_turn, median_of, milliseconds, off, say, timed
+from ..measure.timing import compared, in_turn, median_of, off, say, timed, typical
 from ..training.gpt import GPTConfig
 
 _WARM_UP_STEPS = 2
@@ -97,7 +98,7 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
         name="error of the step",
         how=how,
         target=Target(limit=case.number("limit")),
-        note=f"; F and B took {more:+.1%}; makespan {milliseconds(makespans)}, simulated from its own costs "
+        note=f"; F and B took {more:+.1%}; makespan {typical(makespans)}, simulated from its own costs "
         f"{simulate(schedule, costs).makespan * 1e3:.2f}; {shape}",
     )
 
@@ -121,7 +122,7 @@ def memory(case: Case, repetitions: int) -> Iterator[Figure]:
             unit="error",
             how=How.MEASURED,
             target=Target(limit=case.number("limit")) if "limit" in case else None,
-            note=f"{predicted / 1e6:.0f} / {peak / 1e6:.0f} MB",
+            note=f"{size(predicted)} / {size(peak)}",
         )
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...comm import ProcessGroupTransport, TensorSpec
 from ...schedules import Message, Op, simulate
+from ...schedules.wording import duration
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import Workload, make_problem
@@ -71,8 +72,8 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
             unit="ratio",
             how=how,
             target=Target(limit=case.number("ideal_limit")),
-            note=f"ideal {ideal * 1e3:.0f} ms; torch / ideal {median(seconds['torch']) / ideal:.3f}; "
-            f"F {median(table.means(Op.F)) * 1e3:.2f}, B {median(table.means(Op.B)) * 1e3:.2f} ms",
+            note=f"ideal {duration(ideal)}; torch / ideal {median(seconds['torch']) / ideal:.3f}; "
+            f"F {duration(median(table.means(Op.F)))}, B {duration(median(table.means(Op.B)))}",
         )
     yield from compared(
         (seconds["ours"], seconds["torch"]),
@@ -90,7 +91,7 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
             name="error of the makespan",
             how=how,
             target=Target(limit=case.number("error_limit")),
-            note=f", latency {latency * 1e6:.0f} us for {problem.boundary.nbytes} bytes",
+            note=f", latency {duration(latency)} for {problem.boundary.nbytes} bytes",
         )
 
 

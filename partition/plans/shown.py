@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...schedules.wording import duration
 from .record import PlanRecord
 from .simulated import sampled, simulated
 
@@ -24,7 +25,7 @@ def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatch
     if links is None:
         note = f"{name}: messages take no time in this picture, since the plan does not keep its links"
         if plan.simulated_step_time is not None:
-            note += f"; with them the planner simulated {plan.simulated_step_time:.4g} s a batch"
+            note += f"; with them the planner simulated {duration(plan.simulated_step_time)} a batch"
         notes.append(note)
     return Exhibit(
         name=name,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import Protocol, runtime_checkable
 
+from ...schedules.wording import duration
 from ..cluster import Cluster
 from ..profile import Node, Profile
 from ..strict import count
@@ -101,9 +102,9 @@ def _refuse_seconds(what: str, took: Mapping[int, float]) -> None:
     for fewer, more in pairwise([next(iter(took)), *took]):
         if not took[more] or 10 * took[more] < took[fewer]:
             raise ValueError(
-                f"profiles of {what} {fewer} and {more}, which take {took[fewer]:.3g} s and {took[more]:.3g} s of F + "
-                f"B over all ranks: expected more than 0, and no less than a tenth for more; measure them on one "
-                f"device, with nothing beside"
+                f"profiles of {what} {fewer} and {more}, which take {duration(took[fewer])} and {duration(took[more])} "
+                f"of F + B over all ranks: expected more than 0, and no less than a tenth for more; measure them on "
+                f"one device, with nothing beside"
             )
 
 

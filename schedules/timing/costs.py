@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 from ..ir import Op, Schedule
 from ..program import run_as_one
+from ..wording import duration
 
 PerStage = float | Sequence[float]
 PerAction = float | Sequence[float | Sequence[float]]
@@ -336,7 +337,7 @@ class CostTable:
         for stage, row in enumerate(rows):
             if len(set(row)) > 1:
                 raise ValueError(
-                    f"{op.value} of stage {stage} takes {min(row):.4g} to {max(row):.4g} s, by action index: "
+                    f"{op.value} of stage {stage} takes {duration(min(row))} to {duration(max(row))}, by action index: "
                     f"expected costs that are the same for all microbatches here"
                 )
         return tuple(row[0] for row in rows)

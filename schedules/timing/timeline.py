@@ -104,7 +104,7 @@ class Timeline(Displayable):
 
     def __repr__(self) -> str:
         kind = "measured" if self.measured else "simulated"
-        return f"<Timeline {kind}: {self.schedule!r}, makespan {self.makespan:.4g} s, bubble {self.bubble:.1%}>"
+        return f"<Timeline {kind}: {self.schedule!r}, makespan {duration(self.makespan)}, bubble {self.bubble:.1%}>"
 
     @property
     def start(self) -> float:

@@ -323,8 +323,8 @@ def test_torchrun_ends_with_the_cause_and_the_users_own_lines(
     ended = ChildFailedError("train.py", failed)
     assert ended.get_first_failure()[0] == 1
     last = str(ended).partition("Root Cause")[2]
-    assert re.search(r"test_failures\.py.*\n.*build\(.*num_ranks=0.*\n(.*\^+\n)? *ValueError: num_ranks=0 for ", last), (
-        last
-    )
+    assert re.search(
+        r"test_failures\.py.*\n.*build\(.*num_ranks=0.*\n(.*\^+\n)? *ValueError: num_ranks=0 for ", last
+    ), last
     assert "registry.py" not in last
     assert "registry.py" not in capsys.readouterr().err

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from ....schedules.wording import duration, size
 from .crossing import Crossing, Link
 from .links import INTERFACE
 
@@ -89,9 +90,9 @@ class WireRecord:
 
     def describe(self) -> str:
         return (
-            f"wire: {self.packets} packets, {self.nbytes / 1e6:.1f} MB, {self.dropped} dropped, "
-            f"{self.late} late by more than {1e3 * _LATE:g} ms (at most {1e3 * self.worst:.2f} ms), "
-            f"{self.cpu:.2f} s of a core"
+            f"wire: {self.packets} packets, {size(self.nbytes)}, {self.dropped} dropped, "
+            f"{self.late} late by more than {duration(_LATE)} (at most {duration(self.worst)}), "
+            f"{duration(self.cpu)} of a core"
         )
 
 
