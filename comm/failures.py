@@ -345,7 +345,9 @@ def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | Non
 
 
 def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account], place: MeshPlace) -> str:
-    fate = "it is stalled, or still busy" if reports[waiting].gave_up else "it died"
+    fate = "it is stalled, or still busy"
+    if not reports[waiting].gave_up:
+        fate = "it died, or ended without making this call"
     story = f" ({reports[waiting].text})" if waiting != rank else ""
     return f"{place.name_of(silent)}, which {place.name_of(waiting)} waited for, reports nothing: {fate}{story}"
 

@@ -11,6 +11,7 @@ Each name, dict or object that stands for a record with nothing but defaults may
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import warnings
@@ -203,6 +204,17 @@ _RENAMED = {
     "compile": "precision=stagewright.Precision(compile=...)",
 }
 
+# What others call it.
+_MEANT = {
+    "num_microbatches": "microbatches micro_batches n_microbatches gradient_accumulation_steps",
+    "num_chunks": "chunks virtual_stages num_virtual_stages",
+    "precision": "bf16 fp16 amp autocast dtype mixed_precision",
+    "max_grad_norm": "grad_clip clip_grad_norm max_norm gradient_clipping gradient_clip_val",
+    "recompute": "checkpoint checkpointing activation_checkpointing gradient_checkpointing",
+    "mesh": "num_stages num_ranks world_size pp dp tp data tensor",
+    "loss_fn": "loss criterion",
+}
+
 
 def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Every option by its own name, as `read_options` takes them.
@@ -224,8 +236,11 @@ def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str
     options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
     for name, value in old.items():
         if name not in _RENAMED:
+            meant = [own for own, others in _MEANT.items() if name in others.split()]
+            near = ", or ".join(f"{own}=" for own in meant or difflib.get_close_matches(name, given, n=1))
             raise TypeError(
-                f"PipelineModule() got an unexpected keyword argument {name!r}: expected one of {', '.join(given)}"
+                f"PipelineModule() got an unexpected keyword argument {name!r}: expected "
+                f"{near or 'one of ' + ', '.join(given)}"
             )
         warnings.warn(
             f"PipelineModule({name}=...) goes with the next release: expected PipelineModule(..., {_RENAMED[name]})"

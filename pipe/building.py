@@ -14,6 +14,7 @@ from torch import nn
 
 from ..comm import Collectives, Guard, MeshPlace, PipelineError, World
 from ..partition.model.forms import Arguments
+from .batch.agreement import unequal_weights
 from .batch.given import Given, check_batch
 from .batch.slicing import check_slicing
 from .build import Pipeline, build
@@ -46,6 +47,8 @@ class Building:
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
         self.is_closed = False
+        self.told_of_part = False  # that state_dict() has no other process's stages
+        self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
         if make_layout is None:
             self._plan_first(options.layout)
@@ -98,6 +101,13 @@ class Building:
         layout = self.decided_for(given)
         return self._assemble(layout, given) if self.pipeline is None else self.pipeline
 
+    def ready_for(self, given: Given) -> Pipeline:
+        """The same, to run a batch: ValueError, on every rank, where their weights were never the same."""
+        pipeline = self.built_for(given)
+        if self.unequal is not None:
+            raise ValueError(self.unequal)
+        return pipeline
+
     def decided(self) -> Layout:
         if self.layout is None:
             raise ValueError('schedule="auto" is not decided yet: expected a first train_step, whose batch is profiled')
@@ -130,6 +140,7 @@ class Building:
                 self.pipeline.state.load(folder, loader)
             else:
                 self._load_first(folder, loader)
+        self.unequal = None
 
     def _load_first(self, folder: Path, loader: HasState | None) -> None:
         settings, model, world = self._options.settings, self._options.model, self._world
@@ -193,6 +204,7 @@ class Building:
                 verifies=self._options.verify_every is not None,
                 if_it_fits=self._options.verify_if_it_fits,
             )
+            self.unequal = None if self._loaded is not None else unequal_weights(run.root, run.collectives)
             pipeline = build(run, first)
         if self._loaded is not None:
             pipeline.state.resume(self._loaded.place)

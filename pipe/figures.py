@@ -19,6 +19,7 @@ from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
 from .options import Settings
 from .run.memory import ActionMemory, stage_bytes, watch
+from .telling import tell
 from .trace.tracer import TraceEvery, Tracer, check_every
 
 
@@ -160,8 +161,16 @@ class RunFigures:
         return self._building.built("parameters and state").state.ownership.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this process's stages. Under data_parallel="fsdp" collective over the processes."""
-        return self._building.built("parameters and state").state.state_dict()
+        """Parameters and buffers of this process's stages. Under data_parallel="fsdp" collective over the processes.
+
+        Where others have more, that is told once, since a file of it would be a part of the model.
+        """
+        state = self._building.built("parameters and state").state
+        run, building = state.run, self._building
+        if len(run.local_stages) < run.layout.schedule.num_stages and not building.told_of_part:
+            building.told_of_part = True
+            tell("state_dict() has the stages of one process; full_state_dict() has all", rank=self.world.rank)
+        return state.state_dict()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
@@ -174,6 +183,7 @@ class RunFigures:
                 f"a state dict of type {type(state).__name__}: expected tensors by name, as state_dict() has"
             )
         self._building.built("parameters and state").state.load_state_dict(state)
+        self._building.unequal = None
 
     def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> SaveResult:
         """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes.

@@ -23,7 +23,7 @@ from .batch.results import EvalResult, StepResult
 from .building import Building
 from .context import choose_layout
 from .figures import RunFigures
-from .options import FIRST, read_options, refuse_float16_autocast
+from .options import FIRST, read_options, refuse_float16_autocast, warn_of_evaluation_mode
 from .run.training import Training
 from .stage.recompute import RecomputeLike
 from .telling import told_if_slow
@@ -35,7 +35,7 @@ from .verify.verification import Verification
 _log = logging.getLogger("stagewright")
 
 _DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
-_MODE = "train_step, which trains, and eval_step or predict, which evaluate, whatever was called before"
+_MODE = "train() of the model before PipelineModule(model); eval_step and predict evaluate by themselves"
 _MODEL = "the model that you passed, whose own modules the stages are"
 _HOOK = "hooks of the model's own modules, registered before PipelineModule(model)"
 _INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one
@@ -164,7 +164,10 @@ class PipelineModule(RunFigures):
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        pipeline = self._building.built_for(given)
+        is_new = self._building.pipeline is None or self._building.num_steps == 0
+        pipeline = self._building.ready_for(given)
+        if is_new and self.world.rank == 0:
+            warn_of_evaluation_mode(pipeline.state.run.root)
         if self._until_verified <= 0 and pipeline.state.run.verifies:
             self._verify_by_itself(given)
         self._until_verified -= 1
@@ -210,7 +213,8 @@ class PipelineModule(RunFigures):
         Arguments:
             batch_size: samples of one `train_step` of one data replica.
             remainder: samples at the end of an epoch that make no whole batch: "drop" leaves them out, "carry" fills
-                the batch with the first ones of the next epoch (each sample is then used exactly once an epoch).
+                the batch with the first ones of the next epoch (each sample is then used exactly once an epoch), "keep"
+                gives a smaller batch, as to evaluate each sample once.
             same_shapes: a promise that all batches have the first one's shapes. Processes whose stages read neither
                 inputs nor target then load one batch only, and pass on its shapes.
             options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
@@ -271,7 +275,7 @@ class PipelineModule(RunFigures):
         """
         given = self._given(inputs_and_target, keywords)
         with self._building.alone():
-            return self._building.built_for(given).evaluation.step(given)
+            return self._building.ready_for(given).evaluation.step(given)
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -281,7 +285,7 @@ class PipelineModule(RunFigures):
         """
         given = self._given(inputs, keywords, has_target=False)
         with self._building.alone():
-            return self._building.built_for(given).evaluation.predict(given)
+            return self._building.ready_for(given).evaluation.predict(given)
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -301,7 +305,7 @@ class PipelineModule(RunFigures):
             return self._verify(given)
 
     def _verify(self, given: Given) -> Verification:
-        verifier = self._building.built_for(given).verifier
+        verifier = self._building.ready_for(given).verifier
         with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
             found = verifier.verify(given.detached())
         self._until_verified = self._verify_every

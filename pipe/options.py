@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -13,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
@@ -414,3 +417,17 @@ def _check_called(name: str, value: object) -> None:
         except ValueError:  # it has no signature, as some functions in C
             return
     raise ValueError(f"{name}={shown}: {problem}; {name}={such}")
+
+
+def warn_of_evaluation_mode(root: nn.Module) -> None:
+    """Tell of a model to be trained without dropout, or whose BatchNorm stands still, as from_pretrained leaves it.
+
+    Where only some modules are in evaluation mode, the user has put them there.
+    """
+    acts = (_DropoutNd, _NormBase)
+    if any(isinstance(each, acts) for each in root.modules()) and not any(each.training for each in root.modules()):
+        warnings.warn(
+            "the model is in evaluation mode and trains as it is, without dropout and with BatchNorm's running "
+            "statistics: expected model.train() before PipelineModule(model), unless that is meant",
+            stacklevel=4,
+        )

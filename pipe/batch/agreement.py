@@ -8,6 +8,7 @@ from itertools import takewhile, zip_longest
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from ...comm import Collectives, Guard
 from ...partition.model.recorded.words import digest
@@ -15,7 +16,7 @@ from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
 from ..stage.shapes import Signature
 from .batches import Batch
-from .checksum import Identity
+from .checksum import UNKNOWN, Identity, checksum
 
 T = TypeVar("T")
 
@@ -36,6 +37,26 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
         *(f"{name}={value}" for name, value in options.items()),
     ]
     return ", ".join(parts)
+
+
+def unequal_weights(root: nn.Module, collectives: Collectives) -> str | None:
+    """In words, the first parameter that processes have made otherwise; None: there is none. Collective over all.
+
+    Each stage takes the weights of its own process. Those without values (on the meta device) are not compared.
+    """
+    mine = {} if collectives.alone else {name: checksum(p.detach()) for name, p in root.named_parameters()}
+    sums = collectives.gather(mine, what="comparing the weights that ranks begin with")
+    for name in mine:
+        known = {process: own[name] for process, own in enumerate(sums) if own.get(name, UNKNOWN) != UNKNOWN}
+        one = next(iter(known), None)
+        other = next((process for process in known if known[process] != known[one]), None) if one is not None else None
+        if other is not None:
+            return (
+                f"process {other} has made other weights than process {one}, first {name!r}, and each stage would "
+                f"begin with those of its own process: expected torch.manual_seed(0) alike before the model is made, "
+                f"or load(folder) or load_state_dict(state) before the first batch"
+            )
+    return None
 
 
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:

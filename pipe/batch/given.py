@@ -170,10 +170,10 @@ class CallReader:
             )
         else:
             target = None
-        if not args and not kwargs and not isinstance(target, torch.Tensor | None):
+        if not args and not kwargs and target is not None:
             raise ValueError(
-                f"no input: {type(target).__name__} as the only argument would be the target. Expected what one batch "
-                f"has: for batch in loader: train_step(*batch)"
+                f"no input: {type(target).__name__} as the only argument would be the target. Expected inputs and the "
+                f"target, as one batch has them: for batch in loader: train_step(*batch)"
             )
         given = self._inputs(args, kwargs)
         return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from ...schedules.kinds import at_least, one_of, option
 from ..guards.randomness import mix
 
-Remainder = Literal["drop", "carry"]
+Remainder = Literal["drop", "carry", "keep"]
 
 
 class Draw(NamedTuple):
@@ -48,7 +48,8 @@ class ReplicaBatches(Sampler[list[int]]):
         replica, num_replicas: coordinate and size of the `data` axis; a rank's place along `pipe` does not matter.
         shuffle: another order in each epoch, drawn from `seed` and the epoch's number.
         remainder: samples at the end of an epoch that make no whole batch: "drop" leaves them out; "carry" fills the
-            batch with the first ones of the next epoch, so that each sample is used exactly once an epoch.
+            batch with the first ones of the next epoch, so that each sample is used exactly once an epoch; "keep": the
+            last batch has other sizes (with fewer samples than replicas they join the one before), as for evaluation.
 
     Raises ValueError for sizes that make no batch.
 
@@ -57,6 +58,8 @@ class ReplicaBatches(Sampler[list[int]]):
     ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
     >>> list(ReplicaBatches(5, batch_size=2, shuffle=False, remainder="carry"))
     [[0, 1], [2, 3], [4, 0]]
+    >>> list(ReplicaBatches(5, batch_size=2, shuffle=False, remainder="keep"))
+    [[0, 1], [2, 3], [4]]
     """
 
     def __init__(
@@ -107,8 +110,11 @@ class ReplicaBatches(Sampler[list[int]]):
         """The rest of the current epoch, each sample with the epoch that it belongs to."""
         whole, epoch, begin = self._batch_size * self._num_replicas, self.epoch, self.position
         for number in range(self._batches_from(begin)):
-            first = begin + number * whole + self._replica * self._batch_size
-            places = (divmod(at, self._num_samples) for at in range(first, first + self._batch_size))
+            first, size = begin + number * whole, whole
+            if self._remainder == "keep" and number == self._batches_from(begin) - 1:
+                size = self._num_samples - first
+            own = (first + size * q // self._num_replicas for q in (self._replica, self._replica + 1))
+            places = (divmod(at, self._num_samples) for at in range(*own))
             yield [Draw(epoch + ahead, self._order(epoch + ahead)[at]) for ahead, at in places]
 
     def worker_seed(self) -> int:
@@ -158,7 +164,8 @@ class ReplicaBatches(Sampler[list[int]]):
 
     def _batches_from(self, position: int) -> int:
         whole, left = self._batch_size * self._num_replicas, self._num_samples - position
-        return left // whole if self._remainder == "drop" else -(-left // whole)
+        is_batch = left % whole >= {"drop": whole, "carry": 1, "keep": self._num_replicas}[self._remainder]
+        return left // whole + is_batch
 
     def _enter_next(self) -> None:
         """Begin the next epoch where no batch of this one is left."""
@@ -205,7 +212,10 @@ class ReplicaLoader:
     ) -> None:
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
             if name in options:
-                raise ValueError(f"{name}= is the pipeline's to decide: expected options of DataLoader beside it")
+                instead = (
+                    'remainder="drop", "keep" or "carry"' if name == "drop_last" else "other options of DataLoader"
+                )
+                raise ValueError(f"{name}= is the pipeline's to decide: expected {instead}")
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
         self._name = type(dataset).__name__

@@ -124,7 +124,7 @@ class Verifier:
             after = self._own_buffers()
         with self._guard.together():
             in_region = self._look_at_regions()
-            drew_apart = any(self._collectives.gather(drew_apart, what="asking who drew in a region of own parts"))
+            drew_apart = any(self._collectives.gather(drew_apart, what="comparing a batch with the plain model"))
             moved = self._gather_moved(before, after)
             gradients = self._gather(own)
             batches = self._gather_batches(given)

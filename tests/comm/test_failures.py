@@ -75,7 +75,7 @@ OWN = Account((), False, "KeyError: 'x'")
         ),
         pytest.param(
             {0: Account((1,), False, "a"), 1: Account((2,), False, "b")},
-            "rank 2, which rank 1 waited for, reports nothing: it died (b)",
+            "rank 2, which rank 1 waited for, reports nothing: it died, or ended without making this call (b)",
             False,
             id="dead",
         ),

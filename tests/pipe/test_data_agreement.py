@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,43 @@ def test_shapes_alone_are_refused_where_values_are_read() -> None:
 def test_in_one_process_nothing_is_compared_and_nothing_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagewright.pipe.batch.reader.checksum", lambda value: time.sleep(100))
     make_pipe(mesh={"pipe": 2}).train_step(SAMPLES[:8], SAMPLES[:8])
+
+
+def train_from_own_weights(how: str, folder: str) -> str:
+    """The error of a rank whose processes made models of their own; how they come to the same weights, if they do."""
+    options = {"loss_fn": F.mse_loss, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "timeout": 120.0}
+    rank = torch.distributed.get_rank()
+
+    def make(seed: int) -> PipelineModule:
+        torch.manual_seed(seed)
+        return PipelineModule(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), **options)  # type: ignore[arg-type]
+
+    batch = SAMPLES[:8], SAMPLES[:8]
+    if how == "load":
+        alike = make(0)
+        alike.build(*batch)
+        alike.save(folder)
+        alike.close()
+    with make(rank) as pipe:
+        if how == "load":
+            pipe.load(folder)
+        if how == "load_state_dict":
+            pipe.build(*batch)
+            torch.manual_seed(0)
+            pipe.load_state_dict(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).state_dict())
+        try:
+            return str(pipe.train_step(*batch).loss)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ["nothing", "load", "load_state_dict"])
+def test_weights_that_processes_made_each_for_itself_are_told(gloo: Pool, how: str, tmp_path: Path) -> None:
+    told = gloo.run(train_from_own_weights, ranks=2, args=(how, str(tmp_path)))
+    if how == "nothing":
+        expected = "process 1 has made other weights than process 0, first '0.weight', and each stage would begin with"
+        assert [each[: len(expected)] for each in told] == [expected] * 2
+    else:
+        assert told[0] == told[1]
+        assert float(told[0]) > 0

@@ -54,7 +54,7 @@ RUN = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 30), st.int
 
 
 @given(num_samples=st.integers(24, 60), runs=st.lists(RUN, min_size=1, max_size=4), shuffle=st.booleans())
-@pytest.mark.parametrize("remainder", ["drop", "carry"])
+@pytest.mark.parametrize("remainder", ["drop", "carry", "keep"])
 def test_after_any_crash_each_sample_is_used_once_an_epoch_whatever_the_sizes(
     num_samples: int, runs: list[tuple[int, int, int, int]], shuffle: bool, remainder: Remainder
 ) -> None:
@@ -83,10 +83,24 @@ def test_after_any_crash_each_sample_is_used_once_an_epoch_whatever_the_sizes(
     last = max((epoch for epoch, _ in used), default=0)
     for epoch in range(last):
         left_out = num_samples - sum(one == epoch for one, _ in used)
-        assert 0 <= left_out < (1 if remainder == "carry" else max(b * d for b, d, *_ in runs))
+        most = {"carry": 1, "keep": max(d for _, d, *_ in runs), "drop": max(b * d for b, d, *_ in runs)}
+        assert 0 <= left_out < most[remainder]
     if remainder == "carry":  # cut anywhere, it is the one stream of samples
         whole = _draws(ReplicaBatches(num_samples, batch_size=1, shuffle=shuffle, seed=5))
         assert used == [tuple(next(whole)[0]) for _ in used]
+
+
+@given(num_samples=st.integers(24, 60), batch_size=st.integers(1, 6), num_replicas=st.integers(1, 4))
+def test_with_the_rest_kept_an_epoch_has_each_sample_once_and_no_replica_is_without(
+    num_samples: int, batch_size: int, num_replicas: int
+) -> None:
+    sizes = {"batch_size": batch_size, "num_replicas": num_replicas, "shuffle": False}
+    replicas = [ReplicaBatches(num_samples, replica=q, remainder="keep", **sizes) for q in range(num_replicas)]  # type: ignore[arg-type]
+    batches = [list(one) for one in replicas]
+    assert {len(own) for own in batches} == {len(replicas[0])}
+    assert sorted(sample for own in batches for batch in own for sample in batch) == list(range(num_samples))
+    assert all(batch for own in batches for batch in own)
+    assert all(len(batch) == batch_size for own in batches for batch in own[:-1])
 
 
 def _draws(one: ReplicaBatches) -> Iterator[list[Draw]]:

@@ -106,6 +106,7 @@ def to_half(model: Any) -> None:
     model[3].p = 0.5
 
 
+@pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
 @pytest.mark.parametrize("before", [nothing, to_eval, lambda m: setattr(m[3], "p", 0.0)])
 @pytest.mark.parametrize("after", [to_train, to_eval, to_half])
 def test_modules_of_a_chain_run_as_they_stand(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
