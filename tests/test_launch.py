@@ -147,7 +147,8 @@ def test_slurm_gives_each_node_its_number(tmp_path: Path, monkeypatch: pytest.Mo
 RAY = """
 import ray, runpy, sys
 ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=4)
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

@@ -3,8 +3,8 @@
     pip install 'stagewright[ray]'
     python examples/launch/ray_train.py --workers 2 --steps 20
 
-On a cluster: ray job submit --working-dir . -- python examples/launch/ray_train.py --folder /a/disk/of/all/nodes. Where a
-worker fails, Ray starts all of them anew, and they go on from the newest checkpoint in --folder.
+On a cluster: ray job submit --working-dir . -- python examples/launch/ray_train.py --folder /a/disk/of/all/nodes. Where
+a worker fails, Ray starts all of them anew, and they go on from the newest checkpoint in --folder.
 """
 
 from __future__ import annotations
