@@ -241,7 +241,7 @@ def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str
 
 def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
     """The same where torch.distributed.pipelining made them: Pipe, PipelineStages, split_spec, a class of schedules."""
-    if _is_torchs(type(model)) and isinstance(model, nn.Module):
+    if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
         model = [model.get_stage_module(number) for number in range(model.num_stages)]
     stages = list(model) if isinstance(model, list | tuple) else [model]
     if stages and all(_is_torchs(type(stage)) for stage in stages):

@@ -79,8 +79,7 @@ class PipelineModule(RunFigures):
         mesh: {"pipe": P, "data": D, "tensor": T}; `stagewright.Mesh`, which also says what ranks side by side divide
             among themselves; or a DeviceMesh with dimensions "pp", "dp" and "tp". By default a pipeline over all
             processes (alone: over 1).
-        cut: names of the modules that begin a stage, S - 1 of them (or torch's split_spec); equal parameter weights by
-            default.
+        cut: names of the S - 1 modules that begin a stage, or a split_spec; equal parameter weights by default.
         example_inputs: one local batch, a tuple or a dict of keywords, for which the stages are built at once; without
             it, the first call builds them. `stagewright.Inputs` also says along which dimensions batches are cut.
         recompute: what is computed again in the backward instead of being kept (activation checkpointing): "none";

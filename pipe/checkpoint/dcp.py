@@ -1,9 +1,7 @@
-"""Folders of torch.distributed.checkpoint (DCP), read without running code from them, and written.
+"""Folders of torch.distributed.checkpoint (DCP), of get_state_dict; read without running code from them, and written.
 
 .metadata       a pickle: shapes, chunks, the path to each entry. It makes what `_ALLOWED` names, or is refused
 __0_0.distcp    chunk after chunk as torch.save writes it, loaded with weights_only
-
-{"model": state dict, "optimizer": {"state": {name: ...}, "param_groups": [...]}, "step": 3}    by get_state_dict
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, state_dict_saver
+from torch.distributed.checkpoint import default_planner, filesystem, metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from .values import DTYPES
 
@@ -47,11 +45,9 @@ class _DcpReader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
         with Path(self.path, ".metadata").open("rb") as file:
             found: metadata.Metadata = _DcpUnpickler(file).load()
-        entry: Any
         for name, entry in found.state_dict_metadata.items():
-            is_tensor = isinstance(entry, metadata.TensorStorageMetadata)
-            if is_tensor and sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
-                raise ValueError(f"{name!r} of shape {tuple(entry.size)} is not there whole")
+            if sum(prod(chunk.sizes) for chunk in getattr(entry, "chunks", ())) != prod(getattr(entry, "size", (0,))):
+                raise ValueError(f"{name!r} is not there whole")
         stored = {metadata.MetadataIndex(at.fqn, at.offset, at.index): x for at, x in found.storage_data.items()}
         if any(Path(info.relative_path).name != info.relative_path for info in stored.values()):
             raise ValueError(".metadata names files elsewhere: expected files of the same folder")
@@ -59,7 +55,7 @@ class _DcpReader(filesystem.FileSystemReader):
         return found
 
 
-class _DcpPlanner(_EmptyStateDictLoadPlanner):
+class _DcpPlanner(default_planner._EmptyStateDictLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         try:
             content = torch.load(value, map_location="cpu", weights_only=True)
@@ -86,26 +82,19 @@ def read_dcp(place: Path) -> dict[str, Any]:
 
 
 def write_dcp(content: Mapping[str, Any], place: Path) -> None:
-    """Content of `export_checkpoint`, for get_state_dict with flatten_optimizer_state_dict or without.
-
-    Raises OSError and RuntimeError.
-    """
-    optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+    """Content of `export_checkpoint`, for get_state_dict with flatten_optimizer_state_dict or without."""
+    made: dict[str, Any] = {"state": {}, "param_groups": []}
     for one in content.get("optimizers", ()):
         for group in one["param_groups"]:
             options = {key: x for key, x in group.items() if key not in ("params", "param_names")}
             names = dict(zip(group["params"], group["param_names"], strict=True))
-            optimizer["state"] |= {name: one["state"][n] for n, name in names.items() if n in one["state"]}
-            optimizer["param_groups"].append({**options, "params": list(names.values())})
-            optimizer |= {f"param_groups.{name}.{key}": x for name in names.values() for key, x in options.items()}
+            made["state"] |= {name: one["state"][n] for n, name in names.items() if n in one["state"]}
+            made["param_groups"].append({**options, "params": list(names.values())})
+            made |= {f"param_groups.{name}.{key}": x for name in names.values() for key, x in options.items()}
     if any(content.get("schedulers", ())):
         warnings.warn(f"{place}: DCP has no place for learning-rate schedules, left out", stacklevel=3)
-    state = {"model": content["model"]} | (
-        {"optimizer": optimizer, "step": content["step"]} if len(content) > 1 else {}
-    )
+    state = {"model": content["model"]} | ({"optimizer": made, "step": content["step"]} if "step" in content else {})
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            state_dict_saver.save(state, storage_writer=filesystem.FileSystemWriter(place), no_dist=True)
+        _save_state_dict(state, filesystem.FileSystemWriter(place), no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None

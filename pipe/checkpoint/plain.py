@@ -32,7 +32,6 @@ from .values import Json, dtype_name, encode
 
 SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth", ".bin")
-_OPTIMIZER = ("optimizer", "optim")  # in a folder of DCP
 
 PathLike = str | os.PathLike[str]
 
@@ -49,7 +48,7 @@ def read_checkpoint(folder: PathLike) -> dict[str, torch.Tensor]:
 
 
 def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = False, dcp: bool = False) -> None:
-    """Write a checkpoint as one file that a plain model loads, or as a folder of torch.distributed.checkpoint.
+    """Write a checkpoint as one file that a plain model loads, or a folder of torch.distributed.checkpoint (`dcp`).
 
     A file of safetensors has the state dict, and a tensor of several names under each of them. One of torch.save (.pt)
     has the state dict, too; with `optimizer` it has {"model": state dict, "step": steps so far, "optimizers": state
@@ -58,7 +57,6 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
 
     Arguments:
         folder: as in `read_checkpoint`.
-        dcp: write a folder of {"model", "optimizer", "step"}, as torch.distributed.checkpoint.state_dict has them.
 
     Raises ValueError for another kind of file, for what is no whole checkpoint, and where the file cannot be written.
     """
@@ -80,12 +78,11 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
         entries = [_entry(checkpoint, name, key) for name, key in sources.items()]
         _write(path, lambda out: write_tensors(out, entries, {"format": "pt"}))
         return
-    content: dict[str, Any] = dict(_state(checkpoint))
+    content: dict[str, Any] = {"model": _state(checkpoint)}
     if optimizer:
         with checkpoint.as_refusals():
             joined = SavedOptimizers(checkpoint).joined(manifest.names)
-            content = {
-                "model": content,
+            content |= {
                 "step": manifest.step,
                 "optimizers": [state for state, _ in joined],
                 "schedulers": [scheduler for _, scheduler in joined],
@@ -93,18 +90,15 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
     if dcp:
         from .dcp import write_dcp
 
-        return _write(
-            path, lambda out: write_dcp(content if optimizer else {"model": content}, out), opened=nullcontext
-        )
-    _write(path, lambda out: torch.save(content, out))
+        return _write(path, lambda out: write_dcp(content, out), opened=nullcontext)
+    _write(path, lambda out: torch.save(content if optimizer else content["model"], out))
 
 
 def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *, optimizer: bool = False) -> Path:
     """Make a checkpoint of a plain model's weights, for `pipe.load`: step, and optimizers unless taken, begin anew.
 
     Arguments:
-        weights: state dict, or a file of one, of safetensors or torch.save; or a folder of torch.distributed.checkpoint
-            with a state dict, alone or under "model". Tensors that share memory are tied.
+        weights: state dict, its file (safetensors, torch.save) or a folder of DCP. Tensors that share memory are tied.
         folder: where it becomes the latest checkpoint.
         optimizer: take optimizer and step, too, out of a folder that has {"model", "optimizer"}.
 
@@ -128,44 +122,39 @@ def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *
     snapshot = Snapshot(
         step=step, kind="weights", names=tuple(state), tied=tied, pieces=tuple(pieces), values=values, by_process={}
     )
-    own = OwnCheckpoints()
-    result = persist(folder, snapshot, processes=Alone(), own=own)
+    result = persist(folder, snapshot, processes=Alone(), own=OwnCheckpoints())
     if result.path is None:
         raise ValueError(result.problem)
     return result.path
 
 
 def _optimizer_of(content: Mapping[str, Any], place: str) -> tuple[int, dict[str, torch.Tensor], dict[str, Json]]:
-    """Step, tensors and values of a checkpoint, out of get_state_dict, with flatten_optimizer_state_dict or without.
-
-    Raises ValueError for an optimizer of another form, or none; warns of what else is there.
-    """
-    model: dict[str, torch.Tensor] = content["model"]
-    kept: dict[str, Any] = next((content[key] for key in _OPTIMIZER if isinstance(content.get(key), dict)), {})
+    """Step, tensors and values out of get_state_dict, with flatten_optimizer_state_dict or without; or ValueError."""
+    kept: dict[str, Any] = next(
+        (content[key] for key in ("optimizer", "optim") if isinstance(content.get(key), dict)), {}
+    )
     state: dict[str, dict[str, Any]] = dict(kept.get("state", {}))
-    options = {name: group for group in kept.get("param_groups", ()) for name in group["params"]}
+    groups = kept.get("param_groups", ())
+    options = {name: {k: x for k, x in group.items() if k != "params"} for group in groups for name in group["params"]}
     for key, value in kept.items():
         section, _, rest = key.partition(".")
         name, _, entry = rest.rpartition(".")
-        if rest and "param_groups" not in kept:
+        if rest and not groups:
             (state if section == "state" else options).setdefault(name, {})[entry] = value
-    odd = [name for name in (*state, *options) if name not in model]
+    odd = [name for name in (*state, *options) if name not in content["model"]]
     if odd or not options or not all(isinstance(each, dict) for each in state.values()):
         raise ValueError(
             f"{place} has {f'an optimizer of {odd[0]!r}' if odd else 'no optimizer'}: expected one beside 'model', of "
             f"torch.distributed.checkpoint.state_dict.get_state_dict"
         )
-    if left := content.keys() - {"model", "step", *_OPTIMIZER, *model}:
+    if left := content.keys() - {"model", "step", "optimizer", "optim", *content["model"]}:
         warnings.warn(f"{place}: a checkpoint has no place for {', '.join(sorted(left)[:5])}, left out", stacklevel=3)
     steps = [each["step"] for each in state.values() if getattr(each.get("step"), "ndim", 1) == 0]
     keys = {optimizer_key(entry, name): value for name, each in state.items() for entry, value in each.items()}
     tensors = {key: value for key, value in keys.items() if isinstance(value, torch.Tensor)}
     values: dict[str, Json] = {key: encode(value, what=key) for key, value in keys.items() if key not in tensors}
-    groups = [
-        {"names": [name], "options": encode({key: x for key, x in group.items() if key != "params"}, what=name)}
-        for name, group in options.items()
-    ]
-    values["optimizers"] = [[{"stage": 0, "class": "", "groups": groups, "scheduler": None}]]
+    saved = [{"names": [name], "options": encode(each, what=name)} for name, each in options.items()]
+    values["optimizers"] = [[{"stage": 0, "class": "", "groups": saved, "scheduler": None}]]
     return content.get("step", max(map(int, steps), default=0)), tensors, values
 
 

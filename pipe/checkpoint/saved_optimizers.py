@@ -104,7 +104,7 @@ class SavedOptimizers:
             for group in optimizer.param_groups:
                 names = stage.names_in(optimizer, group)
                 for name in names:
-                    self._check_kinds(name, optimizer, scheduler)
+                    self._check_kinds(name, type(optimizer).__name__, scheduler, group)
                     self._check_options(name, names[0])
                     other = stood.setdefault(self._groups[name], group)
                     if options_of_group(other) != options_of_group(group):
@@ -246,14 +246,14 @@ class SavedOptimizers:
         options: Mapping[str, Any] = self._optimizers[optimizer]["groups"][number]["options"]
         return options
 
-    def _check_kinds(self, name: str, optimizer: torch.optim.Optimizer, scheduler: str | None) -> None:
-        saved, kind = self._optimizers[self._groups[name][0]], type(optimizer).__name__
+    def _check_kinds(self, name: str, kind: str, scheduler: str | None, group: Mapping[str, Any]) -> None:
+        saved = self._optimizers[self._groups[name][0]]
         if not saved["class"]:  # DCP does not keep it: its options tell
-            options, now = self._options_of(name), optimizer.defaults
-            if options.keys() - _OF_SCHEDULES != now.keys() or options.get(_DECOUPLED) != now.get(_DECOUPLED):
+            before, now = self._options_of(name), options_of_group(group)
+            if (before.keys() ^ now.keys()) - _OF_SCHEDULES or before.get(_DECOUPLED) != now.get(_DECOUPLED):
                 raise ValueError(
-                    f"checkpoint {self._where} has {name!r} under an optimizer with {sorted(options)}, and {kind} has "
-                    f"{sorted(now)} now: expected the same one, or import_checkpoint without optimizer="
+                    f"checkpoint {self._where} has {name!r} under an optimizer with {sorted(before)}, and {kind} has "
+                    f"{sorted(now)} now: expected the same one, or weights alone: no optimizer=True at the import"
                 )
         elif saved["class"] != kind:
             raise ValueError(
