@@ -92,7 +92,7 @@ def write_dcp(content: Mapping[str, Any], place: Path) -> None:
             made["param_groups"].append({**options, "params": list(names.values())})
             made |= {f"param_groups.{name}.{key}": x for name in names.values() for key, x in options.items()}
     if any(content.get("schedulers", ())):
-        warnings.warn(f"{place}: DCP has no place for learning-rate schedules, left out", stacklevel=3)
+        warnings.warn("DCP has no place for learning-rate schedules, left out", stacklevel=5)
     state = {"model": content["model"]} | ({"optimizer": made, "step": content["step"]} if "step" in content else {})
     try:
         _save_state_dict(state, filesystem.FileSystemWriter(place), no_dist=True)

@@ -299,9 +299,12 @@ def test_a_folder_of_dcp_for_another_model_or_optimizer_is_refused(
             mesh={"pipe": 2},
             example_inputs=batch(0)[:1],
         ).load(tmp_path / "c")
-    pipe = make()
+    pipe = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
     pipe.train_step(*batch(0))
     pipe.save(tmp_path / "own")
+    with pytest.warns(UserWarning, match="no place for learning-rate schedules, left out") as told:
+        stagewright.export_checkpoint(tmp_path / "own", tmp_path / "out", dcp=True, optimizer=True)
+    assert told[0].filename == __file__
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     with pytest.raises(ValueError, match="there cannot be written: Directory not empty"):
