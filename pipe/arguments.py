@@ -225,6 +225,7 @@ def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str
 
     Raises TypeError for a name that it never had, ValueError for what is no record and stands for none.
     """
+    given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
     options: dict[str, Any] = dict.fromkeys(_RENAMED)
     options |= {"flush_first": 0, "post_validation": False, "data_parallel": "replicate", "tensor_sends": "auto"}
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
@@ -251,6 +252,34 @@ def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str
         )
         options[name] = value
     return options
+
+
+def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
+    """The same where torch.distributed.pipelining made them: Pipe, PipelineStages, split_spec, a class of schedules."""
+    if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
+        model = [model.get_stage_module(number) for number in range(model.num_stages)]
+    stages = list(model) if isinstance(model, list | tuple) else [model]
+    if stages and all(_is_torchs(type(stage)) for stage in stages):
+        held, num_stages = {stage.stage_index: stage.submod for stage in stages}, stages[0].num_stages
+        if sorted(held) != list(range(num_stages)):
+            raise ValueError(
+                f"PipelineStages {sorted(held)} of {num_stages}: expected all of them on every rank, which keeps its "
+                f"own, or the whole model: PipelineModule(model, cut=[...])"
+            )
+        model = [held[number] for number in sorted(held)]
+    if isinstance(cut, Mapping):
+        for name, point in cut.items():
+            if getattr(point, "name", None) != "BEGINNING":
+                raise ValueError(f"cut={{{name!r}: {point}}}: expected SplitPoint.BEGINNING, of the module behind it")
+        cut = list(cut)
+    if _is_torchs(type(schedule)):
+        said = f"{type(schedule).__name__}, num_microbatches={schedule._n_microbatches}, loss_fn=..."
+        raise ValueError(f"schedule={type(schedule).__name__}(...): expected its class: schedule={said}")
+    return {"model": model, "cut": cut, "schedule": schedule.__name__ if _is_torchs(schedule) else schedule}
+
+
+def _is_torchs(kind: object) -> bool:
+    return isinstance(kind, type) and kind.__module__.startswith("torch.distributed.pipelining")
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -87,7 +87,7 @@ class PipelineModule(RunFigures):
         mesh: {"pipe": P, "data": D, "tensor": T}; `stagewright.Mesh`, which also says what ranks side by side divide
             among themselves; or a DeviceMesh with dimensions "pp", "dp" and "tp". By default a pipeline over all
             processes (alone: over 1).
-        cut: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
+        cut: names of the S - 1 modules that begin a stage, or a split_spec; equal parameter weights by default.
         example_inputs: one local batch, a tuple or a dict of keywords, for which the stages are built at once; without
             it, the first call builds them. `stagewright.Inputs` also says along which dimensions batches are cut.
         recompute: what is computed again in the backward instead of being kept (activation checkpointing): "none";
@@ -127,7 +127,7 @@ class PipelineModule(RunFigures):
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
         mesh: MeshLike | None = None,
-        cut: Sequence[str] | None = None,
+        cut: Sequence[str] | Mapping[str, Any] | None = None,
         example_inputs: Inputs | Sequence[Any] | Mapping[str, Any] | None = None,
         recompute: RecomputeLike = "none",
         precision: Precision | str | torch.dtype | None = None,

@@ -20,15 +20,20 @@ from ..training.run_folder import RUNS
 class ExportOptions:
     """Write a checkpoint's weights as one file that a plain model loads (load_state_dict), under their original names.
 
-    With --to-checkpoint the other way: make a checkpoint of a file of weights, for pipe.load or `train --resume`.
+    With --to-checkpoint the other way: make a checkpoint of a file of weights, or of a folder of
+    torch.distributed.checkpoint, for pipe.load or `train --resume`.
     """
 
     source: tyro.conf.Positional[Path]
-    """Folder of checkpoints, one of them, or a run (runs/<name>, its name); with --to-checkpoint a file of weights."""
+    """Folder of checkpoints, one of them, or a run (runs/<name>, its name); with --to-checkpoint a file of weights or
+    a folder of torch.distributed.checkpoint."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH", help_behavior_hint="")] = None
-    """File to write: .safetensors, or .pt for torch.load."""
+    """File to write: .safetensors, or .pt for torch.load; with --dcp a folder."""
+    dcp: bool = False
+    """Write a folder that torch.distributed.checkpoint.load reads, on any number of ranks."""
     optimizer: bool = False
-    """Write optimizers, schedules and step, too (a .pt file, with the weights under "model")."""
+    """Write optimizers, schedules and step, too (a .pt file, with the weights under "model"; --dcp without schedules).
+    With --to-checkpoint take the optimizer and step of a folder of torch.distributed.checkpoint."""
     to_checkpoint: Path | None = None
     """Folder in which the checkpoint is made."""
     json: bool = False
@@ -41,17 +46,17 @@ def run(argv: Sequence[str]) -> int:
     if (options.out is None) == (options.to_checkpoint is None):
         raise ValueError("expected one of -o FILE, to write a checkpoint's weights, and --to-checkpoint FOLDER")
     if options.to_checkpoint is not None:
-        if options.optimizer:
-            raise ValueError(
-                "--optimizer with --to-checkpoint: expected -o FILE; a checkpoint is made of weights alone"
-            )
-        made = import_checkpoint(options.source, options.to_checkpoint)
+        if options.dcp:
+            raise ValueError("--dcp with --to-checkpoint: expected the folder alone; its kind is seen by itself")
+        made = import_checkpoint(options.source, options.to_checkpoint, optimizer=options.optimizer)
         answer: dict[str, str | int] = {"checkpoint": str(made)}
     else:
         assert options.out is not None
         folder = _checkpoints(options.source)
-        export_checkpoint(folder, options.out, optimizer=options.optimizer)
-        answer = {"checkpoint": str(folder), "file": str(options.out), "bytes": options.out.stat().st_size}
+        export_checkpoint(folder, options.out, optimizer=options.optimizer, dcp=options.dcp)
+        files = options.out.iterdir() if options.dcp else [options.out]
+        size = sum(file.stat().st_size for file in files)
+        answer = {"checkpoint": str(folder), "file": str(options.out), "bytes": size}
     if options.json:
         print(json.dumps(answer))
     elif options.out is not None:

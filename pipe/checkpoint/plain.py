@@ -1,18 +1,20 @@
 """Checkpoints and the state of a plain model: out of one into the other, without a pipeline.
 
 read_checkpoint      checkpoint -> state dict           of model.load_state_dict
-export_checkpoint    checkpoint -> model.safetensors, or model.pt with optimizers
-import_checkpoint    state dict or file -> checkpoint   of pipe.load
+export_checkpoint    checkpoint -> model.safetensors, or model.pt or a folder of DCP with optimizers
+import_checkpoint    state dict, file or folder of DCP -> checkpoint   of pipe.load
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
@@ -20,13 +22,13 @@ import torch
 from ...comm.store_exchange import Alone
 from ..shards.shard import Shard
 from .files import OwnCheckpoints, flushed
-from .manifest import model_key
+from .manifest import model_key, optimizer_key
 from .persist import persist
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
 from .snapshot import HeldPiece, Snapshot
 from .tensor_file import Entry, MappedFile, write_tensors
-from .values import dtype_name
+from .values import Json, dtype_name, encode
 
 SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth", ".bin")
@@ -45,8 +47,8 @@ def read_checkpoint(folder: PathLike) -> dict[str, torch.Tensor]:
     return _state(Checkpoint(Path(folder)))
 
 
-def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = False) -> None:
-    """Write a checkpoint as one file that a plain model loads.
+def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = False, dcp: bool = False) -> None:
+    """Write a checkpoint as one file that a plain model loads, or a folder of torch.distributed.checkpoint (`dcp`).
 
     A file of safetensors has the state dict, and a tensor of several names under each of them. One of torch.save (.pt)
     has the state dict, too; with `optimizer` it has {"model": state dict, "step": steps so far, "optimizers": state
@@ -59,15 +61,15 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
     Raises ValueError for another kind of file, for what is no whole checkpoint, and where the file cannot be written.
     """
     path = Path(file)
-    if path.suffix not in (SAFETENSORS, *TORCH):
-        raise ValueError(f"{path}: expected a file that ends in {SAFETENSORS} or {TORCH[0]}")
-    if optimizer and path.suffix == SAFETENSORS:
+    if not dcp and path.suffix not in (SAFETENSORS, *TORCH):
+        raise ValueError(f"{path}: expected a file that ends in {SAFETENSORS} or {TORCH[0]}, or --dcp")
+    if optimizer and not dcp and path.suffix == SAFETENSORS:
         raise ValueError(
             f"{path} with optimizers: expected a file that ends in {TORCH[0]}; safetensors hold tensors alone"
         )
     checkpoint = Checkpoint(Path(folder))
     manifest = checkpoint.manifest
-    if path.suffix == SAFETENSORS:
+    if path.suffix == SAFETENSORS and not dcp:
         sources = {name: model_key(manifest.tied.get(name, name)) for name in manifest.names}
         for key in dict.fromkeys(sources.values()):
             if checkpoint.record(key).dtype == "complex128":
@@ -76,30 +78,37 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
         entries = [_entry(checkpoint, name, key) for name, key in sources.items()]
         _write(path, lambda out: write_tensors(out, entries, {"format": "pt"}))
         return
-    content: dict[str, Any] = dict(_state(checkpoint))
+    content: dict[str, Any] = {"model": _state(checkpoint)}
     if optimizer:
         with checkpoint.as_refusals():
             joined = SavedOptimizers(checkpoint).joined(manifest.names)
-            content = {
-                "model": content,
+            content |= {
                 "step": manifest.step,
                 "optimizers": [state for state, _ in joined],
                 "schedulers": [scheduler for _, scheduler in joined],
             }
-    _write(path, lambda out: torch.save(content, out))
+    if dcp:
+        from .dcp import write_dcp
+
+        return _write(path, lambda out: write_dcp(content, out), opened=nullcontext)
+    _write(path, lambda out: torch.save(content if optimizer else content["model"], out))
 
 
-def import_checkpoint(weights: Mapping[str, torch.Tensor] | PathLike, folder: PathLike) -> Path:
-    """Make a checkpoint of a plain model's weights, for `pipe.load`: optimizers and step then begin anew.
+def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *, optimizer: bool = False) -> Path:
+    """Make a checkpoint of a plain model's weights, for `pipe.load`: step, and optimizers unless taken, begin anew.
 
     Arguments:
-        weights: state dict, or a file of one, of safetensors or torch.save. Tensors that share memory are tied.
+        weights: state dict, its file (safetensors, torch.save) or a folder of DCP. Tensors that share memory are tied.
         folder: where it becomes the latest checkpoint.
+        optimizer: take optimizer and step, too, out of a folder that has {"model", "optimizer"}.
 
     Returns the checkpoint. Raises ValueError for what is no state dict, and where the folder cannot be written.
     """
-    state = dict(weights) if isinstance(weights, Mapping) else _read_file(Path(weights))
-    _check_state(state, "the state dict" if isinstance(weights, Mapping) else str(weights))
+    where = "the state dict" if isinstance(weights, Mapping) else str(weights)
+    content = {"model": dict(weights)} if isinstance(weights, Mapping) else _read_file(Path(weights))
+    state = content["model"]
+    _check_state(state, where)
+    step, more, values = _optimizer_of(content, where) if optimizer else (0, {}, {})
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in state.items():
@@ -107,18 +116,46 @@ def import_checkpoint(weights: Mapping[str, torch.Tensor] | PathLike, folder: Pa
         if first.setdefault(at, name) != name:
             tied[name] = first[at]
     pieces = [
-        HeldPiece(key=model_key(name), shape=tuple(tensor.shape), start=(0,) * tensor.ndim, tensor=tensor.detach())
-        for name, tensor in state.items()
-        if name not in tied
+        HeldPiece(key=key, shape=tuple(tensor.shape), start=(0,) * tensor.ndim, tensor=tensor.detach())
+        for key, tensor in ({model_key(name): x for name, x in state.items() if name not in tied} | more).items()
     ]
     snapshot = Snapshot(
-        step=0, kind="weights", names=tuple(state), tied=tied, pieces=tuple(pieces), values={}, by_process={}
+        step=step, kind="weights", names=tuple(state), tied=tied, pieces=tuple(pieces), values=values, by_process={}
     )
-    own = OwnCheckpoints()
-    result = persist(folder, snapshot, processes=Alone(), own=own)
+    result = persist(folder, snapshot, processes=Alone(), own=OwnCheckpoints())
     if result.path is None:
         raise ValueError(result.problem)
     return result.path
+
+
+def _optimizer_of(content: Mapping[str, Any], place: str) -> tuple[int, dict[str, torch.Tensor], dict[str, Json]]:
+    """Step, tensors and values out of get_state_dict, with flatten_optimizer_state_dict or without; or ValueError."""
+    kept: dict[str, Any] = next(
+        (content[key] for key in ("optimizer", "optim") if isinstance(content.get(key), dict)), {}
+    )
+    state: dict[str, dict[str, Any]] = dict(kept.get("state", {}))
+    groups = kept.get("param_groups", ())
+    options = {name: {k: x for k, x in group.items() if k != "params"} for group in groups for name in group["params"]}
+    for key, value in kept.items():
+        section, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        if rest and not groups:
+            (state if section == "state" else options).setdefault(name, {})[entry] = value
+    odd = [name for name in (*state, *options) if name not in content["model"]]
+    if odd or not options or not all(isinstance(each, dict) for each in state.values()):
+        raise ValueError(
+            f"{place} has {f'an optimizer of {odd[0]!r}' if odd else 'no optimizer'}: expected one beside 'model', of "
+            f"torch.distributed.checkpoint.state_dict.get_state_dict"
+        )
+    if left := content.keys() - {"model", "step", "optimizer", "optim", *content["model"]}:
+        warnings.warn(f"{place}: a checkpoint has no place for {', '.join(sorted(left)[:5])}, left out", stacklevel=3)
+    steps = [each["step"] for each in state.values() if getattr(each.get("step"), "ndim", 1) == 0]
+    keys = {optimizer_key(entry, name): value for name, each in state.items() for entry, value in each.items()}
+    tensors = {key: value for key, value in keys.items() if isinstance(value, torch.Tensor)}
+    values: dict[str, Json] = {key: encode(value, what=key) for key, value in keys.items() if key not in tensors}
+    saved = [{"names": [name], "options": encode(each, what=name)} for name, each in options.items()]
+    values["optimizers"] = [[{"stage": 0, "class": "", "groups": saved, "scheduler": None}]]
+    return content.get("step", max(map(int, steps), default=0)), tensors, values
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -142,33 +179,38 @@ def _entry(checkpoint: Checkpoint, name: str, key: str) -> Entry:
     )
 
 
-def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """A file that is there whole or not at all."""
+def _write(path: Path, write: Callable[[Any], object], *, opened: Callable[[Path], Any] = flushed) -> None:
+    """A file or folder that is there whole or not at all."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         try:
-            with flushed(partial) as out:
+            with opened(partial) as out:
                 write(out)
             partial.replace(path)
         except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
             with suppress(OSError):
                 partial.unlink()
             raise
     except (OSError, RuntimeError) as error:
         said = error.strerror or error if isinstance(error, OSError) else error
-        raise ValueError(f"{path} cannot be written: {said}: expected a file in a folder that can be written") from None
+        raise ValueError(f"{path} cannot be written: {said}: expected a name in a folder that can be written") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The state dict in a file; executes no code."""
+    """{"model": state dict}, and what else is in a file or folder of DCP; executes no code."""
+    if (path / ".metadata").exists():
+        from .dcp import read_dcp
+
+        return read_dcp(path)
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} cannot be read: expected a plain file")
+        raise ValueError(f"{path} cannot be read: expected a plain file, or a folder of DCP, with .metadata")
     if path.suffix == SAFETENSORS:
         try:
             mapped = MappedFile(path)
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
-        return {name: mapped.tensor(name) for name in mapped.names()}
+        return {"model": {name: mapped.tensor(name) for name in mapped.names()}}
     if path.suffix not in TORCH:
         raise ValueError(f"{path}: expected a file that ends in {SAFETENSORS} or {TORCH[0]}")
     try:
@@ -180,8 +222,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None
     if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
-        content = content["model"]  # as `export_checkpoint` with optimizers writes it
-    return dict(content) if isinstance(content, Mapping) else {"": content}
+        return {"model": dict(content["model"])}  # as `export_checkpoint` with optimizers writes it
+    return {"model": dict(content) if isinstance(content, Mapping) else {"": content}}
 
 
 def _check_state(state: Mapping[str, Any], where: str) -> None:

@@ -28,7 +28,8 @@ from .values import decode, encode
 # Entries of the state of torch's schedulers with a figure a parameter group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
-
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # options that they add
+_DECOUPLED = "decoupled_weight_decay"  # Adam or AdamW
 _Group = tuple[int, int]  # a parameter group of a checkpoint: of which optimizer, and the which of its groups
 
 
@@ -103,7 +104,7 @@ class SavedOptimizers:
             for group in optimizer.param_groups:
                 names = stage.names_in(optimizer, group)
                 for name in names:
-                    self._check_kinds(name, type(optimizer).__name__, scheduler)
+                    self._check_kinds(name, type(optimizer).__name__, scheduler, group)
                     self._check_options(name, names[0])
                     other = stood.setdefault(self._groups[name], group)
                     if options_of_group(other) != options_of_group(group):
@@ -245,9 +246,16 @@ class SavedOptimizers:
         options: Mapping[str, Any] = self._optimizers[optimizer]["groups"][number]["options"]
         return options
 
-    def _check_kinds(self, name: str, kind: str, scheduler: str | None) -> None:
+    def _check_kinds(self, name: str, kind: str, scheduler: str | None, group: Mapping[str, Any]) -> None:
         saved = self._optimizers[self._groups[name][0]]
-        if saved["class"] != kind:
+        if not saved["class"]:  # DCP does not keep it: its options tell
+            before, now = self._options_of(name), options_of_group(group)
+            if (before.keys() ^ now.keys()) - _OF_SCHEDULES or before.get(_DECOUPLED) != now.get(_DECOUPLED):
+                raise ValueError(
+                    f"checkpoint {self._where} has {name!r} under an optimizer with {sorted(before)}, and {kind} has "
+                    f"{sorted(now)} now: expected the same one, or weights alone: no optimizer=True at the import"
+                )
+        elif saved["class"] != kind:
             raise ValueError(
                 f"checkpoint {self._where} has {name!r} under the optimizer {saved['class']}, and it is under {kind} "
                 f"now: expected the same one, or load_state_dict to begin with weights alone"

@@ -173,7 +173,8 @@ class _Fitting:
             if one.versions is not None:
                 for key, shard in self._older(one.versions).values():
                     checkpoint.check(key, shard)
-        self._optimizers = None if checkpoint.manifest.kind == "weights" else SavedOptimizers(checkpoint)
+        has_none = checkpoint.manifest.kind == "weights" and "optimizers" not in checkpoint.manifest.values
+        self._optimizers = None if has_none else SavedOptimizers(checkpoint)
         if self._optimizers is not None:
             for one in self._stages:
                 self._optimizers.check(one, ownership)

@@ -1,0 +1,315 @@
+"""Folders of torch.distributed.checkpoint: FSDP2 ranks save and a pipeline goes on, and back; none runs code."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.inside import main
+from support.pool import Pool
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import stagewright
+from stagewright.pipe import PipelineModule
+
+pytestmark = pytest.mark.concerns("pipe/checkpoint", "experiments/commands/export.py")
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    """Rows that two ranks divide unevenly, and one that only the first has."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    flat, rest = ([p for p in parameters if (p.ndim < 2) is is_flat] for is_flat in (True, False))
+    return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.9))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (6, 1))  # type: ignore[return-value]
+
+
+def make(**options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 1, "optimizer": adamw, "verify": False}
+    return PipelineModule(
+        model(9), loss_fn=nn.functional.mse_loss, **(settings | {"example_inputs": batch(0)[:1]} | options)
+    )
+
+
+def train(plain: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Losses of whole batches; ranks of FSDP take a share each, and average the gradients."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    losses = []
+    for step in steps:
+        x, y = (each.tensor_split(size)[rank] for each in batch(step))
+        loss = nn.functional.mse_loss(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach() / size
+        if size > 1:
+            dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def wrapped(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    plain = model(seed)
+    for layer in plain:
+        fully_shard(layer)
+    fully_shard(plain)
+    return plain, adamw(plain.parameters())
+
+
+def fsdp_saves(folder: Path) -> list[float]:
+    """Both forms of get_state_dict, and the weights alone; returns the losses of two steps behind it."""
+    plain, optimizer = wrapped()
+    train(plain, optimizer, range(2))
+    weights, state = get_state_dict(plain, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "dataloader": {"at": print}}, checkpoint_id=folder / "nested")
+    dcp.save(weights, checkpoint_id=folder / "weights")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(plain, optimizer, options=flat)
+    dcp.save({"app": {"model": weights, "optim": state}}, checkpoint_id=folder / "flat")
+    return train(plain, optimizer, range(2, 4))
+
+
+def fsdp_loads(folder: Path, is_flat: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    plain, optimizer = wrapped(3)
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    weights, state = get_state_dict(plain, optimizer, options=options)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(plain, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    full = {name: x.full_tensor().clone() for name, x in plain.state_dict().items()}
+    return full, train(plain, optimizer, range(2, 4))
+
+
+def plain_loads(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One process, by torch's own reader."""
+    plain = model(3)
+    optimizer = adamw(plain.parameters())
+    weights, state = get_state_dict(plain, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=True)
+    set_state_dict(plain, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return plain, optimizer
+
+
+@pytest.mark.gloo
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_pipeline_goes_on_from_what_fsdp_saved(gloo: Pool, tmp_path: Path) -> None:
+    behind = gloo.run(fsdp_saves, ranks=2, args=(tmp_path,))[0]
+    plain, optimizer = plain_loads(tmp_path / "nested")
+    before = {name: x.clone() for name, x in plain.state_dict().items()}
+    expected = train(plain, optimizer, range(2, 4))
+    for name in ("nested", "flat"):
+        words = ["export", str(tmp_path / name), "--to-checkpoint", str(tmp_path / f"{name}-in"), "--optimizer"]
+        if name == "nested":
+            with pytest.warns(UserWarning, match="has no place for dataloader, left out"):
+                assert main(words) == 0
+        else:
+            assert main(words) == 0
+        pipe = make()
+        pipe.load(tmp_path / f"{name}-in")
+        assert pipe.num_steps == 2
+        losses = [pipe.train_step(*batch(step)).loss for step in range(2, 4)]
+        assert losses == expected
+        assert losses == pytest.approx(behind, abs=1e-13)
+        found = pipe.full_state_dict()
+        assert all(torch.equal(found[key], x) for key, x in plain.state_dict().items())
+    stagewright.import_checkpoint(tmp_path / "weights", tmp_path / "begun")
+    found = stagewright.read_checkpoint(tmp_path / "begun")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[key], x) for key, x in before.items())
+
+
+@pytest.mark.gloo
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fsdp_and_a_plain_process_go_on_from_what_a_pipeline_saved(gloo: Pool, tmp_path: Path) -> None:
+    pipe = make()
+    for step in range(2):
+        pipe.train_step(*batch(step))
+    pipe.save(tmp_path / "c")
+    state = pipe.full_state_dict()
+    assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "out"), "--dcp", "--optimizer"]) == 0
+    losses = [pipe.train_step(*batch(step)).loss for step in range(2, 4)]
+    for is_flat in (False, True):
+        for full, found in gloo.run(fsdp_loads, ranks=2, args=(tmp_path / "out", is_flat)):
+            assert all(torch.equal(full[name], x) for name, x in state.items())
+            assert found == pytest.approx(losses, abs=1e-13)
+    plain, optimizer = plain_loads(tmp_path / "out")
+    assert train(plain, optimizer, range(2, 4)) == losses
+    assert not list(tmp_path.glob(".*"))
+
+
+class Evil:
+    """A pickle that would make a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.file,)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights and optimizer of one process."""
+    plain = model()
+    optimizer = adamw(plain.parameters())
+    train(plain, optimizer, range(1))
+    weights, state = get_state_dict(plain, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "d", no_dist=True)
+    return tmp_path / "d"
+
+
+def metadata(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def rewrite(folder: Path, content: Any) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+
+
+def evil(folder: Path, mark: Path) -> str:
+    rewrite(folder, Evil(mark))
+    return "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is none of DCP's records"
+
+
+def evil_within(folder: Path, mark: Path) -> str:
+    content = metadata(folder)
+    content.storage_meta.load_id = Evil(mark)
+    rewrite(folder, content)
+    return "which is none of DCP's records and might run code"
+
+
+def evil_class(folder: Path, mark: Path) -> str:
+    """Changing a class that a pickle may name: found.chunks = None, and torch's own must stay as they are."""
+    name = "torch.distributed.checkpoint.metadata\nMetadata\n"
+    (folder / ".metadata").write_bytes(b"c" + name.encode() + b"(N}S'storage_data'\nI5\nstb.")
+    return "cannot be read as a folder"
+
+
+def evil_value(folder: Path, mark: Path) -> str:
+    """The optimizer's rate is a pickle that runs code: torch's own reader runs it."""
+    content = metadata(folder)
+    info = next(x for at, x in content.storage_data.items() if at.fqn == "optimizer.param_groups.0.lr")
+    torch.save(Evil(mark), folder / "evil.distcp")
+    info.relative_path, info.offset, info.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
+    rewrite(folder, content)
+    return "which a checkpoint has no form for"
+
+
+def elsewhere(folder: Path, mark: Path) -> str:
+    content = metadata(folder)
+    next(iter(content.storage_data.values())).relative_path = "../d/__0_0.distcp"
+    rewrite(folder, content)
+    return "names files elsewhere"
+
+
+def without_chunk(folder: Path, mark: Path) -> str:
+    content = metadata(folder)
+    content.state_dict_metadata["model.0.weight"].chunks.clear()
+    rewrite(folder, content)
+    return "'model.0.weight' is not there whole"
+
+
+def cut_off(folder: Path, mark: Path) -> str:
+    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:2000])
+    return "cannot be read as a folder of torch.distributed.checkpoint"
+
+
+def no_pickle(folder: Path, mark: Path) -> str:
+    (folder / ".metadata").write_text("hello")
+    return "cannot be read as a folder of torch.distributed.checkpoint: UnpicklingError"
+
+
+def no_folder(folder: Path, mark: Path) -> str:
+    (folder / ".metadata").unlink()
+    return "expected a plain file, or a folder of DCP, with .metadata"
+
+
+def no_optimizer(folder: Path, mark: Path) -> str:
+    shutil.rmtree(folder)
+    dcp.save({"model": model().state_dict()}, checkpoint_id=folder, no_dist=True)
+    return "has no optimizer: expected one beside 'model'"
+
+
+def by_numbers(folder: Path, mark: Path) -> str:
+    plain = model()
+    optimizer = adamw(plain.parameters())
+    train(plain, optimizer, range(1))
+    shutil.rmtree(folder)
+    content = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(content, checkpoint_id=folder, no_dist=True)
+    return "of torch.distributed.checkpoint.state_dict.get_state_dict"
+
+
+def nested_model(folder: Path, mark: Path) -> str:
+    shutil.rmtree(folder)
+    dcp.save({"model": {"a": {"b": torch.ones(1)}}}, checkpoint_id=folder, no_dist=True)
+    return "expected a model's state_dict"
+
+
+CASES = [evil, evil_within, evil_class, evil_value, elsewhere, without_chunk, cut_off, no_pickle, no_folder]
+CASES += [no_optimizer, by_numbers, nested_model]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("spoil", CASES, ids=lambda spoil: spoil.__name__)
+def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(
+    spoil: Callable[[Path, Path], str], folder: Path, tmp_path: Path
+) -> None:
+    message = spoil(folder, tmp_path / "ran")
+    with pytest.raises(ValueError, match=message):
+        stagewright.import_checkpoint(folder, tmp_path / "c", optimizer=True)
+    assert not (tmp_path / "ran").exists()
+    assert not hasattr(dcp.metadata.Metadata, "storage_data") or dcp.metadata.Metadata.storage_data is None
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_dcp_for_another_model_or_optimizer_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stagewright.import_checkpoint(folder, tmp_path / "c", optimizer=True)
+    for options, message in [
+        ({"optimizer": torch.optim.Adam}, "under an optimizer with .*and Adam has"),
+        ({"optimizer": torch.optim.Adamax}, "and Adamax has"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "and SGD has"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(**options).load(tmp_path / "c")
+    with pytest.raises(ValueError, match=r"is of another model: '0.weight' has shape"):
+        PipelineModule(
+            nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1)).double(),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=adamw,
+            mesh={"pipe": 2},
+            example_inputs=batch(0)[:1],
+        ).load(tmp_path / "c")
+    pipe = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    pipe.train_step(*batch(0))
+    pipe.save(tmp_path / "own")
+    with pytest.warns(UserWarning, match="no place for learning-rate schedules, left out") as told:
+        stagewright.export_checkpoint(tmp_path / "own", tmp_path / "out", dcp=True, optimizer=True)
+    assert told[0].filename == __file__
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    with pytest.raises(ValueError, match="there cannot be written: Directory not empty"):
+        stagewright.export_checkpoint(tmp_path / "own", tmp_path / "there", dcp=True)
+    with pytest.raises(ValueError, match="the state dict has no optimizer: expected one beside 'model'"):
+        stagewright.import_checkpoint(model().state_dict(), tmp_path / "c", optimizer=True)
+    assert main(["export", str(folder), "--to-checkpoint", str(tmp_path / "x"), "--dcp"]) == 2
+    assert "--dcp with --to-checkpoint" in capsys.readouterr().err

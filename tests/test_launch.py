@@ -1,0 +1,174 @@
+"""examples/launch/: the Ray script runs; the Kubernetes manifest and the Slurm script say what torchrun understands."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import config_from_args, get_args_parser
+
+import stagewright
+
+ROOT = Path(stagewright.__file__).parent
+LAUNCH = ROOT / "examples" / "launch"
+KINDS: dict[str, Any] = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+
+pytestmark = pytest.mark.concerns("examples")
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def misfits(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[str]:
+    """As the server finds them: kinds, what is missing, and fields that it would drop without a word."""
+    if schema.get("x-kubernetes-int-or-string"):
+        if not (isinstance(value, int | str) and re.fullmatch(schema.get("pattern", ".*"), str(value))):
+            yield f"{where}: {value!r}"
+        return
+    if not isinstance(value, KINDS[schema["type"]]):
+        yield f"{where}: {value!r} is no {schema['type']}"
+        return
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{where}: {value!r}"
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from misfits(each, schema["items"], f"{where}[{number}]")
+    elif isinstance(value, dict):
+        yield from (f"{where} lacks {name}" for name in schema.get("required", ()) if name not in value)
+        for name, each in value.items():
+            known = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            if known is not None:
+                yield from misfits(each, known, f"{where}.{name}")
+            elif where != ".metadata":
+                yield f"{where} has no {name}"
+
+
+def manifest() -> Any:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_manifest_fits_the_operators_schema() -> None:
+    job = manifest()
+    schema = json.loads((ROOT / "tests" / "data" / "pytorchjob_schema.json").read_text(encoding="utf-8"))["schema"]
+    assert list(misfits(job, schema)) == []
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    job["spec"]["nprocPerNode"] = 1
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    worker["template"]["spec"]["containers"][0]["comand"] = []
+    worker["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] = "4 GB"
+    del worker["template"]["spec"]["volumes"][0]["name"]
+    assert len(list(misfits(job, schema))) == 4
+
+
+def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """torchrun's options and what it would launch; the script's own parser has taken its words, too."""
+    options = get_args_parser().parse_args(words)
+    config, _, _ = config_from_args(options)
+
+    class StopError(Exception):
+        pass
+
+    def stop() -> None:
+        raise StopError
+
+    script = load(ROOT / options.training_script)
+    monkeypatch.setattr(script, "GPT", stop)  # right behind the parser
+    monkeypatch.setattr(sys, "argv", [options.training_script, *options.training_script_args])
+    with pytest.raises(StopError):
+        script.main()
+    return options, config
+
+
+def test_torchrun_reads_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the operator sets (v1.9.0, pkg/controller.v1/pytorch/elastic.go and envvar.go)."""
+    job = manifest()
+    spec, (kind, worker) = job["spec"], next(iter(job["spec"]["pytorchReplicaSpecs"].items()))
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"
+    policy = spec["elasticPolicy"]
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", f"{job['metadata']['name']}-{kind.lower()}-0:23456")
+    monkeypatch.setenv("PET_RDZV_BACKEND", policy["rdzvBackend"])
+    monkeypatch.setenv("PET_NNODES", f"{policy['minReplicas']}:{policy['maxReplicas']}")
+    monkeypatch.setenv("PET_MAX_RESTARTS", str(policy["maxRestarts"]))
+    monkeypatch.setenv("PET_NPROC_PER_NODE", spec["nprocPerNode"])
+    program, *words = container["command"]
+    assert program == "torchrun"
+    _, config = parsed(words, monkeypatch)
+    assert config.min_nodes == config.max_nodes == worker["replicas"] == 4
+    assert (config.nproc_per_node, config.max_restarts, config.rdzv_backend) == (1, 3, "c10d")
+    assert config.rdzv_endpoint == "stagewright-gpt-worker-0:23456"
+    folder = next(word.partition("=")[2] for word in words if word.startswith("--folder="))
+    assert any(folder.startswith(f"{mount['mountPath']}/") for mount in container["volumeMounts"])
+
+
+def test_slurm_gives_each_node_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands are stood in for: srun runs its words once a node, and torchrun prints its own."""
+    for name, text in {
+        "scontrol": "printf 'first\\nsecond\\nthird\\nfourth\\n'",
+        "srun": 'shift; for SLURM_NODEID in 0 1 2 3; do export SLURM_NODEID; "$@" || exit 1; done',
+        ".venv/bin/torchrun": 'echo "$@"',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "123456"}
+    environment |= {"SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_CPUS_PER_TASK": "2"}
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "slurm.sbatch")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for node, line in enumerate(lines):
+        options, config = parsed(line.split(), monkeypatch)
+        assert (options.node_rank, config.min_nodes, config.max_nodes, config.nproc_per_node) == (node, 4, 4, 1)
+        assert (options.master_addr, options.master_port, config.rdzv_backend) == ("first", 23456, "static")
+
+
+RAY = """
+import ray, runpy, sys
+ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=4)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_ray_train_starts_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers train as one process does."""
+    train = pytest.importorskip("ray.train")
+    script = LAUNCH / "ray_train.py"
+    # Without clusters all that Ray opens is on the loopback; nothing is told to anybody.
+    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", RAY, str(script), "--folder", str(tmp_path / "ray")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(train, "report", told.append)
+    load(script).work({"steps": 20, "every": 10, "folder": str(tmp_path / "alone")})
+    assert [metrics["step"] for metrics in told] == [10, 20]
+    for metrics in told:
+        assert f"step {metrics['step']}: loss {metrics['loss']:.3f}" in done.stdout
+    states = [stagewright.read_checkpoint(tmp_path / where / "checkpoints") for where in ("ray", "alone")]
+    assert all(states[0][name].equal(tensor) for name, tensor in states[1].items())
