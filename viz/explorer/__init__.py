@@ -26,7 +26,7 @@ __all__ = ["explorer_html", "write_explorer"]
 
 _SCRIPTS = tuple(
     f"{each}.js"
-    for each in ["model", "words", "view", "draw", "layers", "marks", "panels", "search", "selection", "input"]
+    for each in "model words rows view frame draw layers marks panels search selection svg save link input".split()
 )
 # name -> its scripts, the last of which extends the page, and the function that gives the data of an exhibit
 _EXTENSIONS: dict[str, tuple[tuple[str, ...], Callable[[Exhibit], Any]]] = {

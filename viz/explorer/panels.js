@@ -166,7 +166,10 @@
   function section(id, heading, before = null) {
     const head = make("h2", { role: "button", tabindex: "0", "aria-expanded": "true" }, heading);
     const found = make("section", { id }, head);
-    const flip = () => head.setAttribute("aria-expanded", String(!found.classList.toggle("folded")));
+    const flip = () => {
+      head.setAttribute("aria-expanded", String(!found.classList.toggle("folded")));
+      found.dispatchEvent(new Event("fold"));
+    };
     head.addEventListener("click", flip);
     head.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== " ") return;
@@ -283,8 +286,10 @@
   // --- help ---
 
   const KEYS = [
-    ["wheel, + −", "zoom at the pointer, or in the middle"],
-    ["drag, ← →, shift + wheel", "move along the time; drag up and down to other rows"],
+    ["wheel, ctrl + wheel, + −, w s", "zoom at the pointer, or in the middle"],
+    ["drag, ← →, a d, shift + wheel", "move along the time; drag up and down, or wheel over the names, to other rows"],
+    ["p, h, shift + h", "pin the row above what scrolls, hide it, show all; a click on a rank's name or a heading does so, too, and Rows at the right"],
+    ["r", "all equal replicas, or one row for them"],
     ["shift + drag, drag the axis", "select a stretch of time: what each rank does in it"],
     ["f", "zoom into what is selected, or the chosen action"],
     ["shift + click, x", "the distance from the chosen action to another; x marks one, and then x the other"],
@@ -296,6 +301,8 @@
     ["[ ]", "the measured step before and after"],
     ["i, l, m, c", "idle time, messages, memory, critical path on and off"],
     ["o", "a time scale for each exhibit, or one for all"],
+    ["PNG, SVG", "save what is shown, with title and legend: all rows that are not hidden, the time in sight"],
+    ["Link", "copy an address that shows this view again: time, rows, choice, layers, step, what is edited"],
     ["t", "light or dark"],
     ["?", "this help"],
   ];
@@ -317,6 +324,8 @@
     section("chosen", "Actions");
     section("selection", "Selection").hidden = true;
     section("differences", "Differences");
+    section("rows", "Rows").addEventListener("fold", () => app.rows.section());
+    document.getElementById("rows").firstChild.click(); // folded
     section("idle", "Idle time");
     section("path", "Critical path");
     chosen(null);

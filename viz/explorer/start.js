@@ -5,8 +5,8 @@
   const byId = (id) => document.getElementById(id);
   const page = (app.page = new app.model.Page(JSON.parse(byId("data").textContent)));
   const view = (app.view = new app.View(page));
-  const painter = new app.Painter(byId("base"), view);
-  const marks = new app.Marks(byId("marks"), view, painter);
+  const painter = (app.painter = new app.Painter(byId("base"), view));
+  const marks = (app.marks = new app.Marks(byId("marks"), view, painter));
   const tooltip = byId("tooltip");
   app.scroller = byId("scroller");
   app.state = { hover: null, chosen: null, pointer: null, range: null, marked: null, meant: null, row: null, left: false };
@@ -55,11 +55,10 @@
     app.changed();
   };
 
-  // Where a mark stands: {place, row}.
+  // Where a mark stands: {place, row}; null where its row is hidden.
   app.placeOf = (mark) => {
-    const place = view.panels.find((each) => each.panel === mark.panel);
-    const row = place && place.rows.find((each) => each.row === mark.row);
-    return row ? { place, row } : null;
+    const spot = view.spots.has(mark.panel) && view.spots.get(mark.panel).get(mark.row.rank);
+    return spot || null;
   };
 
   app.find = (x, y) => {
@@ -100,10 +99,12 @@
     app.state.row = null;
     app.panels.chosen(mark);
     if (mark && reveal) {
+      app.rows.reveal(mark.panel, mark.row);
       view.in(mark.panel).reveal(mark.track.start[mark.i], mark.track.end[mark.i]);
       const place = app.placeOf(mark);
-      const top = place.row.top - view.head, bottom = place.row.top + place.row.height - view.height;
-      if (app.scroller.scrollTop > top) app.scroller.scrollTop = top;
+      const top = place.row.top - view.top, bottom = place.row.top + place.row.height - view.height;
+      if (place.place.pinned) ask(2);
+      else if (app.scroller.scrollTop > top) app.scroller.scrollTop = top;
       else if (app.scroller.scrollTop < bottom) app.scroller.scrollTop = bottom;
     }
     if (mark && speak) {
@@ -125,10 +126,20 @@
   // Bring a rank's row into sight, and mark it for a while.
   app.showRank = (panel, rank) => {
     const row = panel.rows[rank];
+    app.rows.reveal(panel, row);
     const place = app.placeOf({ panel, row });
-    app.scroller.scrollTop = place.row.top - view.height / 2;
+    if (!place.place.pinned) app.scroller.scrollTop = place.row.top - view.height / 2;
     app.state.row = row;
     ask(1);
+  };
+
+  // Say something for a while, to screen readers too.
+  let saying = 0;
+  app.tell = (text) => {
+    byId("told").textContent = text;
+    byId("told").hidden = false;
+    clearTimeout(saying);
+    saying = setTimeout(() => (byId("told").hidden = true), 5000);
   };
 
   app.redraw = () => ask(1);
@@ -175,7 +186,7 @@
     app.panels.refresh(page);
     app.select(app.state.range);
     app.search.refresh();
-    app.layOut();
+    app.rows.changed();
   };
 
   app.otherTheme = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
@@ -194,7 +205,7 @@
     return { key, button, show, flip: () => {
       view.shows[button.dataset.layer] = !view.shows[button.dataset.layer];
       show();
-      app.layOut();
+      app.rows.changed();
     } };
   }
 
@@ -205,6 +216,7 @@
       ["l", "messages", "Messages", "Messages and collectives", rows.some((row) => row.lanes.length)],
       ["m", "memory", "Memory", "Memory of each rank", rows.some((row) => row.memory)],
       ["o", "own", "Own scales", "A time scale for each exhibit", page.exhibits.length > 1],
+      ["r", "replicas", "Replicas", "All equal replicas, or one row for them", page.panels.some((panel) => app.rows.list(panel).some((each) => each.members.length > 1))],
       ["c", "path", "Critical path", "The critical path", page.panels.some((panel) => panel.path)],
     ];
     app.toggles = [];
@@ -220,6 +232,7 @@
   }
 
   app.panels.start(page);
+  app.rows.startMenu();
   app.startSearch(page);
   makeToggles();
   byId("zoom-in").addEventListener("click", () => app.zoom(1.5));
@@ -229,6 +242,9 @@
     app.changed();
   });
   byId("theme").addEventListener("click", app.otherTheme);
+  byId("png").addEventListener("click", () => app.save("png"));
+  byId("svg").addEventListener("click", () => app.save("svg"));
+  byId("link").addEventListener("click", app.link.copy);
   byId("help").addEventListener("click", app.panels.help);
   app.input.pointer(byId("base"), view);
   app.input.keyboard(byId("base"), view);
@@ -247,4 +263,5 @@
   setTheme(dark.matches ? "dark" : "light");
   new ResizeObserver(app.layOut).observe(byId("stage"));
   app.layOut();
+  app.link.start();
 })(stagewright);
