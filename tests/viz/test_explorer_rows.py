@@ -24,7 +24,7 @@ def names(looked: Any) -> list[list[str]]:
 
 def middle(looked: Any, panel: int, row: int) -> tuple[float, float]:
     """A point in the name of a row [pixels of the window]."""
-    x, y = looked.place(panel, row, 0)
+    y = looked.place(panel, row, 0)[1]
     return looked.evaluate("document.getElementById('base').getBoundingClientRect().left + 20"), y
 
 
@@ -50,13 +50,13 @@ def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
     looked.page.mouse.move(*looked.place(1, 1, 1))
     assert "the slowest of ranks 2, 3, which do the same work" in looked.page.inner_text("#tooltip")
     looked.page.mouse.click(*middle(looked, 0, 1))
-    looked.page.click("#menu >> text=×2")
+    looked.page.click("#menu >> text=\u00d72")
     assert names(looked)[0] == ["rank 0, 2 replicas", "rank 2", "rank 3"]
     looked.page.keyboard.press("r")
     assert names(looked) == [["rank 0", "rank 1", "rank 2", "rank 3"]] * 2
     looked.page.click("text=Replicas")
     looked.page.click("#rows h2")
-    looked.page.click("#rows [aria-label='×2 rank 2']")
+    looked.page.click("#rows [aria-label='\u00d72 rank 2']")
     assert names(looked)[0] == ["rank 0, 2 replicas", "rank 2, 2 replicas"]
     looked.evaluate("stagewright.jump(stagewright.page.panels[0], 1, '0F3')")  # a replica that does not show
     assert names(looked)[0] == ["rank 0", "rank 1", "rank 2, 2 replicas"]
@@ -85,7 +85,7 @@ def test_a_pinned_row_stays_while_the_others_scroll(browser: Any) -> None:
     before = looked.evaluate("(p => p.rows[0].top - stagewright.view.scroll)(stagewright.view.pins[0])")
     looked.page.mouse.move(40, 500)
     looked.page.mouse.wheel(0, 200)  # over the names rows scroll
-    looked.page.wait_for_function("stagewright.view.scroll > 100")
+    looked.until("stagewright.view.scroll > 100")
     looked.settle()
     assert looked.evaluate("(p => p.rows[0].top - stagewright.view.scroll)(stagewright.view.pins[0])") == before
     x, y = looked.evaluate(

@@ -90,12 +90,13 @@ def test_a_link_shows_the_view_again(browser: Any) -> None:
     )
     before = view(looked)
     looked.page.click("#link")
-    looked.page.wait_for_function("!document.getElementById('told').hidden")
+    looked.until("!document.getElementById('told').hidden")
     link = looked.page.url
     assert link.startswith("file:")
     state = """() => ({
         rows: [...stagewright.view.pins, ...stagewright.view.panels].map((place) => place.rows.map(({ name }) => name)),
-        shows: stagewright.view.shows, chosen: stagewright.state.chosen && stagewright.state.chosen.panel.name(1, stagewright.state.chosen.i),
+        shows: stagewright.view.shows,
+        chosen: stagewright.state.chosen && stagewright.state.chosen.panel.name(1, stagewright.state.chosen.i),
         step: stagewright.page.exhibits[0].chosen,
     })"""
     wanted = looked.evaluate(state)
@@ -107,7 +108,7 @@ def test_a_link_shows_the_view_again(browser: Any) -> None:
     assert wanted["chosen"] == "1F2"
     assert view(looked) == pytest.approx(before, rel=1e-8)
     looked.page.evaluate("location.hash = 't=1,2'")  # a link that is typed into an open page
-    looked.page.wait_for_function("stagewright.rows.hidden.size === 0")
+    looked.until("stagewright.rows.hidden.size === 0")
     assert view(looked) == pytest.approx([1, 2])
     assert looked.evaluate(state)["shows"]["idle"] is True
     assert looked.said == []
@@ -116,7 +117,7 @@ def test_a_link_shows_the_view_again(browser: Any) -> None:
 def test_what_a_link_names_and_the_page_has_not_is_said(browser: Any) -> None:
     looked = browser.show(example())
     looked.page.evaluate("location.hash = 'hide=0p9,0p1&at=0p0:7F7&step=4&colour=red'")
-    looked.page.wait_for_function("!document.getElementById('told').hidden")
+    looked.until("!document.getElementById('told').hidden")
     told = looked.page.inner_text("#told")
     assert "Not on this page: colour, step=4, hide=0p9, at=0p0:7F7" in told
     assert looked.evaluate("[...stagewright.rows.hidden]") == ["0p1"]

@@ -175,6 +175,7 @@
           else app.rows.hide(...row);
           break;
         }
+        case "e": app.editor.open(); break;
         case "H": app.rows.showAll(); break;
         case "0": view.set(0, view.length); break;
         case "f": app.focus(); break;
@@ -186,7 +187,7 @@
         case "?": app.panels.help(); break;
         default: {
           const toggle = app.toggles.find((each) => each.key === event.key);
-          if (!toggle) return;
+          if (!toggle || !toggle.there) return;
           toggle.flip();
         }
       }

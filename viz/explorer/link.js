@@ -19,7 +19,7 @@
       at: state.chosen && state.chosen.track.kind === "compute" ? rows.rowKey(state.chosen.panel, state.chosen.row) + ":" + state.chosen.panel.name(state.chosen.row.rank, state.chosen.i) : "",
       on: layers() === start.layers ? "" : layers() || "none",
       step: steps() === start.steps ? "" : steps(),
-      edit: app.editor ? app.editor.text : "",
+      edit: app.editor.text,
     };
     return Object.entries(given).filter(([, text]) => text).map(([name, text]) => name + "=" + encodeURIComponent(text).replace(/%2C/g, ",").replace(/%3A/g, ":")).join("&");
   }
@@ -45,7 +45,8 @@
     const strange = [];
     const list = (name) => (given.get(name) || "").split(",").filter(Boolean);
     for (const name of given.keys()) if (!["t", "hide", "pin", "open", "at", "on", "step", "edit"].includes(name)) strange.push(name);
-    if (app.editor && given.has("edit") && !app.editor.set(given.get("edit"))) strange.push("edit=" + given.get("edit"));
+    if (!given.has("edit")) app.editor.remove();
+    else if (!app.editor.set(given.get("edit"))) strange.push("edit=" + given.get("edit"));
     list("step").forEach((text, at) => {
       const exhibit = page.exhibits[at];
       if (!exhibit || !(Number(text) < exhibit.steps.length)) strange.push("step=" + text);

@@ -289,6 +289,7 @@
     ["wheel, ctrl + wheel, + −, w s", "zoom at the pointer, or in the middle"],
     ["drag, ← →, a d, shift + wheel", "move along the time; drag up and down, or wheel over the names, to other rows"],
     ["p, h, shift + h", "pin the row above what scrolls, hide it, show all; a click on a rank's name or a heading does so, too, and Rows at the right"],
+    ["e", "edit: a schedule, P, V, M, memory limit and costs, simulated in the page"],
     ["r", "all equal replicas, or one row for them"],
     ["shift + drag, drag the axis", "select a stretch of time: what each rank does in it"],
     ["f", "zoom into what is selected, or the chosen action"],
@@ -319,7 +320,6 @@
   }
 
   function start(page) {
-    title(page);
     steps(page);
     section("chosen", "Actions");
     section("selection", "Selection").hidden = true;
@@ -334,6 +334,7 @@
 
   // After another step, or what an extension supposes.
   function refresh(page) {
+    title(page);
     figures(page);
     legend(page);
     differences(page);

@@ -186,6 +186,7 @@
     app.panels.refresh(page);
     app.select(app.state.range);
     app.search.refresh();
+    for (const each of app.toggles) each.show();
     app.rows.changed();
   };
 
@@ -197,38 +198,32 @@
     ask(2);
   }
 
-  // Buttons that show and hide a layer of the drawing.
-  function toggle(key, name, words, there) {
-    if (!there) return null;
-    const button = app.panels.make("button", { title: words + " (" + key + ")" }, name);
-    const show = () => button.setAttribute("aria-pressed", String(view.shows[button.dataset.layer]));
-    return { key, button, show, flip: () => {
-      view.shows[button.dataset.layer] = !view.shows[button.dataset.layer];
-      show();
-      app.rows.changed();
-    } };
-  }
-
+  // Buttons that show and hide a layer of the drawing, where there is something of it: {key, show, flip}.
   function makeToggles() {
-    const rows = page.panels.flatMap((panel) => panel.rows);
+    const some = (has) => () => page.panels.some((panel) => panel.rows.some(has));
     const wished = [
-      ["i", "idle", "Idle", "Idle time by cause", rows.some((row) => row.idle && row.idle.count)],
-      ["l", "messages", "Messages", "Messages and collectives", rows.some((row) => row.lanes.length)],
-      ["m", "memory", "Memory", "Memory of each rank", rows.some((row) => row.memory)],
-      ["o", "own", "Own scales", "A time scale for each exhibit", page.exhibits.length > 1],
-      ["r", "replicas", "Replicas", "All equal replicas, or one row for them", page.panels.some((panel) => app.rows.list(panel).some((each) => each.members.length > 1))],
-      ["c", "path", "Critical path", "The critical path", page.panels.some((panel) => panel.path)],
+      ["i", "idle", "Idle", "Idle time by cause", some((row) => row.idle && row.idle.count)],
+      ["l", "messages", "Messages", "Messages and collectives", some((row) => row.lanes.length)],
+      ["m", "memory", "Memory", "Memory of each rank", some((row) => row.memory)],
+      ["o", "own", "Own scales", "A time scale for each exhibit", () => page.exhibits.length > 1],
+      ["r", "replicas", "Replicas", "All equal replicas, or one row for them", () => page.panels.some((panel) => app.rows.list(panel).some(({ group }) => group.members.length > 1))],
+      ["c", "path", "Critical path", "The critical path", () => page.panels.some((panel) => panel.path)],
     ];
-    app.toggles = [];
-    for (const [key, layer, name, words, there] of wished) {
-      const made = toggle(key, name, words, there);
-      if (!made) continue;
-      made.button.dataset.layer = layer;
-      made.button.addEventListener("click", made.flip);
-      made.show();
-      byId("toggles").append(made.button);
-      app.toggles.push(made);
-    }
+    app.toggles = wished.map(([key, layer, name, words, there]) => {
+      const show = () => {
+        button.hidden = !there();
+        button.setAttribute("aria-pressed", String(view.shows[layer]));
+      };
+      const flip = () => {
+        view.shows[layer] = !view.shows[layer];
+        show();
+        app.rows.changed();
+      };
+      const button = app.panels.make("button", { title: words + " (" + key + ")", onclick: flip }, name);
+      byId("toggles").append(button);
+      return { key, show, flip, get there() { return !button.hidden; } };
+    });
+    for (const each of app.toggles) each.show();
   }
 
   app.panels.start(page);
@@ -252,6 +247,8 @@
     view.scroll = app.scroller.scrollTop;
     app.changed();
   });
+  app.startEditor(page);
+  byId("edit-open").addEventListener("click", app.editor.open);
   for (const [name, mount] of app.extensions) {
     for (const exhibit of page.exhibits) {
       const given = exhibit.extras[name];
