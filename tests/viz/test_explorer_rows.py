@@ -50,6 +50,7 @@ def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
     looked.page.mouse.move(*looked.place(1, 1, 1))
     assert "the slowest of ranks 2, 3, which do the same work" in looked.page.inner_text("#tooltip")
     looked.page.mouse.click(*middle(looked, 0, 1))
+    assert looked.page.inner_text("#menu").startswith("rank 2, 2 replicas")
     looked.page.click("#menu >> text=\u00d72")
     assert names(looked)[0] == ["rank 0, 2 replicas", "rank 2", "rank 3"]
     looked.page.keyboard.press("r")

@@ -46,7 +46,7 @@
     const alike = lines.every(([, sizes]) => sizes === lines[0][1]);
     const own = lines.map(([name, sizes]) => name + (alike || !sizes ? "" : ", " + sizes));
     document.getElementById("title").textContent = own.join(" / ") + (alike && lines[0][1] ? ", " + lines[0][1] : "");
-    const notes = page.exhibits.flatMap((each) => each.notes.map((note) => (page.exhibits.length > 1 ? each.name + ": " : "") + note));
+    const notes = page.exhibits.flatMap((each) => each.notes.map((note) => (page.exhibits.length > 1 && !note.startsWith(each.name + ":") ? each.name + ": " : "") + note));
     const list = document.getElementById("notes");
     list.hidden = !notes.length;
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
@@ -288,7 +288,7 @@
   const KEYS = [
     ["wheel, ctrl + wheel, + −, w s", "zoom at the pointer, or in the middle"],
     ["drag, ← →, a d, shift + wheel", "move along the time; drag up and down, or wheel over the names, to other rows"],
-    ["p, h, shift + h", "pin the row above what scrolls, hide it, show all; a click on a rank's name or a heading does so, too, and Rows at the right"],
+    ["p, h, shift + h", "pin the row above what scrolls, hide it, show all; so do clicks on names and headings, and Rows at the right"],
     ["e", "edit: a schedule, P, V, M, memory limit and costs, simulated in the page"],
     ["r", "all equal replicas, or one row for them"],
     ["shift + drag, drag the axis", "select a stretch of time: what each rank does in it"],
@@ -317,6 +317,7 @@
       make("button", { onclick: () => dialog.close() }, "Close"),
     );
     dialog.showModal();
+    dialog.scrollTop = 0; // the button that is focused stands at the end
   }
 
   function start(page) {
