@@ -116,9 +116,9 @@ def test_a_link_shows_the_view_again(browser: Any) -> None:
 
 def test_what_a_link_names_and_the_page_has_not_is_said(browser: Any) -> None:
     looked = browser.show(example())
-    looked.page.evaluate("location.hash = 'hide=0p9,0p1&at=0p0:7F7&step=4&colour=red'")
+    looked.page.evaluate("location.hash = 'hide=0p9,0p1&at=0p0:7F7&step=4&colour=red&on=idle,smoke&t=3'")
     looked.until("!document.getElementById('told').hidden")
     told = looked.page.inner_text("#told")
-    assert "Not on this page: colour, step=4, hide=0p9, at=0p0:7F7" in told
+    assert "Not on this page: colour, step=4, hide=0p9, on=smoke, t=3, at=0p0:7F7" in told
     assert looked.evaluate("[...stagewright.rows.hidden]") == ["0p1"]
     assert looked.said == []

@@ -8,7 +8,8 @@
 
   let start = null; // layers and steps as they are at first
   const layers = () => Object.keys(app.view.shows).filter((name) => app.view.shows[name]).join();
-  const steps = () => app.page.exhibits.map((each) => each.chosen).join();
+  const stepped = () => app.page.exhibits.filter((each) => each.steps.length);
+  const steps = () => stepped().map((each) => each.chosen).join();
 
   function address() {
     const { view, rows, state } = app;
@@ -41,14 +42,14 @@
 
   function restore(fragment) {
     const given = new Map(fragment.replace(/^#/, "").split("&").filter(Boolean).map((each) => each.split("=").map(decoded)));
-    const { view, rows, page } = app;
+    const { view, rows } = app;
     const strange = [];
     const list = (name) => (given.get(name) || "").split(",").filter(Boolean);
     for (const name of given.keys()) if (!["t", "hide", "pin", "open", "at", "on", "step", "edit"].includes(name)) strange.push(name);
     if (!given.has("edit")) app.editor.remove();
     else if (!app.editor.set(given.get("edit"))) strange.push("edit=" + given.get("edit"));
     list("step").forEach((text, at) => {
-      const exhibit = page.exhibits[at];
+      const exhibit = stepped()[at];
       if (!exhibit || !(Number(text) < exhibit.steps.length)) strange.push("step=" + text);
       else app.chooseStep(exhibit, Number(text));
     });
@@ -57,10 +58,12 @@
       for (const key of list(name)) named(key) ? set.add(key) : strange.push(name + "=" + key);
     }
     const on = given.has("on") ? list("on") : start.layers.split(",");
+    strange.push(...on.filter((name) => !(name in view.shows || name === "none" || name === "")).map((name) => "on=" + name));
     for (const name of Object.keys(view.shows)) view.shows[name] = on.includes(name);
     for (const each of app.toggles) each.show();
     rows.changed();
     const [from, to] = list("t").map(Number);
+    if (given.has("t") && !(to > from)) strange.push("t=" + given.get("t"));
     view.in(null).set(...(to > from ? [from, to] : [0, view.length]));
     app.choose(null);
     if (given.has("at")) {
