@@ -178,6 +178,7 @@ _NAMES = {
     "schedules.actions": "Relation",
     "schedules.liveness": "activations message_changes peak_activations peak_held",
     "schedules.families.asynchronous": "paci pipedream two_bw",
+    "schedules.families.greedy": "Rules list_order",
     "schedules.families.looping": "interleaved",
     "schedules.families.warmup": "microbatch_groups pair_up",
     "schedules.collectives": "place_collectives",

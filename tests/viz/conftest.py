@@ -33,6 +33,16 @@ class Looked:
         """Wait until what was asked for is drawn."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
+    def until(self, condition: str) -> None:
+        """Wait for a JavaScript expression to hold; playwright's own way is forbidden by the page."""
+        for _ in range(100):
+            if self.evaluate(condition):
+                break
+            self.page.wait_for_timeout(50)
+        else:
+            raise TimeoutError(f"5 s without {condition}")
+        self.settle()
+
     def place(self, panel: int, row: int, i: int) -> tuple[float, float]:
         """Middle of a box [pixels of the window]."""
         return tuple(

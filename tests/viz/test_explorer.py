@@ -188,6 +188,12 @@ def test_names_are_text_whatever_they_hold(browser):
         assert "</script><script>document.title" in looked.page.inner_text(place)
 
 
+def test_a_note_says_a_name_once(browser):
+    named = replace(example(), notes=("run: cut into 4", "rank 1 left no trace"))
+    looked = browser.show(named, replace(example(), name="other"))
+    assert looked.page.inner_text("#notes").split("\n") == ["run: cut into 4", "run: rank 1 left no trace"]
+
+
 def test_a_rank_that_left_nothing_is_told(browser):
     exhibit = example(steps=(1,))
     whole = exhibit.measured[0].timeline

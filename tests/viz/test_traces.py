@@ -68,6 +68,7 @@ def test_waiting_inside_a_slice_is_no_compute(name: str) -> None:
 def test_a_trace_without_names_of_actions_is_refused() -> None:
     message = (
         r"1f1b: no slice has the name of a pipeline's action \(torch's Schedule1F1B gives none\): expected names such"
+        r' as PP:1F0, from record_function\("PP:1F0"\) around each action. As it is, open https://ui.perfetto.dev'
     )
     with pytest.raises(ValueError, match=message):
         exhibit_of_traces(real("1f1b"), name="1f1b")

@@ -1,6 +1,6 @@
 """The timeline explorer: one HTML file that draws, zooms and explains, and loads nothing from outside.
 
-    template.html + style.css + SCRIPTS in this order + page_data(exhibits) as JSON ---> out.html
+    template.html + style.css + scripts in this order + page_data(exhibits) as JSON ---> out.html
 
 The scripts share one object, `stagewright`. What stands beside the timelines with an idea of its own (a "what if") is a
 script that calls `stagewright.extend(name, mount)`, and a function that gives its data of an exhibit: a line in
@@ -24,15 +24,12 @@ from .whatif_data import whatif_data
 
 __all__ = ["explorer_html", "write_explorer"]
 
-_SCRIPTS = tuple(
-    f"{each}.js"
-    for each in ["model", "words", "view", "draw", "layers", "marks", "panels", "search", "selection", "input"]
-)
+_SCRIPTS = "model words rows view frame draw layers marks panels search selection svg save link input"
 # name -> its scripts, the last of which extends the page, and the function that gives the data of an exhibit
-_EXTENSIONS: dict[str, tuple[tuple[str, ...], Callable[[Exhibit], Any]]] = {
-    "whatif": (("replay.js", "replay_panel.js", "whatif.js"), whatif_data),
+_EXTENSIONS: dict[str, tuple[str, Callable[[Exhibit], Any]]] = {
+    "whatif": ("replay replay_panel whatif", whatif_data),
 }
-_LAST_SCRIPT = "start.js"
+_LAST_SCRIPTS = "greedy orders editor start"
 
 
 def write_explorer(exhibits: Sequence[Exhibit], path: str | Path) -> None:
@@ -56,7 +53,8 @@ def explorer_html(exhibits: Sequence[Exhibit]) -> str:
     data = page_data(exhibits)
     for shown, exhibit in zip(data["exhibits"], exhibits, strict=True):
         shown["extras"] = {name: give(exhibit) for name, (_, give) in _EXTENSIONS.items()}
-    scripts = [*_SCRIPTS, *(script for own, _ in _EXTENSIONS.values() for script in own), _LAST_SCRIPT]
+    of_extensions = [script for own, _ in _EXTENSIONS.values() for script in own.split()]
+    scripts = [f"{name}.js" for name in (*_SCRIPTS.split(), *of_extensions, *_LAST_SCRIPTS.split())]
     parts = {
         "TITLE": html.escape(" / ".join(exhibit.name for exhibit in exhibits)),
         "STYLE": _read("style.css"),

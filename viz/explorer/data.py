@@ -52,6 +52,7 @@ _KINDS, _PATH_KINDS, _PARTS = list(MessageKind), list(PathKind), list(MemoryPart
 _CAUSES = list(Idle._fields)
 _NONE = -1
 _BYTE_STEPS = 20_000  # from nothing to the highest line: finer than any row is drawn
+_MOST_CHUNKS = 8  # a rank, of schedules that the page builds itself
 _TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the deepest zoom that anyone reads
 
 Columns = dict[str, Any]
@@ -110,6 +111,10 @@ def _palette() -> dict[str, Any]:
         "ops": {op.value: [OP_HUES[op], OP_WORDS[op]] for op in OP_HUES},
         "other": OTHER_HUE,
         "messages": [[kind.value, MESSAGE_HUES[kind], MESSAGE_WORDS[kind]] for kind in MessageKind],
+        "shades": {
+            op.value: [[_shade(op, chunk, count)[0] for chunk in range(count)] for count in range(1, _MOST_CHUNKS + 1)]
+            for op in OP_HUES
+        },
         "collectives": {
             op.value: [COLLECTIVE_HUES.get(op, OTHER_HUE), COLLECTIVE_WORDS.get(op, op.value)] for op in COLLECTIVE_HUES
         },
@@ -117,6 +122,12 @@ def _palette() -> dict[str, Any]:
         "path_kinds": [kind.value for kind in PathKind],
         "causes": [[CAUSE_HUES[cause], cause.replace("_", " ")] for cause in Idle._fields],
     }
+
+
+def _shade(op: Op, chunk: int, num_chunks: int) -> list[list[str]]:
+    """Colour and ink in an even, and in an odd batch."""
+    both = [box_colour(op, chunk=chunk, num_chunks=num_chunks, batch=batch) for batch in range(2)]
+    return [[hex_of(colour), ink(colour)] for colour in both]
 
 
 class TimelineColumns:
@@ -190,12 +201,7 @@ class TimelineColumns:
         """Op -> [V chunks] of [colour, ink] in even and in odd batches."""
         chunks = num_chunks(self.timeline)
         ops = {action.op for trace in self.timeline.ranks for action in trace.actions}
-
-        def colours(op: Op, chunk: int) -> list[list[str]]:
-            both = [box_colour(op, chunk=chunk, num_chunks=chunks, batch=batch) for batch in range(2)]
-            return [[hex_of(colour), ink(colour)] for colour in both]
-
-        return {op.value: [colours(op, chunk) for chunk in range(chunks)] for op in sorted(ops)}
+        return {op.value: [_shade(op, chunk, chunks) for chunk in range(chunks)] for op in sorted(ops)}
 
     def _used(self, trace: RankTrace) -> tuple[int, ...]:
         versions = self.versions

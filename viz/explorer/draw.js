@@ -1,5 +1,5 @@
-// The canvas below: axis, rows, boxes, lanes, idle time at the side. Only what is in sight is drawn; where boxes are
-// narrower than a pixel, each column of pixels shows the shares of its time instead.
+// The canvas below: rows, boxes, lanes. Only what is in sight is drawn; where boxes are narrower than a pixel, each column of
+// pixels shows the shares of its time instead. `context` is a canvas's, or that of a picture to be saved (save.js, svg.js).
 (function (app) {
   "use strict";
 
@@ -50,6 +50,7 @@
     }
 
     hatch(colour, stripe) {
+      if (this.context.hatch) return this.context.hatch(colour, stripe);
       const key = colour + stripe;
       if (!this.hatches.has(key)) {
         const size = 6, tile = document.createElement("canvas");
@@ -79,32 +80,52 @@
 
     draw() {
       const { view, context, theme } = this;
-      context.clearRect(0, 0, view.width, view.height);
       context.fillStyle = theme.ground;
       context.fillRect(0, 0, view.width, view.height);
+      this.region(view.panels, view.top, view.height);
+      this.region(view.pins, view.head, view.top);
+      if (view.pins.length) {
+        context.fillStyle = theme.faint;
+        context.fillRect(0, view.top - 4, view.width, 1);
+      }
+      if (!view.panels.length && !view.pins.length) this.nothing();
+      app.frame.head(this);
+    }
+
+    // Places of panels between two heights of the canvas.
+    region(places, from, to) {
+      const { view, context } = this;
       context.save();
       context.beginPath();
-      context.rect(0, view.head, view.width, view.height - view.head);
+      context.rect(0, from, view.width, to - from);
       context.clip();
       context.translate(0, -view.scroll);
-      const top = view.scroll + view.head, bottom = view.scroll + view.height;
-      const limit = this.sideLimit();
-      for (const place of view.panels) {
+      const top = view.scroll + from, bottom = view.scroll + to;
+      const limit = app.frame.sideLimit(this);
+      for (const place of places) {
         if (place.bottom < top || place.top > bottom) continue;
         view.in(place.panel);
-        if (view.shows.own) this.axis(place.first - 2);
-        this.grid(place);
-        this.heading(place);
+        if (view.shows.own) app.frame.axis(this, place.first - 2);
+        app.frame.grid(this, place);
+        app.frame.heading(this, place);
         for (const row of place.rows) {
           if (row.top + row.height < top || row.top > bottom) continue;
           this.row(place, row);
-          if (view.hasSide && row.row.shares) this.side(row, limit);
+          if (view.hasSide && row.row.shares) app.frame.side(this, row, limit);
         }
-        this.ends(place);
+        app.frame.ends(this, place);
         if (view.shows.path && place.panel.path) app.layers.pathLinks(this, place);
       }
       context.restore();
-      this.head();
+    }
+
+    nothing() {
+      const { view, context, theme } = this;
+      this.font(13);
+      context.fillStyle = theme.muted;
+      context.textAlign = "left";
+      context.textBaseline = "middle";
+      context.fillText("All rows are hidden: shift + h shows them.", view.gutter, view.head + 30);
     }
 
     // --- rows ---
@@ -152,7 +173,7 @@
       context.fillStyle = theme.ink;
       context.textBaseline = "middle";
       context.textAlign = "right";
-      let text = row.row.name;
+      let text = row.name;
       while (text.length > 4 && this.measure(text) > view.gutter - 22) text = text.slice(0, -2).replace(/…?$/, "…");
       const middle = row.box + row.boxHeight / 2;
       context.fillText(text, view.gutter - 12, middle + 0.5);
@@ -368,145 +389,6 @@
         if (track.style[i] !== last) context.fillStyle = panel.styles[(last = track.style[i])].colour;
         context.fillRect(x, top, width, height);
       }
-    }
-
-    // --- beside the rows ---
-
-    heading(place) {
-      const { context, view, theme } = this;
-      const { panel } = place;
-      const middle = place.top + 19;
-      this.font(12.5, 600);
-      context.textBaseline = "middle";
-      context.textAlign = "left";
-      context.fillStyle = theme.ink;
-      const several = app.page.exhibits.length > 1;
-      const title = (several ? panel.exhibit.name + ", " : "") + panel.caption;
-      context.fillText(title, view.gutter, middle);
-      const after = view.gutter + context.measureText(title).width + 12;
-      this.font(12);
-      context.fillStyle = theme.muted;
-      context.fillText(app.panels.summary(panel), after, middle, Math.max(view.gutter + view.plotWidth - after, 40));
-      if (view.hasSide && panel.rows.some((row) => row.shares)) {
-        context.fillText("idle [% of " + (panel.data.window ? "time" : "makespan") + "]", view.sideLeft, middle);
-      }
-    }
-
-    // Where the timelines above and this one end.
-    ends(place) {
-      const { context, view, theme } = this;
-      const { panel } = place;
-      const marks = [[panel.makespan, theme.faint, []]];
-      const predicted = panel.exhibit.predicted;
-      if (panel.kind === "measured" && predicted && !predicted.schedule.asynchronous) {
-        const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // as it is printed
-        marks.push([told[1], theme.ink, [5, 4]]);
-      }
-      for (const [seconds, colour, dash] of marks) {
-        const x = view.x(seconds);
-        if (x < view.gutter || x > view.gutter + view.plotWidth + 1) continue;
-        context.strokeStyle = colour;
-        context.setLineDash(dash);
-        context.lineWidth = 1;
-        context.beginPath();
-        context.moveTo(Math.round(x) + 0.5, place.first);
-        context.lineTo(Math.round(x) + 0.5, place.bottom);
-        context.stroke();
-        context.setLineDash([]);
-      }
-    }
-
-    grid(place) {
-      const { context, view, theme } = this;
-      context.strokeStyle = theme.rule;
-      context.lineWidth = 1;
-      context.beginPath();
-      for (const [x] of this.ticks()) {
-        context.moveTo(Math.round(x) + 0.5, place.first - 3);
-        context.lineTo(Math.round(x) + 0.5, place.bottom);
-      }
-      context.stroke();
-    }
-
-    // The longest bar of idle time of all, so that bars of all panels compare.
-    sideLimit() {
-      let limit = 0;
-      for (const { panel } of this.view.panels) {
-        for (const row of panel.rows) if (row.shares) limit = Math.max(limit, row.shares.reduce((a, b) => a + b, 0));
-      }
-      return limit || 1;
-    }
-
-    side(row, limit) {
-      const { context, view, theme } = this;
-      let x = view.sideLeft, total = 0;
-      const height = Math.min(row.boxHeight, 18), top = row.box + (row.boxHeight - height) / 2;
-      row.row.shares.forEach((share, cause) => {
-        const width = (share / limit) * view.sideWidth;
-        if (width < 0.2) return;
-        context.fillStyle = app.page.palette.causes[cause][0];
-        context.fillRect(x, top, width, height);
-        x += width;
-        total += share;
-      });
-      if (row.height < 13) return;
-      this.font(11);
-      context.fillStyle = theme.muted;
-      context.textAlign = "left";
-      context.textBaseline = "middle";
-      context.fillText(app.words.percent(total, total < 0.0995 ? 1 : 0), x + 6, row.box + row.boxHeight / 2 + 0.5);
-    }
-
-    // [x, seconds] of round times, and the decimals that they need.
-    ticks() {
-      const { view } = this;
-      const rough = 90 * view.pixel;
-      const power = 10 ** Math.floor(Math.log10(rough));
-      const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
-      const found = [];
-      for (let at = Math.ceil(view.start / step - 1e-9); at * step <= view.end + step * 1e-9; at++) found.push([view.x(at * step), at * step]);
-      this.step = step;
-      return found;
-    }
-
-    // The overview and the axis, above what scrolls.
-    head() {
-      const { context, view, theme } = this;
-      view.in(null);
-      context.fillStyle = theme.ground;
-      context.fillRect(0, 0, view.width, view.head);
-      const left = view.gutter, width = view.plotWidth;
-      context.fillStyle = theme.row;
-      context.fillRect(left, 8, width, 8);
-      context.fillStyle = theme.faint;
-      const from = left + (view.start / view.length) * width;
-      context.fillRect(from, 8, Math.max(3, ((view.end - view.start) / view.length) * width), 8);
-      if (!view.shows.own) this.axis(view.head);
-    }
-
-    axis(bottom) {
-      const { context, view, theme } = this;
-      const left = view.gutter;
-      const ticks = this.ticks();
-      const [name, unit] = app.words.unitOf(Math.max(view.end, this.step));
-      const places = Math.max(0, Math.ceil(-Math.log10(this.step / unit) - 1e-9));
-      this.font(11);
-      context.fillStyle = theme.muted;
-      context.textBaseline = "middle";
-      context.textAlign = "center";
-      context.strokeStyle = theme.faint;
-      context.lineWidth = 1;
-      context.beginPath();
-      for (const [x, seconds] of ticks) {
-        context.fillText((seconds / unit).toFixed(places), Math.max(x, left + 6), bottom - 17);
-        context.moveTo(Math.round(x) + 0.5, bottom - 7);
-        context.lineTo(Math.round(x) + 0.5, bottom - 2);
-      }
-      context.moveTo(left, bottom - 1.5);
-      context.lineTo(left + view.plotWidth, bottom - 1.5);
-      context.stroke();
-      context.textAlign = "right";
-      context.fillText("time [" + name + "]", left - 12, bottom - 17);
     }
   }
 

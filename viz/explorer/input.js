@@ -14,12 +14,13 @@
 
     canvas.addEventListener("wheel", (event) => {
       const [x] = at(event);
-      if (x < view.gutter) return; // over the names rows scroll
+      const pinches = event.ctrlKey || event.metaKey; // a pinch on a touchpad comes as ctrl and small steps
+      if (x < view.gutter && !pinches) return; // over the names rows scroll
       event.preventDefault();
-      const step = event.deltaMode === 1 ? 30 : 1;
+      const step = (event.deltaMode === 1 ? 30 : 1) * (pinches && Math.abs(event.deltaY) < 50 ? 6 : 1);
       const [across, along] = event.shiftKey && !event.deltaX ? [event.deltaY, 0] : [event.deltaX, event.deltaY];
-      if (Math.abs(across) > Math.abs(along)) view.pan(across * step * view.pixel);
-      else view.zoom(Math.exp(-along * step * 0.0016), view.seconds(x));
+      if (Math.abs(across) > Math.abs(along) && !pinches) view.pan(across * step * view.pixel);
+      else view.zoom(Math.exp(-along * step * 0.0016), view.in(null).seconds(Math.max(x, view.gutter)));
       app.changed();
     }, { passive: false });
 
@@ -62,7 +63,11 @@
       if (!drag) return;
       const [x, y] = at(event);
       canvas.classList.remove("dragging");
-      if (!drag.moved && drag.kind === "pan") app.choose(app.find(x, y));
+      const hit = x < view.gutter ? view.hit(x, y) : null;
+      if (!drag.moved && drag.kind === "pan") {
+        if (hit) app.rows.menu(hit.place.panel, hit.row && app.rows.list(hit.place.panel).find(({ row }) => row === hit.row.row), x, y);
+        else app.choose(app.find(x, y));
+      }
       else if (!drag.moved && drag.kind === "range") app.measure(app.state.chosen, app.find(x, y));
       drag = null;
       app.changed();
@@ -78,6 +83,9 @@
     });
   }
 
+  // [panel, place of a row] of all that are not hidden, from the top.
+  const inSight = () => [...app.view.pins, ...app.view.panels].flatMap(({ panel, rows }) => rows.map((row) => [panel, row]));
+
   // The action beside the chosen one: `along` its program, or on the rank `across`.
   function next(mark, along, across) {
     const { panel, row, i } = mark;
@@ -86,7 +94,7 @@
       const to = i + along;
       return to >= 0 && to < mark.track.count ? { ...mark, i: to } : null;
     }
-    const places = app.page.panels.flatMap((each) => each.rows.flatMap((other) => other.tracks.filter((track) => track.kind !== "lane" && track.count).map((track) => ({ panel: each, row: other, track }))));
+    const places = inSight().map(([each, { row: other }]) => ({ panel: each, row: other, track: other.compute })).filter(({ track }) => track.count);
     const here = places.findIndex((place) => place.track === mark.track);
     const there = places[here + across];
     if (!there) return null;
@@ -96,14 +104,19 @@
 
   // The first action in sight.
   function first(view) {
-    for (const place of view.panels) {
-      for (const row of place.rows) {
-        const track = row.row.tracks.find((each) => each.kind !== "lane");
-        const i = track ? track.from(view.in(place.panel).start) : -1;
-        if (track && i < track.count) return { panel: place.panel, row: row.row, track, i };
-      }
+    for (const [panel, { row }] of inSight()) {
+      const i = row.compute.from(view.in(panel).start);
+      if (i < row.compute.count) return { panel, row, track: row.compute, i };
     }
     return null;
+  }
+
+  // The row that keys mean: that of the chosen action, or under the pointer.
+  function meantRow(view) {
+    const { chosen, pointer, pointerY } = app.state;
+    if (chosen && app.placeOf(chosen)) return [chosen.panel, app.placeOf(chosen).row.row];
+    const hit = pointer === null ? null : view.hit(pointer, pointerY);
+    return hit && hit.row ? [hit.place.panel, hit.row.row] : null;
   }
 
   function keyboard(canvas, view) {
@@ -152,6 +165,18 @@
       switch (event.key) {
         case "+": case "=": app.zoom(1.5); break;
         case "-": case "_": app.zoom(1 / 1.5); break;
+        case "w": app.zoom(1.2); break;
+        case "s": app.zoom(1 / 1.2); break;
+        case "a": case "d": view.pan((event.key === "a" ? -0.1 : 0.1) * (view.in(null).end - view.start)); break;
+        case "p": case "h": {
+          const row = meantRow(view);
+          if (!row) app.tell("Point at a row, or choose an action of it, and then press " + event.key + ".");
+          else if (event.key === "p") app.rows.pin(...row);
+          else app.rows.hide(...row);
+          break;
+        }
+        case "e": app.editor.open(); break;
+        case "H": app.rows.showAll(); break;
         case "0": view.set(0, view.length); break;
         case "f": app.focus(); break;
         case "x": app.mark(); break;
@@ -162,7 +187,7 @@
         case "?": app.panels.help(); break;
         default: {
           const toggle = app.toggles.find((each) => each.key === event.key);
-          if (!toggle) return;
+          if (!toggle || !toggle.there) return;
           toggle.flip();
         }
       }

@@ -99,8 +99,8 @@
   // What does not lie on the path is paler, and what does has an edge.
   function path(painter, panel, place) {
     const { context, view, theme } = painter;
-    const steps = panel.path.rows[place.row.rank];
     const { start, end, action } = panel.path;
+    const steps = place.members.flatMap(({ rank }) => panel.path.rows[rank]).sort((a, b) => start[a] - start[b]);
     const tick = app.page.tick;
     const top = place.box, height = place.boxHeight;
     const right = view.gutter + view.plotWidth;
@@ -134,17 +134,19 @@
   function pathLinks(painter, place) {
     const { context, view, theme } = painter;
     const { start, end, sender, rank } = place.panel.path;
+    const spots = view.spots.get(place.panel);
     const tick = app.page.tick;
     context.save();
     context.beginPath();
-    context.rect(view.gutter, place.first, view.plotWidth, place.bottom - place.first);
+    context.rect(view.gutter, view.scroll, view.plotWidth, view.height);
     context.clip();
     context.strokeStyle = theme.mark;
     context.lineWidth = 1.6;
     context.beginPath();
     for (let step = 0; step < start.length; step++) {
       if (sender[step] < 0 || end[step] * tick < view.start || start[step] * tick > view.end) continue;
-      const from = place.rows[sender[step]], to = place.rows[rank[step]];
+      const [from, to] = [sender[step], rank[step]].map((each) => (spots.get(each) || {}).row);
+      if (!from || !to || from === to) continue;
       const down = to.top > from.top;
       context.moveTo(view.x(start[step] * tick), down ? from.box + from.boxHeight : from.box);
       context.lineTo(view.x(end[step] * tick), down ? to.box : to.box + to.boxHeight);

@@ -37,17 +37,34 @@
         context.setLineDash([]);
       }
       context.translate(0, -view.scroll);
-      for (const place of row ? view.panels.flatMap((each) => each.rows) : []) {
-        if (place.row !== row) continue;
-        context.strokeStyle = theme.mark;
-        context.lineWidth = 2;
-        context.strokeRect(view.gutter, place.box - 2, view.plotWidth, place.boxHeight + 4);
+      for (const place of row || meant ? [...view.pins, ...view.panels] : []) {
+        this.clipped(place, () => {
+          for (const each of place.rows) if (each.members.includes(row)) this.framed(each);
+          if (meant) this.found(place, meant);
+        });
       }
-      if (meant) for (const place of view.panels) this.found(place, meant);
       for (const [mark, colour] of [[marked, theme.accent], [hover, theme.ink], [chosen, theme.mark]]) {
         if (mark && mark.track) this.mark(mark, colour);
       }
       context.restore();
+    }
+
+    // Draw only where rows of a place show: what scrolls goes below pinned rows.
+    clipped(place, draw) {
+      const { context, view } = this;
+      context.save();
+      context.beginPath();
+      context.rect(0, view.scroll + (place.pinned ? view.head : view.top), view.width, view.height);
+      context.clip();
+      draw();
+      context.restore();
+    }
+
+    framed({ box, boxHeight }) {
+      const { context, view, painter } = this;
+      context.strokeStyle = painter.theme.mark;
+      context.lineWidth = 2;
+      context.strokeRect(view.gutter, box - 2, view.plotWidth, boxHeight + 4);
     }
 
     // Frames of what the search found: one a pixel where boxes are narrow.
@@ -75,11 +92,11 @@
       this.view.in(panel);
       if (mark.track.kind === "compute") {
         const { uses, makes } = panel.arrows(panel.number(mark.row.rank, mark.i));
-        for (const m of [...uses, ...makes]) this.arrow(place.place, m, panel);
+        for (const m of [...uses, ...makes]) this.arrow(m, panel);
       } else if (mark.track.kind === "lane" && mark.track.items[mark.i].message !== undefined) {
-        this.arrow(place.place, mark.track.items[mark.i].message, panel);
+        this.arrow(mark.track.items[mark.i].message, panel);
       }
-      this.outline(place, mark, colour);
+      this.clipped(place.place, () => this.outline(place, mark, colour));
     }
 
     outline(place, { track, i }, colour) {
@@ -96,12 +113,13 @@
     }
 
     // From the end of the action that makes a message to the start of the one that uses it, over the time under way.
-    arrow(place, m, panel) {
+    arrow(m, panel) {
       const { context, view } = this;
       const columns = panel.messages;
       if (columns.maker[m] < 0 || columns.user[m] < 0) return;
       const from = panel.place(columns.maker[m]), to = panel.place(columns.user[m]);
-      const source = place.rows[from.row], target = place.rows[to.row];
+      const [source, target] = [from.row, to.row].map((rank) => (view.spots.get(panel).get(rank) || {}).row);
+      if (!source || !target) return; // hidden
       const x0 = view.x(panel.rows[from.row].compute.end[from.i]), x1 = view.x(panel.rows[to.row].compute.start[to.i]);
       const y0 = source.box + source.boxHeight / 2, y1 = target.box + target.boxHeight / 2;
       const bend = Math.max(Math.abs(x1 - x0) / 2, 14);

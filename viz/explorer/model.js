@@ -84,8 +84,7 @@
     }
 
     get caption() {
-      if (this.kind === "measured") return "measured, step " + this.data.step;
-      return this.kind === "supposed" ? this.data.caption : "predicted";
+      return this.kind === "measured" ? "measured, step " + this.data.step : this.data.caption || "predicted";
     }
   }
 
@@ -310,5 +309,5 @@
     }
   }
 
-  app.model = { OPS, Page, Track, TimelinePanel, firstAbove };
+  app.model = { OPS, Page, Exhibit, Track, TimelinePanel, firstAbove };
 })(stagewright);

@@ -46,7 +46,7 @@
     const alike = lines.every(([, sizes]) => sizes === lines[0][1]);
     const own = lines.map(([name, sizes]) => name + (alike || !sizes ? "" : ", " + sizes));
     document.getElementById("title").textContent = own.join(" / ") + (alike && lines[0][1] ? ", " + lines[0][1] : "");
-    const notes = page.exhibits.flatMap((each) => each.notes.map((note) => (page.exhibits.length > 1 ? each.name + ": " : "") + note));
+    const notes = page.exhibits.flatMap((each) => each.notes.map((note) => (page.exhibits.length > 1 && !note.startsWith(each.name + ":") ? each.name + ": " : "") + note));
     const list = document.getElementById("notes");
     list.hidden = !notes.length;
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
@@ -166,7 +166,10 @@
   function section(id, heading, before = null) {
     const head = make("h2", { role: "button", tabindex: "0", "aria-expanded": "true" }, heading);
     const found = make("section", { id }, head);
-    const flip = () => head.setAttribute("aria-expanded", String(!found.classList.toggle("folded")));
+    const flip = () => {
+      head.setAttribute("aria-expanded", String(!found.classList.toggle("folded")));
+      found.dispatchEvent(new Event("fold"));
+    };
     head.addEventListener("click", flip);
     head.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== " ") return;
@@ -283,8 +286,11 @@
   // --- help ---
 
   const KEYS = [
-    ["wheel, + −", "zoom at the pointer, or in the middle"],
-    ["drag, ← →, shift + wheel", "move along the time; drag up and down to other rows"],
+    ["wheel, ctrl + wheel, + −, w s", "zoom at the pointer, or in the middle"],
+    ["drag, ← →, a d, shift + wheel", "move along the time; drag up and down, or wheel over the names, to other rows"],
+    ["p, h, shift + h", "pin the row above what scrolls, hide it, show all; so do clicks on names and headings, and Rows at the right"],
+    ["e", "edit: a schedule, P, V, M, memory limit and costs, simulated in the page"],
+    ["r", "all equal replicas, or one row for them"],
     ["shift + drag, drag the axis", "select a stretch of time: what each rank does in it"],
     ["f", "zoom into what is selected, or the chosen action"],
     ["shift + click, x", "the distance from the chosen action to another; x marks one, and then x the other"],
@@ -296,6 +302,8 @@
     ["[ ]", "the measured step before and after"],
     ["i, l, m, c", "idle time, messages, memory, critical path on and off"],
     ["o", "a time scale for each exhibit, or one for all"],
+    ["PNG, SVG", "save what is shown, with title and legend: all rows that are not hidden, the time in sight"],
+    ["Link", "copy an address that shows this view again: time, rows, choice, layers, step, what is edited"],
     ["t", "light or dark"],
     ["?", "this help"],
   ];
@@ -309,14 +317,16 @@
       make("button", { onclick: () => dialog.close() }, "Close"),
     );
     dialog.showModal();
+    dialog.scrollTop = 0; // the button that is focused stands at the end
   }
 
   function start(page) {
-    title(page);
     steps(page);
     section("chosen", "Actions");
     section("selection", "Selection").hidden = true;
     section("differences", "Differences");
+    section("rows", "Rows").addEventListener("fold", () => app.rows.section());
+    document.getElementById("rows").firstChild.click(); // folded
     section("idle", "Idle time");
     section("path", "Critical path");
     chosen(null);
@@ -325,6 +335,7 @@
 
   // After another step, or what an extension supposes.
   function refresh(page) {
+    title(page);
     figures(page);
     legend(page);
     differences(page);

@@ -168,7 +168,7 @@
       batch_seconds: run.batchSeconds,
       bubble: run.bubble,
       window: false,
-      shades: { U: Array(like.schedule.chunks).fill([updated, updated]), ...like.shades },
+      shades: { ...(run.updates.some((own) => own.length) ? { U: Array(like.schedule.chunks).fill([updated, updated]) } : {}), ...like.shades },
       rows,
       idle_shares: shares,
       missing: [],

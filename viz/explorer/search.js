@@ -40,7 +40,7 @@
   function start(page) {
     const { make } = app.panels;
     const told = make("output", { role: "status" });
-    const box = make("input", { type: "search", placeholder: "Find 1F0, stage 2\u2026 (/)", title: HELP, "aria-label": HELP });
+    const box = make("input", { type: "search", placeholder: "Find 1F0\u2026 (/)", title: HELP, "aria-label": HELP });
     let marks = [], at = -1;
 
     const show = () => {

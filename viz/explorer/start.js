@@ -5,8 +5,8 @@
   const byId = (id) => document.getElementById(id);
   const page = (app.page = new app.model.Page(JSON.parse(byId("data").textContent)));
   const view = (app.view = new app.View(page));
-  const painter = new app.Painter(byId("base"), view);
-  const marks = new app.Marks(byId("marks"), view, painter);
+  const painter = (app.painter = new app.Painter(byId("base"), view));
+  const marks = (app.marks = new app.Marks(byId("marks"), view, painter));
   const tooltip = byId("tooltip");
   app.scroller = byId("scroller");
   app.state = { hover: null, chosen: null, pointer: null, range: null, marked: null, meant: null, row: null, left: false };
@@ -55,11 +55,10 @@
     app.changed();
   };
 
-  // Where a mark stands: {place, row}.
+  // Where a mark stands: {place, row}; null where its row is hidden.
   app.placeOf = (mark) => {
-    const place = view.panels.find((each) => each.panel === mark.panel);
-    const row = place && place.rows.find((each) => each.row === mark.row);
-    return row ? { place, row } : null;
+    const spot = view.spots.has(mark.panel) && view.spots.get(mark.panel).get(mark.row.rank);
+    return spot || null;
   };
 
   app.find = (x, y) => {
@@ -100,10 +99,12 @@
     app.state.row = null;
     app.panels.chosen(mark);
     if (mark && reveal) {
+      app.rows.reveal(mark.panel, mark.row);
       view.in(mark.panel).reveal(mark.track.start[mark.i], mark.track.end[mark.i]);
       const place = app.placeOf(mark);
-      const top = place.row.top - view.head, bottom = place.row.top + place.row.height - view.height;
-      if (app.scroller.scrollTop > top) app.scroller.scrollTop = top;
+      const top = place.row.top - view.top, bottom = place.row.top + place.row.height - view.height;
+      if (place.place.pinned) ask(2);
+      else if (app.scroller.scrollTop > top) app.scroller.scrollTop = top;
       else if (app.scroller.scrollTop < bottom) app.scroller.scrollTop = bottom;
     }
     if (mark && speak) {
@@ -125,10 +126,20 @@
   // Bring a rank's row into sight, and mark it for a while.
   app.showRank = (panel, rank) => {
     const row = panel.rows[rank];
+    app.rows.reveal(panel, row);
     const place = app.placeOf({ panel, row });
-    app.scroller.scrollTop = place.row.top - view.height / 2;
+    if (!place.place.pinned) app.scroller.scrollTop = place.row.top - view.height / 2;
     app.state.row = row;
     ask(1);
+  };
+
+  // Say something for a while, to screen readers too.
+  let saying = 0;
+  app.tell = (text) => {
+    byId("told").textContent = text;
+    byId("told").hidden = false;
+    clearTimeout(saying);
+    saying = setTimeout(() => (byId("told").hidden = true), 5000);
   };
 
   app.redraw = () => ask(1);
@@ -175,7 +186,8 @@
     app.panels.refresh(page);
     app.select(app.state.range);
     app.search.refresh();
-    app.layOut();
+    for (const each of app.toggles) each.show();
+    app.rows.changed();
   };
 
   app.otherTheme = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
@@ -186,40 +198,36 @@
     ask(2);
   }
 
-  // Buttons that show and hide a layer of the drawing.
-  function toggle(key, name, words, there) {
-    if (!there) return null;
-    const button = app.panels.make("button", { title: words + " (" + key + ")" }, name);
-    const show = () => button.setAttribute("aria-pressed", String(view.shows[button.dataset.layer]));
-    return { key, button, show, flip: () => {
-      view.shows[button.dataset.layer] = !view.shows[button.dataset.layer];
-      show();
-      app.layOut();
-    } };
-  }
-
+  // Buttons that show and hide a layer of the drawing, where there is something of it: {key, show, flip}.
   function makeToggles() {
-    const rows = page.panels.flatMap((panel) => panel.rows);
+    const some = (has) => () => page.panels.some((panel) => panel.rows.some(has));
     const wished = [
-      ["i", "idle", "Idle", "Idle time by cause", rows.some((row) => row.idle && row.idle.count)],
-      ["l", "messages", "Messages", "Messages and collectives", rows.some((row) => row.lanes.length)],
-      ["m", "memory", "Memory", "Memory of each rank", rows.some((row) => row.memory)],
-      ["o", "own", "Own scales", "A time scale for each exhibit", page.exhibits.length > 1],
-      ["c", "path", "Critical path", "The critical path", page.panels.some((panel) => panel.path)],
+      ["i", "idle", "Idle", "Idle time by cause", some((row) => row.idle && row.idle.count)],
+      ["l", "messages", "Messages", "Messages and collectives", some((row) => row.lanes.length)],
+      ["m", "memory", "Memory", "Memory of each rank", some((row) => row.memory)],
+      ["o", "own", "Own scales", "A time scale for each exhibit", () => page.exhibits.length > 1],
+      ["r", "replicas", "Replicas", "All equal replicas, or one row for them", () => page.panels.some((panel) => app.rows.list(panel).some(({ group }) => group.members.length > 1))],
+      ["c", "path", "Critical path", "The critical path", () => page.panels.some((panel) => panel.path)],
     ];
-    app.toggles = [];
-    for (const [key, layer, name, words, there] of wished) {
-      const made = toggle(key, name, words, there);
-      if (!made) continue;
-      made.button.dataset.layer = layer;
-      made.button.addEventListener("click", made.flip);
-      made.show();
-      byId("toggles").append(made.button);
-      app.toggles.push(made);
-    }
+    app.toggles = wished.map(([key, layer, name, words, there]) => {
+      const show = () => {
+        button.hidden = !there();
+        button.setAttribute("aria-pressed", String(view.shows[layer]));
+      };
+      const flip = () => {
+        view.shows[layer] = !view.shows[layer];
+        show();
+        app.rows.changed();
+      };
+      const button = app.panels.make("button", { title: words + " (" + key + ")", onclick: flip }, name);
+      byId("toggles").append(button);
+      return { key, show, flip, get there() { return !button.hidden; } };
+    });
+    for (const each of app.toggles) each.show();
   }
 
   app.panels.start(page);
+  app.rows.startMenu();
   app.startSearch(page);
   makeToggles();
   byId("zoom-in").addEventListener("click", () => app.zoom(1.5));
@@ -229,6 +237,9 @@
     app.changed();
   });
   byId("theme").addEventListener("click", app.otherTheme);
+  byId("png").addEventListener("click", () => app.save("png"));
+  byId("svg").addEventListener("click", () => app.save("svg"));
+  byId("link").addEventListener("click", app.link.copy);
   byId("help").addEventListener("click", app.panels.help);
   app.input.pointer(byId("base"), view);
   app.input.keyboard(byId("base"), view);
@@ -236,6 +247,8 @@
     view.scroll = app.scroller.scrollTop;
     app.changed();
   });
+  app.startEditor(page);
+  byId("edit-open").addEventListener("click", app.editor.open);
   for (const [name, mount] of app.extensions) {
     for (const exhibit of page.exhibits) {
       const given = exhibit.extras[name];
@@ -247,4 +260,5 @@
   setTheme(dark.matches ? "dark" : "light");
   new ResizeObserver(app.layOut).observe(byId("stage"));
   app.layOut();
+  app.link.start();
 })(stagewright);

@@ -2,6 +2,9 @@
 // all panels, or one an exhibit: `start`, `end`, `length` are seconds of the panel that `view.in(panel)` named last.
 //
 //   | gutter: names | plot: view.start ... view.end | side: idle time by cause |
+//
+// Pinned rows stand between `head` and `top`, and all others scroll below them. Places are pixels of what scrolls: those of
+// pinned rows move along, so that they seem to stay.
 (function (app) {
   "use strict";
 
@@ -12,6 +15,7 @@
   const GAP = 6; // around memory
   const SMALLEST_BOX = 14, READABLE_BOX = 20, LARGEST_BOX = 34; // rows scroll rather than few of them being small
   const SIDE = 190, EDGE = 14;
+  const MOST_PINNED = 0.6; // of the height
 
   class View {
     constructor(page) {
@@ -21,9 +25,12 @@
       this.from = 0;
       this.to = this.whole;
       this.width = this.height = 0;
-      this.scroll = 0;
-      this.shows = { idle: true, messages: true, memory: true, path: false, own: false };
-      this.panels = [];
+      this.scrolled = 0;
+      this.shows = { idle: true, messages: true, memory: true, replicas: false, path: false, own: false };
+      this.pins = []; // places of panels, of their pinned rows alone
+      this.panels = []; // of the others
+      this.spots = new Map(); // panel -> rank -> {place, row}
+      this.top = 0; // where what scrolls begins
       this.gutter = 76;
     }
 
@@ -41,33 +48,67 @@
 
     // Places of all panels and rows, in pixels from the top of the content (below HEAD).
     layOut(measureText) {
-      const panels = this.page.panels;
-      const names = panels.flatMap((panel) => panel.rows.map((row) => measureText(row.name)));
-      this.gutter = Math.ceil(Math.min(220, Math.max(58, ...names))) + 24; // whole, so that columns of pixels are sharp
-      this.hasSide = this.width > 700 && panels.some((panel) => panel.rows.some((row) => row.shares));
-      const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
+      const { rows } = app;
+      const entries = this.page.panels.map((panel) => ({ panel, list: rows.shown(panel) })).filter(({ list }) => list.length);
+      const all = entries.flatMap(({ panel, list }) => list.map((entry) => ({ ...entry, name: rows.nameOf(entry, panel) })));
+      this.gutter = Math.ceil(Math.min(220, Math.max(58, ...all.map(({ name }) => measureText(name))))) + 24; // whole, so that columns of pixels are sharp
+      this.hasSide = this.width > 700 && this.page.panels.some((panel) => panel.rows.some((row) => row.shares));
       const head = PANEL_HEAD + (this.shows.own ? AXIS : 0);
-      const fixed = panels.reduce((sum, panel) => sum + head + PANEL_GAP + panel.rows.reduce((all, row) => all + this.extra(row), 0), this.head);
-      const box = Math.floor(Math.min(LARGEST_BOX, Math.max(rows > 24 ? SMALLEST_BOX : READABLE_BOX, (this.height - fixed) / Math.max(rows, 1))));
+      const fixed = all.reduce((sum, { row }) => sum + this.extra(row), this.head + entries.length * (head + PANEL_GAP));
+      const box = Math.floor(Math.min(LARGEST_BOX, Math.max(all.length > 24 ? SMALLEST_BOX : READABLE_BOX, (this.height - fixed) / Math.max(all.length, 1))));
+      this.scroll = 0;
+      this.spots = new Map(entries.map(({ panel }) => [panel, new Map()]));
+      const pinned = new Set(); // as many as leave room for what scrolls
+      let room = (this.height - this.head) * MOST_PINNED;
+      for (const { panel, list } of entries) {
+        let above = head + PANEL_GAP;
+        for (const entry of list.filter(({ row }) => rows.isPinned(panel, row))) {
+          room -= above + box + this.extra(entry.row);
+          if (room > 0) pinned.add(entry);
+          above = 0;
+        }
+      }
+      const split = (keep) => entries.map(({ panel, list }) => ({ panel, list: list.filter((each) => pinned.has(each) === keep) })).filter(({ list }) => list.length);
       let y = this.head;
-      this.panels = panels.map((panel) => {
+      const places = (some) => some.map(({ panel, list }) => {
         const place = { panel, top: y, first: y + head, rows: [] };
         y = place.first;
-        for (const row of panel.rows) {
-          const lanes = this.lanes(row) ? LANES : 0;
-          const memory = this.shows.memory && row.memory ? MEMORY : 0;
-          const height = PAD + box + (lanes && lanes + 2) + (memory && memory + GAP) + PAD;
-          place.rows.push({
-            row, top: y, height, box: y + PAD, boxHeight: box, lanes: y + PAD + box + 2, lanesHeight: lanes,
-            memory: y + height - PAD - memory - GAP + 2, memoryHeight: memory,
-          });
-          y += height;
+        for (const { row, members } of list) {
+          const placed = this.rowPlace(row, members, y, box);
+          placed.name = rows.nameOf({ row, members }, panel);
+          place.rows.push(placed);
+          for (const member of members) this.spots.get(panel).set(member.rank, { place, row: placed });
+          y += placed.height;
         }
         place.bottom = y;
         y += PANEL_GAP;
         return place;
       });
+      this.pins = places(split(true));
+      for (const place of this.pins) place.pinned = true;
+      this.top = this.pins.length ? y : this.head;
+      this.panels = places(split(false));
       this.contentHeight = y + 4;
+    }
+
+    rowPlace(row, members, y, box) {
+      const lanes = this.lanes(row) ? LANES : 0;
+      const memory = this.shows.memory && row.memory ? MEMORY : 0;
+      const height = box + this.extra(row);
+      return {
+        row, members, top: y, height, box: y + PAD, boxHeight: box, lanes: y + PAD + box + 2, lanesHeight: lanes,
+        memory: y + height - PAD - memory - GAP + 2, memoryHeight: memory,
+      };
+    }
+
+    get scroll() { return this.scrolled; }
+    set scroll(pixels) {
+      const by = pixels - this.scrolled;
+      this.scrolled = pixels;
+      for (const place of this.pins) {
+        for (const name of ["top", "first", "bottom"]) place[name] += by;
+        for (const row of place.rows) for (const name of ["top", "box", "lanes", "memory"]) row[name] += by;
+      }
     }
 
     lanes(row) {
@@ -119,14 +160,15 @@
       return [place.box, place.boxHeight];
     }
 
-    // What stands at a pixel of the canvas: {place, row, track, i}, without track and i beside boxes; null outside rows.
+    // What stands at a pixel of the canvas: {place, row, track, i}, without track and i beside boxes, without row on
+    // a heading; null elsewhere.
     hit(x, y) {
       if (y < this.head) return null;
       const at = y + this.scroll;
-      for (const place of this.panels) {
-        if (at < place.first || at >= place.bottom) continue;
+      for (const place of y < this.top ? this.pins : this.panels) {
+        if (at < place.top || at >= place.bottom) continue;
         const row = place.rows.find((each) => at >= each.top && at < each.top + each.height);
-        if (!row) return null;
+        if (!row) return { place, row: null };
         this.in(place.panel);
         const found = { place, row, memory: row.memoryHeight > 0 && at >= row.memory - 2 };
         if (x < this.gutter || x > this.gutter + this.plotWidth) return found;

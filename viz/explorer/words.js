@@ -119,6 +119,8 @@
       const ratio = (compute.end[i] - compute.start[i]) / other.seconds;
       facts.push([other.kind, time(other.seconds) + (Number.isFinite(ratio) ? " (this is " + digits(ratio, 3) + " times)" : "")]);
     }
+    const replicas = app.rows.replicasOf(panel, row);
+    if (replicas) facts.push(["replicas", replicas]);
     const chunk = row.stages.indexOf(stage);
     facts.push(["stage", stage + (row.stages.length > 1 && chunk >= 0 ? ", chunk " + chunk + " of the rank" : "")]);
     if (schedule.batches > 1) facts.push(["batch", String(panel.batch(op, index))]);

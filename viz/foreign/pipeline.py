@@ -96,7 +96,8 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
     if not acting:
         raise ValueError(
             f"{name}: no slice has the name of a pipeline's action (torch's Schedule1F1B gives none): expected names "
-            f"such as PP:1F0; https://ui.perfetto.dev draws a trace without them"
+            f'such as PP:1F0, from record_function("PP:1F0") around each action. As it is, open '
+            f"https://ui.perfetto.dev and drop {', '.join(map(str, paths))} there"
         )
     by_rank = _by_rank(acting, name)
     size = max([each.file.world_size or 0 for each in acting] + [max(by_rank) + 1])
