@@ -195,7 +195,8 @@ def read_mesh(
     processes.
     """
     if mesh is not None and not isinstance(mesh, Mapping):
-        raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {world.size}}}')
+        meant = mesh if isinstance(mesh, int) else world.size
+        raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {meant}}}')
     axes = _read_order(order)
     sizes = dict(mesh or {})
     for axis, size in sizes.items():

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/resnet.py --steps 30
 
-cuts the network where its two parts have equal numbers of parameters; `--split-point` says where instead. A plan
+cuts the network where its two parts have equal numbers of parameters; `--cut` says where instead. A plan
 (`--schedule auto`) measures first. Needs `pip install transformers`; torchvision's ResNets are trained in the same way.
 """
 
@@ -65,14 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--split-point", action="append", help="name of a module that begins a stage")
+    parser.add_argument("--cut", action="append", help="name of a module that begins a stage")
     options = parser.parse_args()
 
     torch.manual_seed(0)  # the same weights in each process
     with sw.PipelineModule(
         Classifier(),
         schedule=options.schedule,
-        cut=options.split_point,
+        cut=options.cut,
         mesh={"pipe": max(2, int(os.environ.get("WORLD_SIZE", "1")))},
         num_microbatches=4,
         loss_fn=nn.functional.cross_entropy,

@@ -42,10 +42,12 @@ _INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one
     **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
     **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
     **dict.fromkeys(("train", "eval", "training"), _MODE),
-    **dict.fromkeys(("module", "modules", "named_modules", "children", "get_submodule"), _MODEL),
+    **dict.fromkeys(("module", "model", "modules", "named_modules", "children", "get_submodule"), _MODEL),
     **dict.fromkeys(("register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"), _HOOK),
     "step": "train_step, which updates, or a step() of your own optimizer behind forward_backward",
     "optimizer": "optimizers, one a stage of this process",
+    "fit": "train_step(*batch) for each batch of a loader",
+    "evaluate": "eval_step(*batch) for each batch",
     "no_sync": "several calls of forward_backward, whose gradients add up",
     "zero_grad": "train_step, which does it; behind forward_backward the zero_grad() of your model or optimizer",
     "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
@@ -294,7 +296,7 @@ class PipelineModule(RunFigures):
         replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state,
         what modules count in Python, and the step count are as before. It takes about the time of two steps, and one of
         the whole model in one process, which meanwhile holds the model, its gradients and the activations of one
-        microbatch. Over several processes it needs `PipelineModule(..., verify=True)`. Collective over the processes.
+        microbatch. Over several processes it needs a `verify=` other than False. Collective over the processes.
 
         Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
         likely cause.
@@ -334,6 +336,9 @@ class PipelineModule(RunFigures):
 
     def __call__(self, *inputs: Any, **keywords: Any) -> NoReturn:
         raise TypeError(f"a PipelineModule is not called: expected {_INSTEAD['forward']}")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a PipelineModule is not pickled or copied: expected save(folder), or full_state_dict()")
 
     if not TYPE_CHECKING:
 

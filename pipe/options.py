@@ -317,6 +317,11 @@ def check_model(
 
 
 def _refuse_wrapped(root: nn.Module) -> None:
+    if hasattr(root, "_orig_mod"):
+        raise ValueError(
+            "torch.compile(model) is one piece: expected the model itself, and "
+            "precision=stagewright.Precision(compile=True), which compiles each of its units"
+        )
     for path, module in root.named_modules():
         kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _INSTEAD), None)
         if kind is not None and (kind != "DistributedDataParallel" or module.process_group.size() > 1):

@@ -170,7 +170,8 @@ class _Training:
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)
-            progress.note("validating, and gathering the weights ...")
+            also = "" if self.task.sample_bytes is None else "validating, and "
+            progress.note(f"{also}gathering the weights ...")
             self.record.sampled = self.tracer.close()
             val_loss = self._validate(progress)
             weights = self.pipe.full_state_dict()

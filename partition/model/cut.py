@@ -116,12 +116,12 @@ def starts_at(split_points: Sequence[str], first: Mapping[str, int], kind: str) 
         if point not in first:
             near = difflib.get_close_matches(point, first, n=3, cutoff=0.3)
             raise ValueError(
-                f"split point {point!r} is no {kind}: expected the name of one that begins a stage, such as "
+                f"cut={point!r} is no {kind}: expected the name of one that begins a stage, such as "
                 f"{', '.join(map(repr, near or list(first)[1:4]))}"
             )
         if first[point] <= starts[-1]:
             raise ValueError(
-                f"split point {point!r} begins at or before the one in front of it: expected names in "
+                f"cut={point!r} begins at or before the one in front of it: expected names in "
                 f"the order in which the model runs them, each leaving something to the stage before"
             )
         starts.append(first[point])

@@ -4,6 +4,7 @@ with hooks on all modules (`register_module_forward_hook` and its like), which m
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -53,3 +54,14 @@ def changing_hook(module: nn.Module, kinds: Collection[str] = tuple(_GIVEN)) -> 
                 if hook(module, *_GIVEN[kind]) is not None:
                     return f"{kind.replace('_', ' ')} hook"
     return None
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise: the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

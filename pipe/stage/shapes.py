@@ -6,7 +6,6 @@ code, and leaves no trace of that: counters, buffers, lists of hooks and random 
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from ...partition.model.first_run import first_run, fresh_leaves, take
 from ...partition.model.forms import Arguments, Form, Tensors, shown_call
 from ...partition.model.made_up import wanting_gradient
 from ...partition.model.memory import memory_of
-from ...partition.model.modes import evaluating, uncompiled
+from ...partition.model.modes import evaluating, quiet_fakes, uncompiled
 from ...partition.model.recorded.guards import Changes, Guards
 from ...partition.model.source_line import first_line, users_line
 from ...partition.model.units import Cut, OutputError, StageModule
@@ -287,7 +286,7 @@ def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, input
 def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     """Within: an error is told as a ValueError with the stage, what it was given and the user's source line."""
     try:
-        with _quiet_torch(), uncompiled(), warnings.catch_warnings():
+        with quiet_fakes(), uncompiled(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
             yield
     except OutputError:
@@ -326,14 +325,3 @@ def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Fake tensors log a traceback before they raise: the error says it better."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -77,18 +77,18 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         r"in one process: the members of a tensor group are processes. Expected .tensor.: 1, or 8 processes",
     ),
     "unknown axis": ({"mesh": {"dp": 2}}, r"mesh axis 'dp': expected one of pipe, data, tensor"),
-    "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 1\}'),
+    "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 2\}'),
     "split point of a sequential": (
         {"split_points": ["33"]},
-        r"split point '33' is no child of the nn\.Sequential: expected .* such as '3'",
+        r"cut='33' is no child of the nn\.Sequential: expected .* such as '3'",
     ),
     "split point of a traced model": (
         {"model": Tower(), "split_points": ["block.2"]},
-        r"split point 'block\.2' is no module that the model runs: expected .* such as 'blocks\.2'",
+        r"cut='block\.2' is no module that the model runs: expected .* such as 'blocks\.2'",
     ),
     "split points out of order": (
         {"model": Tower(), "mesh": {"pipe": 3}, "split_points": ["head", "blocks.1"]},
-        r"split point 'blocks\.1' begins at or before .*: expected names in the order in which the model runs them",
+        r"cut='blocks\.1' begins at or before .*: expected names in the order in which the model runs them",
     ),
     "too many split points": (
         {"split_points": ["1", "2"]},

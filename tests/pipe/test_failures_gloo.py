@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike(gloo: Pool, tmp_path: 
             'the mesh asks for 4 ranks and the process group has 2: expected mesh={"pipe": 1, "data": 2}, or start 4',
             "unknown schedule '1f2b': expected one of gpipe, 1f1b",
             "num_stages=2 for a model of 1 units that can be cut apart: expected 1 to 1; take fewer ranks",
-            "split point '4x' is no child of the nn.Sequential: expected the name of one that begins a stage",
+            "cut='4x' is no child of the nn.Sequential: expected the name of one that begins a stage",
             "plan.csv: deadlock: a cycle of 2 ranks, each waiting for the next",
             "test_failures_gloo.py",
             "optimizer= returned NoneType: expected a callable",
