@@ -83,7 +83,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not target or "://" in target:
             return f"]({target}{anchor})"
         file = posixpath.normpath(posixpath.join(folder, target))
-        if (ROOT / file).is_dir():
+        if (ROOT / file / "README.md").exists():
             file = posixpath.join(file, "README.md")
         site = in_site(file)
         if not (ROOT / "docs" / site).exists() and site == file:  # source code

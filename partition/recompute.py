@@ -194,7 +194,7 @@ class _TreatedRank:
         """Ways to divide the optimizer's state, to try in turn.
 
         It is divided where that saves time (a share of the step remains, and the updated weights go round behind it,
-        where sums of gradients go beside compute), else only where memory is short.
+        where all-reduces of gradients go beside compute), else only where memory is short.
         """
         replicas = self.place.replicas
         may_shard = "full" in sharding and replicas > 1

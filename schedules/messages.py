@@ -84,7 +84,7 @@ class Sharing:
         norm: the global gradient norm of each update group (only where the program holds updates).
         sums: groups of ranks that add up gradients before each update (likewise).
         parts: groups of ranks that each update parts of their weights, and tell the others (likewise).
-        collectives: what ranks do together in a program without updates, such as sums of shared gradients.
+        collectives: what ranks do together in a program without updates, such as all-reduces of shared gradients.
     """
 
     loss: bool = False

@@ -2,7 +2,7 @@
 
 rank 0 |##0##|##1##|    |##0##|     boxes of compute; what is idle in between, `idle` draws
        |       ---- ---             thin lanes of messages arriving
-       |                ========    and of sums of gradients under way
+       |                ========    and of all-reduces of gradients under way
 
 Where a program has several batches, every other one is paler; an update too short for a box is a thin line.
 """

@@ -30,7 +30,7 @@ _MESSAGES = {
 }
 MESSAGE_HUES, MESSAGE_WORDS = ({kind: row[at] for kind, row in _MESSAGES.items()} for at in range(2))
 _COLLECTIVES = {
-    Op.REDUCE_GRAD: (OP_HUES[Op.W], "sums of shared gradients"),
+    Op.REDUCE_GRAD: (OP_HUES[Op.W], "all-reduces of shared gradients"),
     Op.UNSHARD: ("#882255", "weights gathered"),
     Op.RESHARD: (OTHER_HUE, "weights let go"),
     Op.OFFLOAD: ("#332288", "activations to the host"),  # indigo

@@ -363,9 +363,9 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
             "their bandwidths": f"{size(min(speeds))}/s .. {size(max(speeds))}/s",
             f"{size(level.seconds[0][0])} take": duration(level.seconds[0][1]),
             f"{size(level.seconds[-1][0])} take": duration(level.seconds[-1][1]),
-            "sum over all: bandwidth": f"{size(level.reduce_bandwidth)}/s",
-            "sum over all: a step": duration(level.reduce_latency),
-            "sum over all: of its time busy": f"{level.sum_busy:.0%}",
+            "all-reduce: bandwidth": f"{size(level.reduce_bandwidth)}/s",
+            "all-reduce: a step": duration(level.reduce_latency),
+            "all-reduce: of its time busy": f"{level.sum_busy:.0%}",
         }.items():
             figures.setdefault(name, []).append(figure)
     for name, each in figures.items():

@@ -1,4 +1,4 @@
-"""Work beside training: sums of gradients over a slow wire, and checkpoints.
+"""Work beside training: all-reduces of gradients over a slow wire, and checkpoints.
 
 overlap        gradients summed beside the backwards that follow, and behind all of them
 checkpoints    a step's time without a checkpoint, with one beside training, and with a save that it waits for

@@ -229,7 +229,7 @@ def _planned(found: Plan) -> _Side:
 
 
 def _ddp() -> _Side:
-    """torch's DistributedDataParallel, whose sums of gradients go on beside the last microbatch's backward."""
+    """torch's DistributedDataParallel, whose all-reduces of gradients go on beside the last microbatch's backward."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 

@@ -53,7 +53,7 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
     of unequal replicas that are ready at the same moment go in the order of ranks: where the planner took other nodes
     first than the cluster lists, another one may go first here.
 
-    Without links messages take no time, and the sum of gradients is a part of each update.
+    Without links messages take no time, and the all-reduce of gradients is a part of each update.
 
     Arguments:
         num_microbatches: of the whole batch, where the plan leaves it open.

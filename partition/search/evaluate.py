@@ -39,7 +39,7 @@ class Evaluated:
     """A configuration with cuts that fits.
 
     Arguments:
-        tied: (stages, seconds) of sums of gradients of weights that stages on different ranks share.
+        tied: (stages, seconds) of all-reduces of gradients of weights that stages on different ranks share.
         norm: of the global norm, for which all ranks wait [s]; None: there is none.
         bottleneck: pace of the slowest rank [s a microbatch].
         bound: no order of this work is faster [s]; 0 where the number of microbatches is open.

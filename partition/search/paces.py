@@ -44,7 +44,7 @@ def _held(c: Configuration, s: StageSeconds) -> Floats:
 
 
 def _links(c: Configuration, s: StageSeconds) -> Floats:
-    """[P] seconds a microbatch of its links: all that its busiest replica sends, and its sums of gradients."""
+    """[P] seconds a microbatch of its links: all that its busiest replica sends, and its all-reduces of gradients."""
     return _by_rank(c, s.sending) * _share(c) + _by_rank(c, s.around) * _updates(c)
 
 

@@ -150,7 +150,7 @@ class RangeCosts:
         return np.asarray(2 * (self._action + self._busy * neighbours))
 
     def communication(self, sums: StageSums, at: Ranges) -> Floats:
-        """Messages and sums of gradients, or the consumer's messages [s a microbatch]."""
+        """Messages and all-reduces of gradients, or the consumer's messages [s a microbatch]."""
         own = sums.summed * at.ring + sums.before * at.inward + sums.behind * at.outward
         return np.maximum(own, sums.behind * at.taken)
 

@@ -69,7 +69,7 @@ def begin_sum(
     what: str,
     on_through: Wait,
 ) -> Wait:
-    """Begin the sums of gradients of which each of some ranks needs a part alone: a reduce-scatter.
+    """Begin the all-reduces of gradients of which each of some ranks needs a part alone: a reduce-scatter.
 
     The answer waits, and leaves the sums with the parts. A rank to which no gradient came gives zeros.
 

@@ -1,4 +1,4 @@
-"""Sums of gradients that several processes hold (replicas, tied weights), beside the backwards that follow.
+"""All-reduces of gradients that several processes hold (replicas, tied weights), beside the backwards that follow.
 
     worker meets REDUCE_GRAD -> begin: flags and flat buckets leave, each an all-reduce
     program is through       -> wait

@@ -34,7 +34,7 @@ class PathKind(StrEnum):
     WEIGHT_GRAD = "weight gradient"
     UPDATE = "update"
     MESSAGE = "message"  # from made to arrived, queueing included; measured, as far as its receiver waited for it
-    SUM = "sum of gradients"  # from begun on the last of its ranks until it was through
+    SUM = "all-reduce of gradients"  # from begun on the last of its ranks until it was through
     GATHER = "gather of weights"  # likewise
     MOVE = "activations away"  # from begun, on the last of its ranks, until they have left or are back
     BEFORE_UPDATE = "before update"  # wait: the global norm and clipping, for which an optimizer step waits
@@ -101,7 +101,7 @@ class CriticalPath:
 
     @property
     def by_sum(self) -> dict[tuple[int, ...], float]:
-        """Seconds of sums of gradients by the stages whose gradients they are, the most first."""
+        """Seconds of all-reduces of gradients by the stages whose gradients they are, the most first."""
         return _added(
             (step.what.stages, step.seconds)
             for step in self.steps

@@ -329,7 +329,7 @@ def solve(
 
 
 def _queues(links: Links | None, problem: Problem) -> bool:
-    """Whether links may take longer than each message alone: these, or sums of gradients, may share them."""
+    """Whether links may take longer than each message alone: these, or all-reduces of gradients, may share them."""
     if links is None:
         return False
     if links.sums:

@@ -46,8 +46,8 @@ _WORDS = {
     "norm": "norm of all gradients",
     "around": "runtime around a step",
     "overhead": "{} around an action",
-    "sum": "sum of {}",
-    "held": "sum of {} on the processor",
+    "sum": "all-reduce of {}",
+    "held": "all-reduce of {} on the processor",
     "gather": "gather of {}",
     "update": "update of {}",
 }

@@ -7,7 +7,7 @@
                   anew or needs beyond the workspace, while it runs
     workspace     while an action of the stage runs
     messages      receives from when they are posted, sends until they are known to be received, as the lowered
-                  program has them; sums of gradients while they are under way
+                  program has them; all-reduces of gradients while they are under way
 
 Plans count their peaks in `partition/memory.py`, which says what a stage holds; here are the same figures, moment
 by moment.
@@ -247,7 +247,7 @@ class _Rank:
         self._change(end, over)
 
     def _sum(self) -> None:
-        """Buffers of sums of gradients, and of weights that are gathered, while they are under way."""
+        """Buffers of all-reduces of gradients, and of weights that are gathered, while they are under way."""
         for collective, begun, through in self._trace.collectives:
             size = max((self._stages[s].summing for s in collective.stages if s in self._own), default=0.0)
             self._change(begun, {MemoryPart.MESSAGES: size})

@@ -1,4 +1,4 @@
-"""A rank's processor while sums of gradients take a share of it.
+"""A rank's processor while all-reduces of gradients take a share of it.
 
     processor   |   F3   |  B2 at half rate  |  B3   |
     sum                  |  busy share 1/2   |

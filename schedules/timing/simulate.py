@@ -138,7 +138,7 @@ class _Simulation:
         self.arrived = [_NOT_YET] * wiring.num_slots
         for slot in wiring.filled:
             self.arrived[slot] = 0.0
-        for rank, own in enumerate(wiring.begins):  # sums of gradients of which a rank makes none
+        for rank, own in enumerate(wiring.begins):  # all-reduces of gradients of which a rank makes none
             self._begin(own.get(0, ()), rank, 0.0)
 
     def run(self, *, messages: bool) -> Timeline:

@@ -2,7 +2,7 @@
 
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
-           |              ====     collectives: sums of gradients, from begun on this rank to through
+           |              ====     collectives: all-reduces of gradients, from begun on this rank to through
            |      <<<<             moves: activations that leave the rank or come, from begun on this rank to through
 
 All times are in seconds from one origin that the ranks share.
@@ -113,7 +113,7 @@ class Timeline(Displayable):
 
     @property
     def end(self) -> float:
-        """The last end of any rank [s], updates and what ranks do together (sums of gradients, ...) included."""
+        """The last end of any rank [s], updates and what ranks do together (all-reduces of gradients, ...) included."""
         ends = [rank.compute[-1].end for rank in self.ranks if rank.compute]
         ends += [span.end for rank in self.ranks for span in rank.collectives]
         return max(ends, default=0.0)

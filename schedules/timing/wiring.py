@@ -187,7 +187,8 @@ class ScheduleWiring:
         sums: Sequence[AllReduce] = () if self.links is None else self.links.sums
         for each in sums:
             if not 0 <= each.stage < self.num_stages:
-                raise ValueError(f"a sum of stage {each.stage}: expected a stage from 0 to {self.num_stages - 1}")
+                last = self.num_stages - 1
+                raise ValueError(f"an all-reduce of stage {each.stage}: expected a stage from 0 to {last}")
         if not schedule.has_backward:
             return
         gathers = [each for each in sums if each.gather > 0]

@@ -1,4 +1,4 @@
-"""Modules that a tensor group divides, each beside the plain module: a forgotten sum of gradients is found."""
+"""Modules that a tensor group divides, each beside the plain module: a forgotten all-reduce of gradients is found."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_a_message_to_another_node_does_not_wait_for_one_inside() -> None:
 
 def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
     """
-    rank 0 | 0F0 1F0 1B0 1B0 0B0 0B0 .   .   .   0U0 1U0     the sum of stage 1 begins at 4 and takes 3; that of
+    rank 0 | 0F0 1F0 1B0 1B0 0B0 0B0 .   .   .   0U0 1U0     the all-reduce of stage 1 begins at 4 and takes 3; that of
     link   |                 1   1   1   0   0               stage 0 is ready at 6, queues until 7 and takes 2
     """
     schedule = by_hand("0F0 1F0 1B0 0B0", microbatches=1, placement=[[0, 1]])
@@ -232,7 +232,7 @@ def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
     both = (AllReduce(stage=0, seconds=2.0, ways=((0, 1),)), AllReduce(stage=1, seconds=3.0, ways=((0, 1),)))
     links = Links(network=Link(seconds_per_byte=1.0), sums=both)
     timeline = simulate(schedule, costs, links)
-    # 1B0 ends at 4, 0B0 at 6. The sum of stage 1 takes 4 to 7, that of stage 0 then 7 to 9.
+    # 1B0 ends at 4, 0B0 at 6. The all-reduce of stage 1 takes 4 to 7, that of stage 0 then 7 to 9.
     assert [(str(s.what), s.start) for s in timeline.ranks[0].compute[4:]] == [("0U0", 9.0), ("1U0", 9.5)]
     alone = replace(links, sums=both[:1])
     assert simulate(schedule, costs, alone).ranks[0].compute[4].start == 8.0
@@ -252,7 +252,7 @@ def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
 
 
 def test_the_global_norm_waits_for_all_sums() -> None:
-    """Rank 0 ends its backward at 6 and rank 1 at 4; the sum of stage 1 is through at 9, then the norm."""
+    """Rank 0 ends its backward at 6 and rank 1 at 4; the all-reduce of stage 1 is through at 9, then the norm."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     costs = Costs(forward=1.0, backward=2.0, update=0.5, norm=0.25)
     links = Links(network=Link(), sums=(AllReduce(stage=1, seconds=5.0),))
@@ -319,7 +319,7 @@ def test_mistakes(make: object, message: str) -> None:
         (Links(network={(0, 1): Link()}), "no way from rank 1 to rank 0: expected one in the network"),
         (
             Links(network=Link(), sums=(AllReduce(stage=2, seconds=1.0),)),
-            "a sum of stage 2: expected a stage from 0 to 1",
+            "an all-reduce of stage 2: expected a stage from 0 to 1",
         ),
         (
             Links(network={(0, 1): Link(), (1, 0): Link()}, sums=(AllReduce(stage=0, seconds=1.0, ways=((0, 5),)),)),

@@ -97,7 +97,7 @@ WRONG = {
     "B of one stage": ("backward of stage 0", Cause.COMPUTE),
     "around an action": ("stage 1 around an action", Cause.OVERHEAD),
     "a link": ("messages of link 0-2", Cause.MESSAGES),
-    "a sum": ("sum of stage 0", Cause.SUMS),
+    "a sum": ("all-reduce of stage 0", Cause.SUMS),
     "an update": ("update of stage 0", Cause.UPDATE),
     "the norm": ("norm of all gradients", Cause.UPDATE),
     "a step": ("runtime around a step", Cause.OUTSIDE),
@@ -283,7 +283,7 @@ def test_sums_of_tied_weights_that_no_plan_knows() -> None:
     costs = Costs(update=0.5)
     truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
     found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
-    assert [str(each.what) for each in found.wrong] == ["sum of stages 0, 1"]
+    assert [str(each.what) for each in found.wrong] == ["all-reduce of stages 0, 1"]
     assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0)
 
 
@@ -292,7 +292,7 @@ def test_sums_of_tied_weights_stand_beside_what_a_plan_says_of_them() -> None:
     costs = Costs(update=0.5, tied=[((0, 1), 1.0)])
     truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
     found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
-    (own,) = [each for each in found.inputs if str(each.what) == "sum of stages 0, 1"]
+    (own,) = [each for each in found.inputs if str(each.what) == "all-reduce of stages 0, 1"]
     assert (own.predicted, own.measured, own.ratio) == (1.0, pytest.approx(2.0), pytest.approx(2.0))
     assert found.cause(Cause.SUMS).seconds == pytest.approx(1.0)
 
@@ -327,7 +327,7 @@ def test_what_sums_take_of_the_processor_is_blamed_on_sums(planned: float, true:
     assert {at: each.measured for at, each in held.items()} == pytest.approx({(1,): true, (2,): true})
     assert {at: each.predicted for at, each in held.items()} == {(1,): planned, (2,): planned}
     named = {str(each.what) for each in found.wrong}
-    assert named == (set() if planned == true else {f"sum of stage {s} on the processor" for s in (1, 2)})
+    assert named == (set() if planned == true else {f"all-reduce of stage {s} on the processor" for s in (1, 2)})
     assert seconds_of(found) == pytest.approx({} if planned == true else {Cause.SUMS: truth.makespan - found.predicted})
 
 

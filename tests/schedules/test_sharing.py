@@ -70,7 +70,7 @@ def test_an_action_that_runs_when_the_last_rank_begins_a_sum_is_put_off() -> Non
 
 
 def test_updates_share_the_processor_with_sums_and_gathers() -> None:
-    """Two chunks, each updated in parts: U0 at 8, beside it the sum of stage 1 (from 4 to 12), then gathers.
+    """Two chunks, each updated in parts: U0 at 8, beside it the all-reduce of stage 1 (from 4 to 12), then gathers.
 
     Stage 0's sum queues to 14. U0 runs from 14 to 16, its gather from 16 to 20, beside U1.
     """

@@ -270,11 +270,11 @@ def test_sums_of_gradients_are_drawn_where_there_are_some(tmp_path, monkeypatch)
     monkeypatch.setattr(Figure, "legend", lambda figure, handles, words, **options: labels.extend(words))
     schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(1, 2))
     render_timeline(simulate(schedule, Costs(reduce_grad=2.0)), tmp_path / "sums.png")
-    assert "sums of shared gradients" in labels
+    assert "all-reduces of shared gradients" in labels
     assert bars == [2]  # on the two ranks of stage 1
     labels.clear()
     render_timeline(simulate(schedule, Costs(latency=0.1)), tmp_path / "none.png")
-    assert "sums of shared gradients" not in labels
+    assert "all-reduces of shared gradients" not in labels
 
 
 def test_nothing_ran(tmp_path, texts):
