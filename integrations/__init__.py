@@ -1,18 +1,20 @@
 """Other people's training loops over a pipeline: `pip install "stagewright[integrations]"`."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .accelerator import PipelineAccelerator
     from .trainer import PipelineTrainer
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineAccelerator", "PipelineTrainer"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from . import trainer
+        module = import_module(".accelerator" if name == "PipelineAccelerator" else ".trainer", __name__)
     except ImportError as error:
         raise ImportError(f'{error}: expected pip install "stagewright[integrations]"') from error
-    return getattr(trainer, name)
+    return getattr(module, name)
