@@ -46,6 +46,7 @@ class PipelineAccelerator(Accelerator):
     """
 
     pipe: PipelineModule
+    _optimizers: list[Any]
 
     def __init__(self, *, pipeline: Mapping[str, Any] | None = None, **options: Any) -> None:
         self._pipeline = dict(pipeline or {})
@@ -74,9 +75,11 @@ class PipelineAccelerator(Accelerator):
             raise ValueError(f"{len(models)} models to prepare: expected one, in the first call of prepare alone")
         if models:
             self._cut(models[0])
+        others = [each for each in args if not isinstance(each, nn.Module)]
         with seen_as((self.state, PartialState()), *self._replica):
-            others = iter(_listed(super().prepare(*[x for x in args if not isinstance(x, nn.Module)], **options)))
-        done = tuple(self._models[-1] if isinstance(each, nn.Module) else next(others) for each in args)
+            prepared = super().prepare(*others, **options) if others else ()
+        left = iter(prepared if isinstance(prepared, tuple) else (prepared,))
+        done = tuple(self._models[-1] if isinstance(each, nn.Module) else next(left) for each in args)
         return done if len(done) > 1 else done[0]
 
     def _cut(self, model: nn.Module) -> None:
@@ -198,15 +201,17 @@ class PipelinedModel(nn.Module):
         state = self.module.state_dict() if built is None else self._accelerator.pipe.full_state_dict()
         return OrderedDict((name, state[self._tied.get(name, name)]) for name in state)  # as accelerate looks for ties
 
-    def load_state_dict(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self._accelerator.pipe._building.pipeline is None:
-            return self.module.load_state_dict(state, *args, **kwargs)
+            return self.module.load_state_dict(state_dict, strict, assign)
         known = self.state_dict()
-        given = {self._tied.get(name, name): value for name, value in state.items()}
-        self._accelerator.pipe.load_state_dict(
-            {name: given.get(self._tied.get(name, name), known[name]) for name in known}
-        )
-        return [name for name in known if name not in state], [name for name in state if name not in known]
+        given = {self._tied.get(name, name): value for name, value in state_dict.items()}
+        unknown = [name for name in state_dict if name not in known]
+        if strict and (unknown or any(self._tied.get(name, name) not in given for name in known)):
+            raise ValueError(f"a state dict of {len(state_dict)} tensors: expected the names of model.state_dict()")
+        whole = {name: given.get(self._tied.get(name, name), value) for name, value in known.items()}
+        self._accelerator.pipe.load_state_dict(whole)
+        return [name for name in known if name not in state_dict], unknown
 
 
 class _Trained(NamedTuple):
@@ -230,7 +235,3 @@ class _Whole(NamedTuple):
         rank = self.optimizer.accelerator_state.process_index
         every: Iterable[Mapping[int, Any]] = from_all(own, rank)
         return {**state, "state": {number: value for part in every for number, value in part.items()}}
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple) else [value]

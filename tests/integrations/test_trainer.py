@@ -15,6 +15,8 @@ import torch
 from support.commands import answer, end_forked, start_forked
 
 import stagewright
+from stagewright.partition import Plan, PlanStage
+from stagewright.schedules import Costs
 
 pytest.importorskip("accelerate", reason="needs accelerate: make extras")
 transformers = pytest.importorskip("transformers", reason="needs transformers: make extras")
@@ -109,8 +111,7 @@ def test_padded_batches_and_the_best_model(tmp_path: Path) -> None:
 SHORT = {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
 MEAN = {"accepts_loss_kwargs": False}  # of batches, in models that pass over num_items_in_batch
 LIKE_PLAIN: list[dict[str, Any]] = [
-    # A plan may give both ranks the last stage, and each a share of one batch.
-    {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "pipeline": {"schedule": "auto"}},
+    {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "pipeline": {"schedule": "plan.json"}},
     {"max_steps": 2, "bf16": True, "lengths": True},
     {"rows": 33, "eval_on_start": True},  # the last step has one row, in four microbatches
     {"rows": 38, "model": "classes", "set": MEAN, "eval_strategy": "epoch"},  # ... batches of four and two
@@ -142,7 +143,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_what_a_pipeline_can_follow_equals_plain_and_the_rest_is_refused_before_training(tmp_path: Path) -> None:
+def test_what_a_pipeline_can_follow_equals_plain_and_the_rest_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A plan, such as "auto" makes, may give both ranks the last stage, and each a share of one batch.
+    nodes = [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f")]
+    stages = (PlanStage(nodes=(*nodes, "lm_head"), ranks=(0, 1), step_seconds=1),)
+    costs = {"cost_model": "default", "costs": Costs(forward=1, backward=2)}
+    sizes = {"num_devices": 2, "num_microbatches": 4, "predicted_step_time": 1, "bound": 1}
+    (tmp_path / "plan.json").write_text(Plan(stages=stages, schedule="1f1b", **sizes, **costs).to_json())
     like_plain = [SHORT | options for options in LIKE_PLAIN]
     start(tmp_path / "plain", like_plain, num_ranks=None)
     start(tmp_path / "pipe", like_plain + [SHORT | options for _, options in REFUSED], num_ranks=2)
@@ -152,6 +162,12 @@ def test_what_a_pipeline_can_follow_equals_plain_and_the_rest_is_refused_before_
         assert_same(read(tmp_path / "pipe" / str(number)), read(tmp_path / "plain" / str(number)), tolerance)
     for number, (words, _) in enumerate(REFUSED, len(like_plain)):
         assert re.search(words, (text := json.loads((tmp_path / f"pipe/{number}/history.json").read_text()))), text
+
+
+@pytest.mark.nightly
+def test_a_plan_that_is_made_on_the_spot_trains_as_one_process(tmp_path: Path, plain: History) -> None:
+    found = script(tmp_path, num_ranks=2, **SHORT, stop=2, pipeline={"schedule": "auto"})
+    assert_same([row for row in found if "loss" in row], plain[:2])
 
 
 def test_tensor_parallel_stages_train_as_one_process(tmp_path: Path, plain: History) -> None:
