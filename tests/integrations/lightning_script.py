@@ -81,9 +81,9 @@ def fit(kind: str, folder: str, *, max_epochs: int, resume: str | None = None) -
     module = KeptPiped() if kind == "pipe" else KeptPlain()
     strategy: Any = "auto"
     if kind == "pipe":
-        from stagewright.integrations import PipelineStrategy
+        import stagewright
 
-        strategy = PipelineStrategy()
+        strategy = stagewright.integrations.PipelineStrategy()
     data: Any = torch.utils.data.TensorDataset(ROWS, ROWS.flip(0))
     keeper: Any = ModelCheckpoint(
         folder, filename="{step}", every_n_epochs=1, save_top_k=1, monitor="val_loss", mode="min"

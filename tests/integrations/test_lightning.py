@@ -11,7 +11,7 @@ import torch
 from support.commands import answer, end_forked, start_forked
 from torch.utils import _pytree as pytree
 
-from stagewright import PipelineModule
+import stagewright
 
 lightning = pytest.importorskip("lightning.pytorch", reason='needs lightning: pip install "stagewright[lightning]"')
 
@@ -49,14 +49,12 @@ def test_two_ranks_log_validate_keep_the_best_and_resume_as_one_process(tmp_path
 
 
 def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path) -> None:
-    from stagewright.integrations import PipelineStrategy
-
     class Model(lightning.LightningModule):  # type: ignore[name-defined,misc]
         automatic_optimization = False
 
         def __init__(self) -> None:
             super().__init__()
-            self.pipe = PipelineModule(torch.nn.Linear(2, 2), num_microbatches=1)
+            self.pipe = stagewright.PipelineModule(torch.nn.Linear(2, 2), num_microbatches=1)
 
         def training_step(self, *_: Any) -> None: ...
 
@@ -86,6 +84,8 @@ def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path) -> None:
         ),
         (Model, {"max_epochs": 1}, r"'none.ckpt' has no folder 'none.ckpt.pipeline'"),
     ):
-        trainer = lightning.Trainer(strategy=PipelineStrategy(), default_root_dir=tmp_path, **quiet, **options)
+        trainer = lightning.Trainer(
+            strategy=stagewright.integrations.PipelineStrategy(), default_root_dir=tmp_path, **quiet, **options
+        )
         with pytest.raises(ValueError, match=words):
             trainer.fit(kind(), [1], ckpt_path="none.ckpt" if "max_epochs" in options else None)

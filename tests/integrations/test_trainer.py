@@ -261,31 +261,36 @@ def test_steps_that_would_differ_without_a_word_are_refused(tmp_path: Path) -> N
         late.train()
 
 
-def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs() -> None:
-    from stagewright.integrations.refusals import divides_by_items
-    from stagewright.partition.model.forms import Arguments
+def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
 
-    def divides(model: torch.nn.Module) -> bool:
+    def is_divided(model: torch.nn.Module) -> bool:
         rows = torch.ones(2, 4, dtype=torch.int64)
-        return divides_by_items(model, Arguments.of((), {"input_ids": rows, "labels": rows}), torch.device("cpu"))
+        trainer = stagewright.integrations.PipelineTrainer(model, arguments)
+        divided: bool = trainer._is_divided({"input_ids": rows, "labels": rows})
+        return divided
 
     class Summed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
         def forward(self, input_ids: Any, labels: Any, num_items_in_batch: Any = 1, **_: Any) -> Any:
-            return {"loss": (input_ids * 0.5).sum() / num_items_in_batch}
+            return {"loss": (input_ids * self.weight).sum() / num_items_in_batch}
 
     class Reads(Summed):
         def forward(self, input_ids: Any, labels: Any, num_items_in_batch: Any = 1, **_: Any) -> Any:
             return super().forward(input_ids, labels, float(labels.sum()))
 
     sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 9}
-    assert divides(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=8)))
-    assert not divides(transformers.BertForMaskedLM(transformers.BertConfig(**sizes)))
-    assert divides(Summed())
+    assert is_divided(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=8)))
+    assert not is_divided(transformers.BertForMaskedLM(transformers.BertConfig(**sizes)))
+    assert is_divided(Summed())
     with pytest.warns(UserWarning, match="whether num_items_in_batch divides the loss of Reads cannot be seen"):
-        assert divides(Reads())
+        assert is_divided(Reads())
     routed = Summed()
     routed.config = transformers.MixtralConfig(output_router_logits=True)  # type: ignore[assignment]
-    assert not divides(routed)
+    assert not is_divided(routed)
 
 
 def test_arguments_of_other_releases_are_refused_until_they_are_known(tmp_path: Path) -> None:
