@@ -179,6 +179,11 @@ class PipelinedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         accelerator, pipe = self._accelerator, self._accelerator.pipe
+        if self.training and (accelerator._loss is not None or not torch.is_grad_enabled()):
+            raise ValueError(
+                "the model in training, within torch.no_grad() or without a backward of the loss before, whose "
+                "gradients are added already: expected accelerator.backward(loss) behind each call, or model.eval()"
+            )
         self._total = 1.0
         if kwargs.get("labels") is None and not self.training:
             output = pipe.predict(*args, **kwargs)
