@@ -1,7 +1,6 @@
 """PipelineTrainer: transformers' Trainer, whose forwards, backwards and updates run through a pipeline.
 
     Trainer's loop                          here
-    get_batch_samples   k batches           kept
     training_step       once a batch        the last one of a step hands all k to pipe.train_step
     clip, optimizer     over the model      what the pipeline has done already; parameters have no gradient any more
     lr_scheduler        over that           runs as ever; its rates are copied to the pipeline's optimizers
@@ -14,10 +13,9 @@ writes. Data replicas read the batches that Trainer's processes would, and each 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,35 +27,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
-from ..pipe import PipelineModule, named
+from ..pipe import Inputs, PipelineModule, named
+from ..pipe.batch.model_loss import ModelLoss
+from .microbatches import Batch, arranged, cut, num_rows, one_each
+from .refusals import divides_by_items, refuse_arguments, refuse_callbacks, refuse_overridden
+from .replicas import from_all, seen_as
 
 _FOLDER = "pipeline"  # of a checkpoint, beside what Trainer writes
-# Arguments of TrainingArguments that are followed, or that change nothing here; others must be as they are by default.
-_FOLLOWED = re.compile(
-    "output_dir|max_.*|num_train_epochs|learning_rate|lr_.*|warmup_.*|optim|optim_args|weight_decay|adam_.*|bf16|tf32|"
-    "use_cpu|use_cache|gradient_accumulation_steps|average_tokens.*|per_device_.*|logging_.*|log_.*|include_.*|"
-    "disable_tqdm|report_to|run_name|project|trackio_.*|eval_.*|prediction_loss_only|batch_eval_metrics|save_.*|"
-    "push_to_hub|hub_.*|load_best_model.*|metric_for_best.*|greater_is_better|ignore_data_skip|restore_callback_.*|"
-    "full_determinism|seed|data_seed|accelerator_config|dataloader_.*|remove_unused_columns|label_names|"
-    "train_sampling_.*|length_column_name|ddp_.*|fsdp_config|skip_memory_metrics|do_.*|resume_from_checkpoint|local_rank"
-)
-_REFUSED = {  # arguments of TrainingArguments, and what to type instead
-    "deepspeed": "no such argument, as the pipeline shares out the model",
-    "fsdp": 'pipeline={"mesh": {"pipe": ...}}',
-    "parallelism_config": 'pipeline={"mesh": {"pipe": ..., "tensor": ...}}',
-    "activation_checkpointing": 'pipeline={"recompute": "layer"}',
-    "gradient_checkpointing": 'pipeline={"recompute": "layer"}',
-    "torch_compile": 'pipeline={"precision": stagewright.Precision(compile=True)}',
-    "fp16": "bf16=True",
-    "fp16_full_eval": "bf16=True",
-    "bf16_full_eval": "bf16=True",
-    "label_smoothing_factor": "a model whose own loss smooths labels",
-    "neftune_noise_alpha": "a model that adds that noise itself",
-    "auto_find_batch_size": "a per_device_train_batch_size that fits",
-}
-
-
-_BYPASSED = ("compute_loss", "compute_loss_context_manager", "training_step")  # by a step through the pipeline
 
 
 class PipelineTrainer(Trainer):
@@ -83,23 +59,41 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._pipeline = dict(pipeline or {})
-        self._batches: Sequence[Mapping[str, Any]] = ()  # of the step under way
+        self._batches: list[Batch] = []  # of the step under way
         self._resumed: Path | None = None  # a checkpoint that the pipeline loads as soon as it is built
         self._norm: float | None = None
-        for name in _BYPASSED:
-            if getattr(type(self), name) is not getattr(PipelineTrainer, name):
-                raise ValueError(
-                    f"{type(self).__name__}.{name} would never be called, as the pipeline runs forwards and backwards: "
-                    f"expected a model that returns the loss that you want"
-                )
+        self._divides: bool | None = None  # whether the model divides its loss by num_items_in_batch, as it says
+        self._batches_are_equal = False  # in the loss of a step, however many labels they have
+        refuse_overridden(self, PipelineTrainer)
         given = next((each for each in [*args, *kwargs.values()] if isinstance(each, TrainingArguments)), None)
         if given is not None:
             _be_alone(given)
         super().__init__(*args, **kwargs)
         _be_alone(self.args)
+        self.__dict__["get_train_dataloader"] = partial(self._train_dataloader, self.get_train_dataloader)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        refuse_overridden(self, PipelineTrainer)
+        refuse_callbacks(self.callback_handler.callbacks)
         if self.compute_loss_func is not None:
             raise ValueError(
                 f"compute_loss_func={self.compute_loss_func!r:.60}: expected a model that returns its loss"
+            )
+        if self.loss_is_scaled_for_ga is not None:
+            raise ValueError(
+                f"loss_is_scaled_for_ga={self.loss_is_scaled_for_ga} with a pipeline: expected None, as the model's "
+                f"loss is that of compute_loss"
+            )
+        given = self._pipeline.get("example_inputs", Inputs())
+        if not isinstance(given, Inputs) or given.example is not None:
+            raise ValueError(
+                'pipeline={"example_inputs": ...}: expected stagewright.Inputs(...) without an example, as the first '
+                "batch builds the stages"
+            )
+        if self._pipeline.get("loss_fn", "model") != "model":
+            raise ValueError(
+                f"pipeline={{'loss_fn': {self._pipeline['loss_fn']!r:.60}}}: expected a model that returns its loss"
             )
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,60 +109,57 @@ class PipelineTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Each process moves its own stages."""
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's, over the whole model, which only carries rates; those of the stages are made like it."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        kind: Any = type(getattr(optimizer, "optimizer", optimizer))  # below accelerate's
-        if not kind.__module__.startswith(("torch.optim.", "transformers.")):
-            raise ValueError(
-                f"an optimizer of {kind.__module__}.{kind.__name__}: expected one of torch.optim or transformers, as "
-                f"each stage makes its own from the options of its groups"
-            )
-        if self.pipe is None or self._trained is not self.model:
-            if self.pipe is not None:
-                self.pipe.close()
-            self._trained = self.model
-            if (config := getattr(self.model, "config", None)) is not None:
-                config.use_cache = self.args.use_cache  # as Trainer does, but for what model_init makes anew
-            options: dict[str, Any] = {
-                "num_microbatches": self.args.gradient_accumulation_steps,
-                "max_grad_norm": self.args.max_grad_norm or math.inf,  # Trainer logs the norm in any case
-                "precision": "bf16" if self.args.bf16 else None,
-                "seed": self.args.seed,
-                "device": self.args.device,
-                "loss_fn": "model",
-            }
-            factory = named(partial(_like, optimizer, self.model))
-            self.pipe = PipelineModule(self.model, optimizer=factory, **options | self._pipeline)
-            self.args.distributed_state.num_processes = self.pipe._building.replica[1]
-            if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
-                raise ValueError(f"{self.args.world_size} data replicas: expected average_tokens_across_devices=True")
-            if self.args.world_size > 1 and not self.args.accelerator_config.even_batches:
-                raise ValueError(
-                    f"{self.args.world_size} data replicas: expected even_batches=True of accelerator_config"
-                )
-        return optimizer
+    def _made(self) -> PipelineModule:
+        """The pipeline of this model, not built yet."""
+        if self.pipe is not None and self._trained is self.model:
+            return self.pipe
+        if self.pipe is not None:
+            self.pipe.close()
+        self._trained = self.model
+        if (config := getattr(self.model, "config", None)) is not None:
+            config.use_cache = self.args.use_cache  # as Trainer does, but for what model_init makes anew
+        self._stage_optimizer([])  # refused now
+        options: dict[str, Any] = {
+            "num_microbatches": self.args.gradient_accumulation_steps,
+            "max_grad_norm": self.args.max_grad_norm or math.inf,  # Trainer logs the norm in any case
+            "precision": "bf16" if self.args.bf16 else None,
+            "seed": self.args.seed,
+            "device": self.args.device,
+            "loss_fn": "model",
+            "optimizer": named(self._stage_optimizer),
+        }
+        options |= self._pipeline
+        if not self.model_accepts_loss_kwargs and self._weight_given is None:
+            options["example_inputs"] = replace(options.get("example_inputs", Inputs()), loss_weight=self._weight)
+        self.pipe = PipelineModule(self.model, **options)
+        self._counting = ModelLoss(self.model, None)
+        self.args.distributed_state.num_processes = self.pipe._building.replica[1]
+        if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
+            raise ValueError(f"{self.args.world_size} data replicas: expected average_tokens_across_devices=True")
+        if self.args.world_size > 1 and not self.args.accelerator_config.even_batches:
+            raise ValueError(f"{self.args.world_size} data replicas: expected even_batches=True of accelerator_config")
+        return self.pipe
+
+    def _stage_optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Of a stage: like Trainer's over the whole model, which only carries rates."""
+        if self.optimizer is None:
+            self.create_optimizer()
+        return _like(self.optimizer, self.model, parameters)
 
     @property
     def _replica(self) -> tuple[int, int]:
         """Number of this process's data replica, and how many there are."""
-        if self.pipe is None or self._trained is not self.model:
-            self.create_optimizer()
-        assert self.pipe is not None
-        return self.pipe._building.replica
+        return self._made()._building.replica
 
-    @contextmanager
-    def _seen_as(self, index: int, count: int) -> Iterator[None]:
-        """Trainer and accelerate take this process for one of so many."""
-        states = self.args.distributed_state, self.accelerator.state
-        before = [(state.process_index, state.num_processes) for state in states]
-        try:
-            for state in states:
-                state.process_index, state.num_processes = index, count
-            yield
-        finally:
-            for state, (own, number) in zip(states, before, strict=True):
-                state.process_index, state.num_processes = own, number
+    def _seen_as(self, index: int, count: int) -> AbstractContextManager[None]:
+        return seen_as((self.args.distributed_state, self.accelerator.state), index, count)
+
+    def _train_dataloader(self, make: Callable[[], Any]) -> Any:
+        """What a subclass makes of it, too: as in one of as many processes as there are replicas. Training begins."""
+        self._refuse()
+        self._batches.clear()
+        with self._seen_as(*self._replica):
+            return make()
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
@@ -179,27 +170,44 @@ class PipelineTrainer(Trainer):
 
     # Training
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        self._batches, num_items = super().get_batch_samples(*args, **kwargs)
-        return list(self._batches), num_items
-
     def training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
+        self._batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches = [self._prepare_inputs(batch) for batch in self._batches]
-        batch = _joined(batches) or {"microbatches": _divided(batches, self._num_microbatches)}
+        batches, self._batches = self._batches, []
+        self._batches_are_equal, batch = self._arranged(batches, num_items_in_batch)
+        self._check_weights(batches, num_items_in_batch)
         pipe = self._built(batch)
-        self._check_weights(pipe, batches, num_items_in_batch)
+        if pipe.schedule.is_asynchronous:
+            raise ValueError(f"{pipe.schedule!r} tells the loss of a batch later: expected a schedule with a flush")
         for optimizer in pipe.optimizers:
             for group, rates in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
                 group.update({name: value for name, value in rates.items() if name != "params"})
         result = pipe.train_step(**batch)
-        if result.loss is None:
-            raise ValueError(f"{pipe.schedule!r} tells the loss of a batch later: expected a schedule with a flush")
+        self._batches_are_equal = False
+        assert result.loss is not None
         self._norm = result.grad_norm
         return torch.tensor(result.loss, device=self.args.device)
+
+    def _arranged(self, batches: Sequence[Batch], num_items: Any) -> tuple[bool, Batch]:
+        """What train_step takes, and whether it is a batch a microbatch, all of one weight."""
+        count = self._num_microbatches
+        if num_items is None and self._weight_given is None and not self.model_accepts_loss_kwargs:
+            microbatches = one_each(batches, count)
+            if microbatches is not None:
+                return True, {"microbatches": microbatches}
+        return False, arranged(batches, count)
+
+    @property
+    def _weight_given(self) -> Any:
+        return getattr(self._pipeline.get("example_inputs"), "loss_weight", None)
+
+    def _weight(self, **arguments: Any) -> Any:
+        """Of a microbatch in the loss: Trainer takes the mean of batches' losses where it has no number of labels."""
+        (count,) = self._counting.weigh([self._made()._calls.inputs((), arguments).arguments])
+        return count.clamp(max=1) if self._batches_are_equal else count
 
     @property
     def _num_microbatches(self) -> int:
@@ -208,25 +216,48 @@ class PipelineTrainer(Trainer):
         layout = self.pipe._building.layout
         return self.args.gradient_accumulation_steps if layout is None else layout.schedule.num_microbatches // count
 
-    def _check_weights(self, pipe: PipelineModule, batches: Sequence[Mapping[str, Any]], num_items: Any) -> None:
+    def _check_weights(self, batches: Sequence[Batch], num_items: Any) -> None:
         """ValueError where Trainer weighs batches in another way than the pipeline, unless the user says how."""
-        loss = pipe._settings.model_loss
-        if loss is None or "example_inputs" in self._pipeline:
+        if self._weight_given is not None or self._batches_are_equal:
             return
-        counts = [float(w) for w in loss.weigh([pipe._calls.batch((), batch).arguments for batch in batches])]
-        if num_items is not None and sum(counts) != float(num_items):
+        num_batches = len(batches) * self._replica[1]
+        if num_items is not None:
+            if num_batches > 1 and not self._is_divided(batches[0]):
+                raise ValueError(
+                    f"num_items_in_batch does not divide all of the loss of {type(self.model).__name__}, so that "
+                    f"Trainer trains on a sum over {num_batches} batches, and not on their mean: expected "
+                    f"model.accepts_loss_kwargs = False before the trainer is made, which plain Trainer needs, too"
+                )
+            self._check_count(batches, num_items)
+            return
+        counts = self._counts(batches)
+        if self._summed(sum(counts)) != counts[0] * num_batches or len({*counts}) > 1:
+            raise ValueError(
+                f"Trainer gives the batches of a step equal weights, though their losses are means over {counts} "
+                f"labels: expected dataloader_drop_last=True and a microbatch for each of the batches; or "
+                f'pipeline={{"example_inputs": stagewright.Inputs(loss_weight="labels")}} for the mean over all labels'
+            )
+
+    def _check_count(self, batches: Sequence[Batch], num_items: Any) -> None:
+        if self._weight_given is not None or sum(counts := self._counts(batches)) == float(num_items):
+            return
+        if self._is_divided(batches[0]):
             raise ValueError(
                 f"Trainer divides the loss of {sum(counts):.0f} labels by {float(num_items):.0f}, as it counts labels "
                 f"of a model with loss_type={getattr(self.model, 'loss_type', None)!r}: expected model.loss_type = "
                 f'"ForCausalLM" before the trainer is made, if the model shifts labels'
             )
-        of_all = counts[0] * len(counts) * self._replica[1]
-        if num_items is None and (self._summed(sum(counts)) != of_all or len({*counts}) > 1):
-            raise ValueError(
-                f"Trainer gives the batches of a step equal weights, though their losses are means over {counts} "
-                f'labels: expected pipeline={{"example_inputs": stagewright.Inputs(loss_weight="labels")}} for the '
-                f"mean over all labels"
-            )
+
+    def _counts(self, batches: Sequence[Batch]) -> list[float]:
+        reader = self._made()._calls
+        return [float(w) for w in self._counting.weigh([reader.inputs((), batch).arguments for batch in batches])]
+
+    def _is_divided(self, batch: Batch) -> bool:
+        """Whether num_items_in_batch divides all of the model's loss, as its forward seems to say."""
+        if self._divides is None:
+            example = self._made()._calls.inputs((), batch).arguments
+            self._divides = divides_by_items(self.model, example, self.args.device)
+        return self._divides
 
     def _summed(self, value: float) -> float:
         """The sum over all data replicas."""
@@ -247,12 +278,12 @@ class PipelineTrainer(Trainer):
 
     def _built(self, batch: Mapping[str, Any]) -> PipelineModule:
         """The pipeline; the first batch builds it, which a checkpoint needs."""
-        assert self.pipe is not None
-        self.pipe.build(**batch)
+        pipe = self._made()
+        pipe.build(**batch)
         if self._resumed is not None:
-            self.pipe.load(self._resumed)
+            pipe.load(self._resumed)
             self._resumed = None
-        return self.pipe
+        return pipe
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         return self._norm
@@ -274,27 +305,30 @@ class PipelineTrainer(Trainer):
 
     def _evaluated(self, *, loss_only: bool, num_items_in_batch: Any = None, **inputs: Any) -> Any:
         """The result of `model(**inputs)`, in all processes."""
-        (replica, count), num_rows = self._replica, _rows(inputs)
-        if num_rows < count:
-            count = 1  # all of them evaluate all rows
-        parts = [slice(num_rows * i // count, num_rows * (i + 1) // count) for i in range(count)]
-        own = _cut(inputs, parts[replica % count])
+        (replica, count), size = self._replica, num_rows(inputs)
+        if num_items_in_batch is not None:
+            self._check_count([inputs], num_items_in_batch)
+        parts: tuple[torch.Tensor, ...] = torch.arange(size).tensor_split(count if size >= count else 1)
+        own = cut(inputs, parts[replica % len(parts)])
         pipe = self._built(own)
+        if count == 1:
+            replica, parts = _shares_of_last_stage(pipe, parts[0])
         if any(inputs.get(name) is not None for name in self.label_names):
             result = pipe.eval_step(**own)
             if loss_only:
                 return {"loss": torch.tensor(result.loss, device=self.args.device)}
-            outputs = _from_all(result.output, replica)
+            outputs = from_all(result.output, replica)
         else:
-            outputs = _from_all(pipe.predict(**own), replica)
+            outputs = from_all(pipe.predict(**own), replica)
+        order = torch.cat(parts).argsort()
 
         def joined(*pieces: Any) -> Any:
             if not isinstance(pieces[0], torch.Tensor):
                 return pieces[0]
-            are_rows = all(x.dim() and len(x) == rows.stop - rows.start for x, rows in zip(pieces, parts, strict=True))
-            return (torch.cat(pieces) if are_rows else pieces[0]).to(self.args.device)
+            are_rows = all(x.dim() and len(x) == len(rows) for x, rows in zip(pieces, parts, strict=True))
+            return (torch.cat(pieces)[order] if are_rows else pieces[0]).to(self.args.device)
 
-        return pytree.tree_map(joined, *outputs[:count])
+        return pytree.tree_map(joined, *outputs[: len(parts)])
 
     # Checkpoints
 
@@ -334,17 +368,8 @@ class PipelineTrainer(Trainer):
 
 
 def _be_alone(args: TrainingArguments) -> None:
-    """Refuse what a pipeline cannot follow, and have Trainer and accelerate share out nothing among processes."""
-    for name, instead in _REFUSED.items():
-        if value := getattr(args, name, None):
-            raise ValueError(f"TrainingArguments({name}={value!r}) with a pipeline: expected {instead}")
-    for field in fields(args):
-        value = getattr(args, field.name)
-        if value and value != field.default and not _FOLLOWED.fullmatch(field.name):
-            raise ValueError(
-                f"TrainingArguments({field.name}={value!r:.60}) with a pipeline: expected no such argument, as nothing "
-                f"here follows it"
-            )
+    """Have Trainer and accelerate share out nothing among processes."""
+    refuse_arguments(args)
     if args.device.type and args.distributed_state is not None:
         args.distributed_state.distributed_type = DistributedType.NO
         args.distributed_state.num_processes = 1
@@ -360,63 +385,27 @@ def _like(
         {**group, "params": [p for name, p in parameters if names[name] == number]}
         for number, group in enumerate(optimizer.param_groups)
     ]
-    plain: Any = type(getattr(optimizer, "optimizer", optimizer))  # below accelerate's
-    made: torch.optim.Optimizer = plain(groups)
+    kind: Any = type(getattr(optimizer, "optimizer", optimizer))  # below accelerate's
+    if not kind.__module__.startswith(("torch.optim.", "transformers.")):
+        raise ValueError(
+            f"an optimizer of {kind.__module__}.{kind.__name__}: expected one of torch.optim or transformers, as "
+            f"each stage makes its own from the options of its groups"
+        )
+    made: torch.optim.Optimizer = kind(groups)
     return made
 
 
-def _rows(batch: Mapping[str, Any]) -> int:
-    return next((len(x) for x in batch.values() if isinstance(x, torch.Tensor) and x.dim()), 0)
-
-
-def _cut(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
-    num_rows = _rows(batch)
-    return {
-        name: x[rows] if isinstance(x, torch.Tensor) and x.dim() and len(x) == num_rows else x
-        for name, x in batch.items()
-    }
-
-
-def _joined(batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """One batch of all rows; None where they differ in more than their number, as padded ones do."""
-    if len(batches) == 1:
-        return batches[0]
-    first = batches[0]
-    shapes = [{name: getattr(x, "shape", (0,))[1:] for name, x in batch.items()} for batch in batches]
-    are_rows = all(isinstance(x, torch.Tensor) and len(x) == _rows(b) for b in batches for x in b.values())
-    if not are_rows or any(shape != shapes[0] for shape in shapes):
-        return None
-    return {name: torch.cat([batch[name] for batch in batches]) for name in first}
-
-
-def _divided(batches: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """The same rows in the same order in `count` microbatches: an epoch's last step has fewer batches."""
-    pieces = list(batches)
-    while len(pieces) < count:
-        longest = max(range(len(pieces)), key=lambda number: _rows(pieces[number]))
-        num_rows, piece = _rows(pieces[longest]), pieces[longest]
-        if num_rows < 2:
-            raise ValueError(
-                f"a step of {len(pieces)} samples cannot be cut into {count} microbatches: expected "
-                f"dataloader_drop_last=True, or fewer gradient_accumulation_steps"
-            )
-        halves = slice(None, num_rows // 2), slice(num_rows // 2, None)
-        pieces[longest : longest + 1] = [_cut(piece, rows) for rows in halves]
-    if len(pieces) > count:
-        raise ValueError(
-            f"{len(pieces)} batches of several shapes make no {count} microbatches: expected num_microbatches="
-            f"{len(pieces)}, as gradient_accumulation_steps says"
-        )
-    return pieces
-
-
-def _from_all(output: object, replica: int) -> list[Any]:
-    """What the last stage of each data replica has, by replica."""
-    if not dist.is_initialized():
-        return [output]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (replica, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, output)))
-    return [each for _, each in sorted(dict(pair for pair in found if pair[1] is not None).items())]
+def _shares_of_last_stage(pipe: PipelineModule, rows: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Number of this process among those of the last stage, and whose rows each has: a plan may share one batch out."""
+    layout = pipe._building.layout
+    assert layout is not None
+    owners = layout.schedule.owners[-1]
+    microbatches = rows.tensor_split(min(len(rows), layout.schedule.num_microbatches))
+    if len(layout.place.local_ranks) > 1 or len(owners) == 1:
+        return 0, (rows,)
+    shares = tuple(torch.cat(microbatches[i :: len(owners)]) for i in range(min(len(owners), len(microbatches))))
+    (rank,) = layout.place.local_ranks
+    return owners.index(rank) if rank in owners else 0, shares
 
 
 def _wait() -> None:

@@ -27,7 +27,7 @@ ARROWS = {
     "viz": {"schedules"},
     "pipe": {"schedules", "partition", "comm"},
     "experiments": {"schedules", "partition", "comm", "viz", "pipe"},
-    "integrations": {"pipe"},
+    "integrations": {"pipe", "partition"},
 }
 WITHOUT_TORCH = {"schedules", "viz", "partition"}
 TORCH_HALF = {("partition", "model"), ("partition", "profiler")}  # rooms that need torch, in folders that else do not
