@@ -34,7 +34,7 @@ train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." pa
 test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
 	$(PYTEST) $(THREE_FOR_TWO_CORES) -m 'not nightly' $(ARGS) $(OR_NONE)
 
-extras: .venv/extras  ## install what only some tests use: transformers, accelerate, torchvision, submitit, ortools, mkdocs, a driver for Chromium
+extras: .venv/extras  ## install what only some tests use: transformers, accelerate, lightning, torchvision, submitit, ortools, mkdocs, a driver for Chromium
 
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
@@ -94,7 +94,7 @@ $(READY): pyproject.toml constraints.txt
 # torchvision stands in a folder of its own, where only the tests look: PyPI's wheel is built for CUDA, and beside a CPU
 # build of torch its import fails unless two operators are declared first.
 .venv/extras: $(READY)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,integrations,slurm,browser,solvers,docs]'
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,integrations,lightning,slurm,browser,solvers,docs]'
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target .venv/torchvision "$$(grep '^torchvision==' constraints.txt)"
 	@touch $@
 

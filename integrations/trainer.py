@@ -173,6 +173,7 @@ class PipelineTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
+        self.model.train()  # as Trainer does: from_pretrained, and each evaluation, leave it in the other mode
         self._batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

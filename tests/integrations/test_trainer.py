@@ -304,3 +304,41 @@ def test_arguments_of_other_releases_are_refused_until_they_are_known(tmp_path: 
         stagewright.integrations.PipelineTrainer(
             model, Next(tmp_path, use_cpu=True, report_to="none", loss_spikes="skip")
         )
+
+
+def train_here(folder: Path, *, evaluates: bool = False, as_loaded: bool = False, dropout: float = 0.3) -> list[float]:
+    """Losses of a run in this process."""
+    transformers.set_seed(0)
+    dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=8, n_head=1, n_layer=2, vocab_size=9, n_positions=8, **dropouts)
+    )
+    model.loss_type = "ForCausalLM"
+    if as_loaded:
+        model.eval()
+    rows = [{"input_ids": torch.arange(i, i + 8) % 9, "labels": torch.arange(i, i + 8) % 9} for i in range(24)]
+    arguments = transformers.TrainingArguments(
+        folder,
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        logging_steps=1,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=1,
+        save_strategy="no",
+    )
+    trainer = stagewright.integrations.PipelineTrainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows[:4], pipeline={"mesh": {"pipe": 2}}
+    )
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_dropout_acts_whatever_from_pretrained_or_an_evaluation_has_left(tmp_path: Path) -> None:
+    """Each evaluation put the model into the other mode, and training went on without dropout, without a word."""
+    expected = train_here(tmp_path)
+    assert train_here(tmp_path, evaluates=True) == expected
+    assert train_here(tmp_path, as_loaded=True) == expected
+    assert train_here(tmp_path, dropout=0.0) != expected
