@@ -20,8 +20,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives, MeshPlace
+from ...partition.model.forms import Arguments
 from ...schedules.kinds import one_of, option
 from .attention import Experts, Heads
+from .calls import ModuleCalls
 from .patterns import match, matches
 from .recognise import HEADS, Recogniser, Region
 from .style import Style, StyleError, not_divided
@@ -143,11 +145,14 @@ def describe(style: ParallelStyle) -> str:
     return style.describe() if isinstance(style, Style) else type(style).__name__
 
 
-def read_tensor_parallel(styles: TensorParallelLike | None, model: nn.Module, *, count: int) -> TensorStyles:
+def read_tensor_parallel(
+    styles: TensorParallelLike | None, model: nn.Module, *, count: int, example: Arguments | None = None
+) -> TensorStyles:
     """Styles for the modules of a model that is not cut yet; None cuts nothing.
 
     Arguments:
         count: members of a tensor group.
+        example: arguments of the model, by which "auto" learns how it calls modules that take more than one tensor.
 
     Raises ValueError for a word or a pattern that means nothing, for two styles of one module, for a module that
     cannot be cut so, and for a size that the members do not divide: each by name.
@@ -158,11 +163,11 @@ def read_tensor_parallel(styles: TensorParallelLike | None, model: nn.Module, *,
         return TensorStyles(count=count, styles=_in_order(model, _by_patterns(styles, model, count)))
     if styles != AUTO:
         raise ValueError(f"tensor_parallel={styles!r:.60}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
-    return _automatic(model, count)
+    return _automatic(model, count, None if example is None else ModuleCalls(model, example))
 
 
-def _automatic(model: nn.Module, count: int) -> TensorStyles:
-    recogniser = Recogniser(count)
+def _automatic(model: nn.Module, count: int, calls: ModuleCalls | None) -> TensorStyles:
+    recogniser = Recogniser(count, calls)
     styles: dict[str, ParallelStyle] = {}
     whole: dict[str, str] = {}
     planned: list[str] = []
@@ -172,11 +177,18 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
         _check_all(own, model, count)
         styles.update(own)
     shared = _shared_parameters(model)
-    for name, module in model.named_modules():
+    taken: set[nn.Module] = set()
+    inner_first = sorted(model.named_modules(), key=lambda each: -len(each[0].split(".")) if each[0] else 0)
+    for name, module in inner_first:
         if any(not base or name == base or name.startswith(f"{base}.") for base in planned):
             continue
-        region = recogniser.region(module)
+        region = recogniser.region(module, taken)
         if region is None:
+            continue
+        taken.update(module.get_submodule(below) for below in region if below)
+        local = region.get("")
+        if calls is not None and isinstance(local, Local) and local.unread and calls.reads({module: local.unread}):
+            whole[name] = "whole: what it returns beside its output is of single heads, and read"
             continue
         own = _adapted({_join(name, below): style for below, style in region.items()}, model)
         tied = next((each for each in own if _holds(model.get_submodule(each), own[each], shared)), None)
@@ -396,9 +408,9 @@ def _check_all(styles: Mapping[str, ParallelStyle], model: nn.Module, count: int
         width = parent.__dict__.get("head_dim")
         sizes = sizes_of(module)
         if isinstance(style, Column) and not style.gather_output and isinstance(width, int) and sizes is not None:
-            heads = sizes[1] // (width * style.blocks)
-            if sizes[1] % (width * style.blocks) == 0 and heads % count:
-                raise StyleError(not_divided(name, f"heads of {width}", heads, count, count))
+            for block in style.widths(sizes[1])[: -1 if style.gather_last else None]:
+                if block % width == 0 and block // width % count:
+                    raise StyleError(not_divided(name, f"heads of {width}", block // width, count, count))
 
 
 def _refuse_half_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
