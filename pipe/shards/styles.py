@@ -35,15 +35,16 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes what a torch.nn.Linear does; tried on random numbers for a forward of its own."""
+    """Whether it is a Conv1D, or computes what a torch.nn.Linear does: tried, for a forward of its own."""
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
-        return isinstance(module, nn.Linear)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        x = torch.rand((2, module.in_features), dtype=module.weight.dtype, device=module.weight.device)
-        try:
-            return torch.allclose(module.forward(x), F.linear(x, module.weight, module.bias), atol=1e-5)
-        except (RuntimeError, TypeError):
-            return False
+        return isinstance(module, nn.Linear) or is_conv1d(module)
+    x = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    try:
+        found = module.forward(x)
+    except (RuntimeError, TypeError):
+        return False
+    own = {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+    return own and torch.allclose(found, F.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-5)
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:
@@ -62,51 +63,47 @@ class Column(Style):
     """Each member computes its part of the outputs from whole inputs: output columns of x W.
 
     Arguments:
-        blocks: equal blocks of the outputs that are divided each by itself: 3 for [q | k | v]; or their sizes.
+        blocks: equal blocks of the outputs that are divided each by itself: 3 for [q | k | v].
         gather_output: whether each member gets all outputs, and not its own alone.
-        gather_last: whether it gets all of the last block, such as the one key and value of all heads.
+        shared: outputs behind the blocks of which each gets all, such as one key and value for all heads.
     """
 
-    def __init__(
-        self, *, blocks: int | tuple[int, ...] = 1, gather_output: bool = False, gather_last: bool = False
-    ) -> None:
+    def __init__(self, *, blocks: int = 1, gather_output: bool = False, shared: int = 0) -> None:
         super().__init__()
         self.blocks = blocks
         self.gather_output = gather_output
-        self.gather_last = gather_last
+        self.shared = shared
 
     def describe(self) -> str:
-        blocks = "" if self.blocks == 1 else f" x{self.blocks}".replace("x(", "(")
-        gathered = ", gathered" if self.gather_output else ", last gathered" if self.gather_last else ""
-        return f"column{blocks}{gathered}"
+        shared = f", {self.shared} shared" if self.shared else ""
+        gathered = ", gathered" if self.gather_output else ""
+        return "column" + (f" x{self.blocks}" if self.blocks > 1 else "") + gathered + shared
 
-    def widths(self, outputs: int) -> tuple[int, ...]:
-        return (outputs // self.blocks,) * self.blocks if isinstance(self.blocks, int) else self.blocks
+    def widths(self, outputs: int) -> list[int]:
+        """Sizes of the blocks, and behind them of what is shared."""
+        return [(outputs - self.shared) // self.blocks] * self.blocks + [self.shared] * (self.shared > 0)
 
-    def part(self, outputs: torch.Tensor, index: int, count: int) -> torch.Tensor:
-        """What member `index` of `count` hands on of the whole outputs."""
-        blocks = list(outputs.split(self.widths(outputs.shape[-1]), -1))
-        last = blocks.pop() if self.gather_last else outputs[..., :0]
-        return torch.cat([*(block.chunk(count, -1)[index] for block in blocks), last], -1)
+    def part(self, outputs: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
+        """What a member hands on of the whole outputs."""
+        blocks = outputs.split(self.widths(outputs.shape[-1]), -1)
+        return torch.cat([b.chunk(count, -1)[index] for b in blocks[: self.blocks]] + [*blocks[self.blocks :]], -1)
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         sizes = _sizes(name, module, "column")
-        number = self.blocks if isinstance(self.blocks, int) else 1
-        if sizes[1] % number or any(width % count for width in self.widths(sizes[1])):
-            what = (
-                "" if self.blocks == 1 else f" in {self.blocks} blocks" if number > 1 else f" in blocks {self.blocks}"
-            )
-            raise StyleError(not_divided(name, "outputs" + what, sizes[1], count, number * count))
-        if self.gather_output and self.blocks != 1:
+        if (sizes[1] - self.shared) % (self.blocks * count) or self.shared % count:
+            what = f" in {self.blocks} blocks" if self.blocks > 1 else ""
+            raise StyleError(not_divided(name, "outputs" + what, sizes[1], count, self.blocks * count))
+        if self.gather_output and self.blocks > 1:
             raise StyleError(f"module {name!r}: blocks={self.blocks} are not gathered: expected gather_output=False")
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise StyleError(f"module {name!r} has max_norm={module.max_norm}: expected none, for a row is divided")
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 0 if isinstance(module, nn.Linear) else 1
-        found = {"weight": shard_of(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
+        blocks = self.widths(module.get_parameter("weight").shape[dim])
+        found = {"weight": shard_of(module, "weight", dim, index=index, count=count, blocks=blocks)}
         if module._parameters.get("bias") is not None:
-            found["bias"] = shard_of(module, "bias", 0, index=index, count=count, blocks=self.blocks)
+            found["bias"] = shard_of(module, "bias", 0, index=index, count=count, blocks=blocks)
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
@@ -117,10 +114,11 @@ class Column(Style):
             args, kwargs = _first(args, kwargs, lambda x: enter(x, group))
         whole = self.gather_output or isinstance(module, nn.Embedding)
         out = plain.forward(module, *args, **kwargs)
-        if self.gather_last:
-            last = self.widths(0)[-1] // group.count
-            own, shared = out[..., :-last], gather(out[..., -last:], group, dim=-1)
-            return torch.cat([own, enter(shared, group)], dim=-1)  # each member's heads have a share in its gradient
+        if self.shared:
+            own, part = out.tensor_split([-self.shared // group.count], dim=-1)
+            return torch.cat(
+                [own, enter(gather(part, group, dim=-1), group)], dim=-1
+            )  # all have a share in its gradient
         return gather(out, group, dim=-1) if whole else out
 
 
@@ -150,7 +148,7 @@ class Row(Style):
             return
         if sizes[0] % count:
             raise StyleError(not_divided(name, "inputs", sizes[0], count, count))
-        if not is_conv1d(module) and not is_linear(module):
+        if not is_linear(module):
             raise StyleError(
                 f"module {name!r} ({type(module).__name__}) has a forward of its own: expected a plain torch.nn.Linear "
                 f"for 'row', whose bias is added once"
@@ -219,60 +217,50 @@ class Local(Style):
     """A module whose children are cut, and whose own forward reads sizes of theirs: they are the local ones.
 
     Arguments:
-        divided: attributes, such as num_heads: 8 becomes 4 for two members.
-        fixed: attributes that have these values.
-        parameters: of its own, divided along dimension 0.
-        arguments: by keyword, (dimension, heads): each member takes its own heads of each block of so many.
-        unread: places of returned values that are None, since they are of the own heads and nobody reads them.
+        divided: attributes: num_heads=8 becomes 4 for two members. Parameters, along dimension 0.
+        fixed: attributes that have these values in any case.
+        per_head: arguments by keyword: (dimension of [..., heads], heads), of which each member takes its own.
+        unread: places of returned values that nobody reads, and that are None, since they are of the own heads.
     """
 
     def __init__(
         self,
         *divided: str,
         fixed: Mapping[str, Any] = MappingProxyType({}),
-        parameters: tuple[str, ...] = (),
-        arguments: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        per_head: Mapping[str, tuple[int, int]] = MappingProxyType({}),
         unread: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.divided, self.fixed, self.parameters, self.arguments = divided, fixed, parameters, arguments
-        self.unread = unread
+        self.divided, self.fixed, self.per_head, self.unread = divided, fixed, per_head, unread
 
     def describe(self) -> str:
-        names = [f"{name}/t" for name in (*self.divided, *self.parameters, *self.arguments)]
+        names = [f"{name}/t" for name in (*self.divided, *self.per_head)]
         return f"local {', '.join(names + [f'{name}={value}' for name, value in self.fixed.items()])}"
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         for attribute in self.divided:
             value = getattr(module, attribute, None)
+            value = len(value) if isinstance(value, nn.Parameter) else value
             if isinstance(value, bool) or not isinstance(value, int):
                 raise StyleError(f"module {name!r} has {attribute}={value!r}: expected a whole number of its own")
             if value % count:
                 raise StyleError(not_divided(name, attribute, value, count, count))
-        for key in self.parameters:
-            if len(module.get_parameter(key)) % count:
-                raise StyleError(not_divided(f"{name}.{key}", "rows", len(module.get_parameter(key)), count, count))
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        return {key: shard_of(module, key, 0, index=index, count=count) for key in self.parameters}
+        own = [key for key in self.divided if key in module._parameters]
+        return {key: shard_of(module, key, 0, index=index, count=count) for key in own}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         return {**numbers_of(module, self.divided, count), **self.fixed}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        given = {key: kwargs[key] for key in self.arguments if isinstance(kwargs.get(key), torch.Tensor)}
-        own = self.own_heads({key: enter(x, group) for key, x in given.items()}, group.index, group.count)
-        value = plain.forward(module, *args, **{**kwargs, **own})
+        for key, (dim, heads) in self.per_head.items():
+            x = kwargs.get(key)
+            if isinstance(x, torch.Tensor) and x.shape[dim] % heads == 0:  # else one for all heads
+                each = enter(x, group).unflatten(dim, (-1, heads)).chunk(group.count, dim + 1)[group.index]
+                kwargs[key] = each.flatten(dim, dim + 1)
+        value = plain.forward(module, *args, **kwargs)
         return tuple(None if at in self.unread else x for at, x in enumerate(value)) if self.unread else value
-
-    def own_heads(self, given: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
-        """A member's arguments of those given by keyword; one for all heads alike stays whole."""
-        found = dict(given)
-        for key, (dim, heads) in self.arguments.items():
-            x = given.get(key)
-            if isinstance(x, torch.Tensor) and x.shape[dim] % heads == 0:
-                found[key] = x.unflatten(dim, (-1, heads)).chunk(count, dim + 1)[index].flatten(dim, dim + 1)
-        return found
 
 
 class Summed(Style):

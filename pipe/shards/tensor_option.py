@@ -23,7 +23,6 @@ from ...comm import Collectives, MeshPlace
 from ...partition.model.forms import Arguments
 from ...schedules.kinds import one_of, option
 from .attention import Experts, Heads
-from .calls import ModuleCalls
 from .patterns import match, matches
 from .recognise import HEADS, Recogniser, Region
 from .style import Style, StyleError, not_divided
@@ -163,11 +162,11 @@ def read_tensor_parallel(
         return TensorStyles(count=count, styles=_in_order(model, _by_patterns(styles, model, count)))
     if styles != AUTO:
         raise ValueError(f"tensor_parallel={styles!r:.60}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
-    return _automatic(model, count, None if example is None else ModuleCalls(model, example))
+    return _automatic(model, count, example)
 
 
-def _automatic(model: nn.Module, count: int, calls: ModuleCalls | None) -> TensorStyles:
-    recogniser = Recogniser(count, calls)
+def _automatic(model: nn.Module, count: int, example: Arguments | None) -> TensorStyles:
+    recogniser = Recogniser(count, model, example)
     styles: dict[str, ParallelStyle] = {}
     whole: dict[str, str] = {}
     planned: list[str] = []
@@ -186,10 +185,6 @@ def _automatic(model: nn.Module, count: int, calls: ModuleCalls | None) -> Tenso
         if region is None:
             continue
         taken.update(module.get_submodule(below) for below in region if below)
-        local = region.get("")
-        if calls is not None and isinstance(local, Local) and local.unread and calls.reads({module: local.unread}):
-            whole[name] = "whole: what it returns beside its output is of single heads, and read"
-            continue
         own = _adapted({_join(name, below): style for below, style in region.items()}, model)
         tied = next((each for each in own if _holds(model.get_submodule(each), own[each], shared)), None)
         if tied is not None:
@@ -408,9 +403,10 @@ def _check_all(styles: Mapping[str, ParallelStyle], model: nn.Module, count: int
         width = parent.__dict__.get("head_dim")
         sizes = sizes_of(module)
         if isinstance(style, Column) and not style.gather_output and isinstance(width, int) and sizes is not None:
-            for block in style.widths(sizes[1])[: -1 if style.gather_last else None]:
-                if block % width == 0 and block // width % count:
-                    raise StyleError(not_divided(name, f"heads of {width}", block // width, count, count))
+            own = sizes[1] - style.shared
+            heads = own // (width * style.blocks)
+            if own % (width * style.blocks) == 0 and heads % count:
+                raise StyleError(not_divided(name, f"heads of {width}", heads, count, count))
 
 
 def _refuse_half_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
