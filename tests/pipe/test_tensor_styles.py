@@ -406,10 +406,9 @@ def test_recognised_by_what_it_computes() -> None:
                 inner = inner * x.mean()
             return self.down(inner) + (inner.mean() if self.kind == "elsewhere" else 0.0)
 
-    for kind in ("softmax", "input", "elsewhere"):
+    for kind in ("softmax", "scale", "input", "elsewhere"):
         with pytest.raises(ValueError, match="recognises nothing"):
             read("auto", Looks(kind))
-    assert read("auto", Looks("scale")) == ["", "up", "down"]
     assert read("auto", nn.Sequential(Looks("plain"), Looks("softmax"))) == ["0.up", "0.down"]
 
 

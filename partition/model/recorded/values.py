@@ -26,6 +26,7 @@ class Values:
     Arguments:
         model: whose parameters and buffers are no values, but entries of its modules' tables.
         refuse: makes the error for what is done with a tensor.
+        is_units: whether a unit made a tensor.
         on_object: told of each object that the forward made, where it is first passed on.
 
     Attributes:
@@ -41,9 +42,10 @@ class Values:
         model: nn.Module,
         *,
         refuse: Callable[[torch.Tensor, str], RefusedError],
+        is_units: Callable[[torch.Tensor], bool],
         on_object: Callable[[object], None],
     ) -> None:
-        self._refuse, self._on_object = refuse, on_object
+        self._refuse, self._is_units, self._on_object = refuse, is_units, on_object
         self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
         self.slots = {
             id(value): Slot(module, table, key)
@@ -104,7 +106,8 @@ class Values:
             return Ref(known)
         if id(tensor) in self.slots:
             return self.slots[id(tensor)]
-        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        is_fake = isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if is_fake or self._is_units(tensor):
             raise self._refuse(tensor, "is used")
         return Constant(tensor)
 
@@ -186,6 +189,10 @@ class Owners:
 
     def came_from_outside(self, tensor: torch.Tensor) -> None:
         self._owner[id(tensor)] = _GLUE
+
+    def is_units(self, tensor: torch.Tensor) -> bool:
+        """Whether a unit made it; on made-up values, where it is no fake."""
+        return self._owner.get(id(tensor), _GLUE) != _GLUE
 
     def refuse(self, tensor: torch.Tensor, what: str) -> RefusedError:
         """The error for what is done with a tensor that is no call's result, such as "is used"."""
