@@ -2,11 +2,10 @@
 
     x ── column(s) ── body ── row ── ...      all inside one module's forward
 
-A module with Linears, its own or its children's, is tried on random numbers: their outputs are replaced, the row's
-input is looked at. It may be cut where the body of a part of the columns' outputs is that part of the body, for each part;
-where the body does not need x, whose gradient would be a partial sum; and where the columns' outputs go nowhere else.
-Attention passes this test once its number of heads is that of the part, and so is what else there is of each head:
-weights in the body, arguments such as alibi.
+A module is tried on random numbers: the outputs of Linears in it, or in its children, are replaced, the row's input is
+looked at. It may be cut where the body of a part of the columns' outputs is that part of the body, for each part; where
+the body needs no x, whose gradient would be a partial sum; and where the columns' outputs go nowhere else. Attention
+passes once its number of heads is that of the part, and with it weights in the body, or arguments such as alibi.
 """
 
 from __future__ import annotations
@@ -51,14 +50,13 @@ class Recogniser:
     """Recognises regions, for so many members where their sizes allow it; equal modules are tried once.
 
     Arguments:
-        model: with an example of its arguments: its modules are tried with such as it calls them with on fake tensors.
-            Without, or where it fails before, those are tried that take one tensor.
+        model, example: its modules are called as it calls them with such arguments; else with one tensor.
     """
 
     def __init__(self, count: int, model: nn.Module | None = None, example: Arguments | None = None) -> None:
-        self._count, self._model = count, model
+        self._count, self._model = count, model or nn.Module()
         self._known: dict[object, Region | None] = {}
-        self._called: dict[nn.Module, tuple[Form, list[tuple[torch.Size, torch.dtype, bool]]]] = {}
+        self._called: dict[nn.Module, tuple[Form, list[tuple[Any, ...]]]] = {}
         if model is not None and example is not None:
             self._example = example.cut(max(1, example.num_samples // 2))[-1]
             hooks = [each.register_forward_pre_hook(self._note, with_kwargs=True) for each in model.modules()]
@@ -100,27 +98,17 @@ class Recogniser:
         if unread and (module not in self._called or self._reads(module, unread)):
             return None
         if styles and type(module).forward is nn.TransformerEncoderLayer.forward:
-            styles[""] = _NO_SHORT_CUT
+            styles[""] = Local(fixed={"activation_relu_or_gelu": 0})  # its short cut reads all weights as whole ones
         return styles or None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form, tensors = Form.of_output((args, kwargs))
-        self._called[module] = form, [(x.shape, x.dtype, x.requires_grad) for x in tensors]
+        self._called[module] = form, [(x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
 
-    def _call(self, module: nn.Module) -> Call | None:
-        """Random numbers like the module's arguments; zeros for integers, True for flags, None for objects."""
-        if module not in self._called:
-            return None
-        form, specs = self._called[module]
-        args, kwargs = form.assemble(
-            [
-                torch.randn(shape, dtype=dtype).requires_grad_(wants)
-                if dtype.is_floating_point
-                else torch.full(shape, dtype is torch.bool, dtype=dtype)
-                for shape, dtype, wants in specs
-            ]
-        )
-        return args, kwargs
+    def _call(self, module: nn.Module) -> Any:
+        """Arguments like the module's, None for objects in them; None where it was not called."""
+        form, specs = self._called.get(module, (None, []))
+        return None if form is None else form.assemble([_made_up(*spec) for spec in specs])
 
     def _reads(self, module: nn.Module, places: Sequence[int]) -> bool:
         """Whether the model needs the values that a module returns at these places."""
@@ -132,7 +120,6 @@ class Recogniser:
 
     def _run_on_fakes(self, hooks: Sequence[Any]) -> Form | None:
         """Form of what the model returns; None where it fails. The hooks are removed."""
-        assert self._model is not None
         device = next(self._model.parameters()).device
         try:
             with on_fakes(self._model, self._example, device=device, training=True) as (given, *_):
@@ -145,7 +132,10 @@ class Recogniser:
                 hook.remove()
 
 
-_NO_SHORT_CUT = Local(fixed={"activation_relu_or_gelu": 0})  # of torch's, which reads all weights as whole ones
+def _made_up(shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+    return torch.full(shape, dtype is torch.bool, dtype=dtype, device=device)
 
 
 def _by_class(module: nn.Module) -> Region | None:
@@ -183,10 +173,6 @@ def _key(module: nn.Module, children: Mapping[str, nn.Module]) -> object:
     return kinds, tuple((name, _sizes(child)) for name, child in children.items())
 
 
-class _StopError(Exception):
-    """The row's input is known: the argument."""
-
-
 class _Trial:
     """A module run on random numbers, with outputs of children replaced."""
 
@@ -202,7 +188,9 @@ class _Trial:
     def order(self, known: Call | None) -> list[str]:
         """Children that are called once, in that order; none where nobody knows how to call the module."""
         widths = dict.fromkeys(inputs for inputs, _ in self._sizes.values())
-        calls: list[Call] = [((self._random((_BATCH, _LENGTH, width)).requires_grad_(),), {}) for width in widths]
+        like = next(self._module.parameters())
+        shapes = [torch.Size((_BATCH, _LENGTH, width)) for width in widths]
+        calls: list[Call] = [((_made_up(shape, like.dtype, like.device, True),), {}) for shape in shapes]
         for self._call in calls if known is None else [*calls, known]:
             called: list[tuple[str, torch.Tensor]] = []
             noted = {name: partial(_noted, called, name, child.forward) for name, child in self._children.items()}
@@ -213,50 +201,56 @@ class _Trial:
 
     def region(self, columns: Sequence[str], row: str, *, wanted: int) -> dict[str, ParallelStyle] | None:
         """Styles for these, if the body between them can be cut."""
+        outputs = {name: torch.randn_like(out) for name, out in self._outputs.items() if name in {*columns, row}}
+        whole = self._values(outputs, row)
+        weights = self._weights(whole[0]) if whole and whole[0][0].shape[-1] == self._sizes[row][0] else None
+        again = self._values({**{name: torch.rand_like(x) for name, x in outputs.items()}, row: outputs[row]}, row)
+        apart = [at for at, pair in enumerate(zip(whole, again, strict=False)) if not all(map(_equal, *pair))]
+        if weights is None or not again or min(apart[1:], default=3) < 3:
+            return None
+        unread = tuple(at - 2 for at in apart[1:])
+
+        def is_part(cut: Mapping[str, Column], local: Mapping[str, Local], index: int, count: int) -> bool:
+            member = self._member(local, index, count)
+            own = {name: style.part(outputs[name], index=index, count=count) for name, style in cut.items()}
+            found = [] if member is None else member._values({**outputs, **own}, row)
+            part = [[whole[0][0].chunk(count, -1)[index]], *whole[1:]]
+            return found != [] and all(not x or all(map(_equal, x, y)) for x, y in zip(found, part, strict=True))
+
         heads = [at for at, value in self._numbers.items() if at[1] in HEADS and value > 1]
         kinds = [_kinds(self._sizes[name][1], self._sizes[row][0]) for name in columns]
         widths = {width for each in kinds for _, blocks in each for width in blocks}
         also = [at for at, value in self._numbers.items() if value in widths and at not in heads]
-        for divided in dict.fromkeys([(), tuple(heads), (*heads, *also)]):
-            for chosen in product(*kinds):
-                cut = {name: style for name, (style, _) in zip(columns, chosen, strict=True)}
-                sizes = [self._numbers[at] for at in divided] + [width for _, blocks in chosen for width in blocks]
-                count = _members(sizes, wanted)
-                body = None if count is None else self._body_styles(cut, row, divided, count)
-                if body is not None:
-                    return {**body, **cut, row: Row()}
+        for divided, chosen in product(dict.fromkeys([(), tuple(heads), (*heads, *also)]), product(*kinds)):
+            cut = {name: style for name, (style, _) in zip(columns, chosen, strict=True)}
+            sizes = [self._numbers[at] for at in divided] + [width for _, blocks in chosen for width in blocks]
+            count = _members([*sizes, self._sizes[row][0]], wanted)
+            for per_head in ({}, self._per_head({self._numbers[at] for at in divided})) if count else ():
+                local = self._locals([*divided, *weights], per_head, unread)
+                if all(is_part(cut, local, index, count) for index in range(count)):
+                    return {**local, **cut, row: Row()}
         return None
 
-    def _body_styles(
-        self, columns: Mapping[str, Column], row: str, divided: Sequence[tuple[str, str]], count: int
-    ) -> Mapping[str, Local] | None:
-        """Styles of the modules between columns and row, of which each member computes its part; None: it cannot."""
-        outputs = {name: self._random(self._outputs[name].shape) for name in columns}
-        whole = self._body(outputs, row)
-        if whole is None or whole.shape[-1] != self._sizes[row][0] or whole.shape[-1] % count:
+    def _member(self, local: Mapping[str, Local], index: int, count: int) -> _Trial | None:
+        """The same with the module of one member, which shares the memory of weights; None: it cannot be cut so."""
+        weights = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self._module.parameters()}
+        module = copy.deepcopy(self._module, weights)
+        try:
+            for name, style in local.items():
+                style.cut(name, module.get_submodule(name), TensorGroup(None, index=index, count=count))
+        except StyleError:
             return None
-        weights, unread = self._weights(whole), self._unread(outputs, row)
-        if weights is None or unread is None:
-            return None
-        for per_head in ({}, self._per_head({self._numbers[at] for at in divided})):
-            styles = self._locals([*divided, *weights], per_head, unread)
-            for index in range(count):
-                part = self._member(styles, index, count)
-                own = {name: style.part(outputs[name], index=index, count=count) for name, style in columns.items()}
-                found = None if part is None else part._body(own, row)
-                if found is None or not _equal(found, whole.chunk(count, -1)[index]):
-                    break
-            else:
-                return styles
-        return None
+        member = _Trial(module, {name: module.get_submodule(name) for name in self._children})
+        member._call = self._call
+        return member
 
-    def _weights(self, whole: torch.Tensor) -> list[tuple[str, str]] | None:
+    def _weights(self, body: Sequence[torch.Tensor]) -> list[tuple[str, str]] | None:
         """Weights that the body needs, as (module, name); None where it needs x or another argument."""
-        if not whole.requires_grad:
+        if not body[0].requires_grad:
             return []
         weights = [each for each in self._module.named_parameters() if each[1].requires_grad]
         given = [x for x in pytree.tree_leaves(self._call) if isinstance(x, torch.Tensor) and x.requires_grad]
-        grads = torch.autograd.grad(whole.sum(), [*(x for _, x in weights), *given], allow_unused=True)
+        grads = torch.autograd.grad(body[0].sum(), [*(x for _, x in weights), *given], allow_unused=True)
         if any(grad is not None for grad in grads[len(weights) :]):
             return None
         needed = [name.rpartition(".") for (name, _), grad in zip(weights, grads, strict=False) if grad is not None]
@@ -285,44 +279,13 @@ class _Trial:
             found[name] = Local(*keys) if name else Local(*keys, per_head=per_head, unread=unread)
         return found
 
-    def _member(self, styles: Mapping[str, Local], index: int, count: int) -> _Trial | None:
-        """The same of one member's module, which shares the memory of weights that are whole; None: not divided so."""
-        weights = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self._module.parameters()}
-        module = copy.deepcopy(self._module, weights)
-        try:
-            for name, style in styles.items():
-                style.cut(name, module.get_submodule(name), TensorGroup(None, index=index, count=count))
-        except StyleError:
-            return None
-        member = _Trial(module, {name: module.get_submodule(name) for name in self._children})
-        member._call = self._call
-        return member
-
-    def _unread(self, outputs: Mapping[str, torch.Tensor], row: str) -> tuple[int, ...] | None:
-        """Places of returned values, behind the first one, to which the columns' outputs go; None: elsewhere, too."""
-        fixed = self._random(self._outputs[row].shape)
-        one = self._values(outputs, row, fixed)
-        other = self._values({name: torch.rand_like(x) for name, x in outputs.items()}, row, fixed)
-        apart = [at for at, pair in enumerate(zip(one, other, strict=False)) if not all(map(_equal, *pair))]
-        return None if not (one and other) or apart[:1] in ([0], [1]) else tuple(at - 1 for at in apart)
-
-    def _values(self, outputs: Mapping[str, torch.Tensor], row: str, fixed: torch.Tensor) -> list[list[torch.Tensor]]:
-        """What the columns take, which have these outputs, and each value that the module returns; empty: it fails."""
-        taken: list[torch.Tensor] = []
-        given = {name: partial(_given, out, taken) for name, out in outputs.items()}
-        value = self._run(given | {row: partial(_given, fixed, [])})
+    def _values(self, outputs: Mapping[str, torch.Tensor], row: str) -> list[list[torch.Tensor]]:
+        """What the row takes, what the columns take, and each value, with these outputs; empty where it fails."""
+        taken: dict[str, torch.Tensor] = {}
+        value = self._run({name: partial(_given, taken, name, out) for name, out in outputs.items()})
         values = value if type(value) is tuple else (value,)
         tensors = [[x for x in pytree.tree_leaves(each) if isinstance(x, torch.Tensor)] for each in values]
-        return [] if value is None else [taken, *tensors]
-
-    def _body(self, outputs: Mapping[str, torch.Tensor], row: str) -> torch.Tensor | None:
-        """The row's input when the columns give these outputs."""
-        try:
-            self._run({name: partial(_given, out, []) for name, out in outputs.items()} | {row: _stop})
-        except _StopError as stop:
-            found: torch.Tensor = stop.args[0]
-            return found
-        return None
+        return [] if value is None or row not in taken else [[taken.pop(row)], [*taken.values()], *tensors]
 
     def _run(self, forwards: Mapping[str, Callable[[Any], Any]]) -> Any:
         """Value of the module while its children compute so."""
@@ -331,22 +294,15 @@ class _Trial:
             self._children[name].forward = forward
         try:
             return self._module(*args, **kwargs)
-        except _StopError:
-            raise
         except Exception:  # whatever the user's forward raises for made-up inputs: it is not known, then
             return None
         finally:
             for name in forwards:
                 del self._children[name].forward
 
-    def _random(self, shape: Sequence[int]) -> torch.Tensor:
-        like = next(self._module.parameters())
-        return torch.randn(tuple(shape), dtype=like.dtype, device=like.device)
-
 
 def _numbers(module: nn.Module) -> dict[str, int]:
-    own = module.__dict__
-    return {k: v for k, v in own.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
+    return {k: v for k, v in vars(module).items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
 
 
 def _kinds(outputs: int, inputs: int) -> list[tuple[Column, list[int]]]:
@@ -361,21 +317,17 @@ def _noted(called: list[tuple[str, torch.Tensor]], name: str, forward: Callable[
     return called[-1][1]
 
 
-def _given(out: torch.Tensor, taken: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    taken.append(x)
+def _given(taken: dict[str, torch.Tensor], name: str, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    taken[name] = x
     return out.clone()  # which may be changed in place
 
 
-def _stop(x: torch.Tensor) -> None:
-    raise _StopError(x)
-
-
-def _members(sizes: Sequence[int], wanted: int) -> int | None:
-    """How many members to try for: as many as wanted, or the least that divide these sizes."""
+def _members(sizes: Sequence[int], wanted: int) -> int:
+    """How many members to try for: as many as wanted, or the least that divide these sizes; 0: none do."""
     common = math.gcd(*sizes)
     if common % wanted == 0:
         return wanted
-    return next((n for n in range(2, min(common, 16) + 1) if common % n == 0), None)
+    return next((n for n in range(2, min(common, 16) + 1) if common % n == 0), 0)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -97,8 +97,7 @@ class Shard:
         if isinstance(blocks, int) and (blocks < 1 or size % blocks):
             raise ValueError(f"dimension {dim} of size {size} in {blocks} equal blocks: expected a divisor of {size}")
         widths = (size // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
-        if sum(widths) != size:
-            raise ValueError(f"dimension {dim} of size {size} in blocks of {widths}: expected sizes that add up to it")
+        assert sum(widths) == size, (widths, size)
         spans = [chunk(width, index=index, count=count) for width in widths]
         if all(last - first == width for (first, last), width in zip(spans, widths, strict=True)):
             widths, spans = (size,), [(0, size)]

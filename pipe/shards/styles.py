@@ -38,13 +38,12 @@ def is_linear(module: nn.Module) -> bool:
     """Whether it is a Conv1D, or computes what a torch.nn.Linear does: tried, for a forward of its own."""
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return isinstance(module, nn.Linear) or is_conv1d(module)
-    x = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    weight, has_others = module.weight, {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+    x = torch.linspace(-1, 1, module.in_features, dtype=weight.dtype, device=weight.device)
     try:
-        found = module.forward(x)
+        return not has_others and torch.allclose(module.forward(x), F.linear(x, weight, module.bias), rtol=1e-2)
     except (RuntimeError, TypeError):
         return False
-    own = {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
-    return own and torch.allclose(found, F.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-5)
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:
@@ -75,17 +74,15 @@ class Column(Style):
         self.shared = shared
 
     def describe(self) -> str:
-        shared = f", {self.shared} shared" if self.shared else ""
-        gathered = ", gathered" if self.gather_output else ""
-        return "column" + (f" x{self.blocks}" if self.blocks > 1 else "") + gathered + shared
+        shared = f", {self.shared} shared" * (self.shared > 0) + ", gathered" * self.gather_output
+        return "column" + (f" x{self.blocks}" if self.blocks > 1 else "") + shared
 
     def widths(self, outputs: int) -> list[int]:
-        """Sizes of the blocks, and behind them of what is shared."""
         return [(outputs - self.shared) // self.blocks] * self.blocks + [self.shared] * (self.shared > 0)
 
     def part(self, outputs: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
         """What a member hands on of the whole outputs."""
-        blocks = outputs.split(self.widths(outputs.shape[-1]), -1)
+        blocks = torch.split(outputs, self.widths(outputs.shape[-1]), -1)
         return torch.cat([b.chunk(count, -1)[index] for b in blocks[: self.blocks]] + [*blocks[self.blocks :]], -1)
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
@@ -257,7 +254,7 @@ class Local(Style):
         for key, (dim, heads) in self.per_head.items():
             x = kwargs.get(key)
             if isinstance(x, torch.Tensor) and x.shape[dim] % heads == 0:  # else one for all heads
-                each = enter(x, group).unflatten(dim, (-1, heads)).chunk(group.count, dim + 1)[group.index]
+                each = torch.unflatten(enter(x, group), dim, (-1, heads)).chunk(group.count, dim + 1)[group.index]
                 kwargs[key] = each.flatten(dim, dim + 1)
         value = plain.forward(module, *args, **kwargs)
         return tuple(None if at in self.unread else x for at, x in enumerate(value)) if self.unread else value

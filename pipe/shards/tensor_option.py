@@ -177,8 +177,7 @@ def _automatic(model: nn.Module, count: int, example: Arguments | None) -> Tenso
         styles.update(own)
     shared = _shared_parameters(model)
     taken: set[nn.Module] = set()
-    inner_first = sorted(model.named_modules(), key=lambda each: -len(each[0].split(".")) if each[0] else 0)
-    for name, module in inner_first:
+    for name, module in sorted(model.named_modules(), key=lambda each: -len(each[0].split(".")) if each[0] else 0):
         if any(not base or name == base or name.startswith(f"{base}.") for base in planned):
             continue
         region = recogniser.region(module, taken)
