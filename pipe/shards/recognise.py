@@ -64,8 +64,7 @@ class Recogniser:
 
     def region(self, module: nn.Module, taken: Collection[nn.Module] = ()) -> Region | None:
         """How a module may be cut, without the modules that are taken; None where that is not known."""
-        known = _by_class(module)
-        if known is not None:
+        if (known := _by_class(module)) is not None:
             return self._known.setdefault((type(module), repr(known)), known)
         is_layer = sum(_sizes(each) is not None for each in module.modules()) <= _MOST
         linears = dict(_linears(module, depth=2 if is_layer else 1))
@@ -132,7 +131,7 @@ class Recogniser:
                 hook.remove()
 
 
-def _made_up(shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:
+def _made_up(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
     return torch.full(shape, dtype is torch.bool, dtype=dtype, device=device)
@@ -189,8 +188,7 @@ class _Trial:
         """Children that are called once, in that order; none where nobody knows how to call the module."""
         widths = dict.fromkeys(inputs for inputs, _ in self._sizes.values())
         like = next(self._module.parameters())
-        shapes = [torch.Size((_BATCH, _LENGTH, width)) for width in widths]
-        calls: list[Call] = [((_made_up(shape, like.dtype, like.device, True),), {}) for shape in shapes]
+        calls: list[Call] = [((_made_up((_BATCH, _LENGTH, n), like.dtype, like.device, True),), {}) for n in widths]
         for self._call in calls if known is None else [*calls, known]:
             called: list[tuple[str, torch.Tensor]] = []
             noted = {name: partial(_noted, called, name, child.forward) for name, child in self._children.items()}

@@ -117,6 +117,13 @@ def tiny(name: str, **options: Any) -> nn.Module:
     return getattr(transformers, f"{kind}For{task}")(config)
 
 
+def adapted_electra() -> nn.Module:
+    model: Any = tiny("Electra MaskedLM", **SMALL, embedding_size=12)
+    attention = model.electra.encoder.layer[0].attention
+    attention.self.query, attention.output.dense = Adapted(attention.self.query), Adapted(attention.output.dense)
+    return model
+
+
 ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 POSITIONS = {"relative_attention": True, "pos_att_type": "c2p|p2c"}
 PYRAMID = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "num_attention_heads": [2, 4]}
@@ -127,6 +134,7 @@ TINY: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the parameters t
     "falcon-alibi": (lambda: tiny("Falcon CausalLM", **SMALL, **ALIBI), 6),
     "bloom": (lambda: tiny("Bloom CausalLM", **SMALL, n_layer=1, n_head=4), 6),
     "electra": (lambda: tiny("Electra MaskedLM", **SMALL, embedding_size=12), 10),
+    "electra-adapted": (adapted_electra, 12),
     "deberta": (lambda: tiny("Deberta MaskedLM", **SMALL, **POSITIONS), 10),
     "deberta-v2": (lambda: tiny("DebertaV2 MaskedLM", **SMALL, **POSITIONS, position_buckets=8), 14),
     "segformer": (lambda: tiny("Segformer ImageClassification", **PYRAMID, num_labels=5), 2 * 12),
@@ -410,6 +418,22 @@ def test_recognised_by_what_it_computes() -> None:
         with pytest.raises(ValueError, match="recognises nothing"):
             read("auto", Looks(kind))
     assert read("auto", nn.Sequential(Looks("plain"), Looks("softmax"))) == ["0.up", "0.down"]
+
+
+def test_attention_of_which_single_heads_are_read_or_mixed_stays_whole() -> None:
+    """And the table says so; heads that do not divide are refused by name."""
+    pytest.importorskip("transformers")
+    inputs = Arguments.of_example({"input_ids": tokens(3, 8)})
+    for name, options in (
+        ("Bloom CausalLM", {"n_layer": 1, "n_head": 4, "output_attentions": True}),
+        ("Deberta MaskedLM", POSITIONS | {"talking_head": True}),
+    ):
+        model = tiny(name, **SMALL | options)
+        styles = read_tensor_parallel("auto", model, count=2, example=inputs)
+        assert len(styles.styles) == 2
+        assert "whole: its heads are not found to compute apart" in styles.table(model)
+    with pytest.raises(ValueError, match=r"'electra.encoder.layer.0.attention.self' has 4 num_attention_heads, over 3"):
+        read_tensor_parallel("auto", tiny("Electra MaskedLM", **SMALL), count=3, example=inputs)
 
 
 def test_a_plan_of_the_model() -> None:
