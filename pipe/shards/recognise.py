@@ -111,11 +111,8 @@ class Recogniser:
 
     def _reads(self, module: nn.Module, places: Sequence[int]) -> bool:
         """Whether the model needs the values that a module returns at these places."""
-
-        def without(module: nn.Module, args: object, value: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(None if at in places else x for at, x in enumerate(value))
-
-        return self._value is None or self._run_on_fakes([module.register_forward_hook(without)]) != self._value
+        hook = module.register_forward_hook(lambda *at: tuple(None if i in places else x for i, x in enumerate(at[2])))
+        return self._value is None or self._run_on_fakes([hook]) != self._value
 
     def _run_on_fakes(self, hooks: Sequence[Any]) -> Form | None:
         """Form of what the model returns; None where it fails. The hooks are removed."""

@@ -182,8 +182,8 @@ def _automatic(model: nn.Module, count: int, example: Arguments | None) -> Tenso
             continue
         region = recogniser.region(module, taken)
         if region is None:
-            known = [_join(name, child) for child, _ in module.named_children() if HEADS & vars(module).keys()]
-            whole.update(dict.fromkeys(known, "whole: its heads are not found to compute apart"))
+            parts = [_join(name, child) for child, _ in module.named_children() if HEADS & vars(module).keys()]
+            whole.update(dict.fromkeys(parts, "whole: its heads are not found to compute apart"))
             continue
         taken.update(module.get_submodule(below) for below in region if below)
         own = _adapted({_join(name, below): style for below, style in region.items()}, model)
