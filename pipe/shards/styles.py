@@ -113,9 +113,7 @@ class Column(Style):
         out = plain.forward(module, *args, **kwargs)
         if self.shared:
             own, part = out.tensor_split([-self.shared // group.count], dim=-1)
-            return torch.cat(
-                [own, enter(gather(part, group, dim=-1), group)], dim=-1
-            )  # all have a share in its gradient
+            return torch.cat([own, enter(gather(part, group, dim=-1), group)], dim=-1)  # all share in its gradient
         return gather(out, group, dim=-1) if whole else out
 
 
