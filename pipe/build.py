@@ -192,7 +192,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     )
 
     # 4. The model divided over the tensor group
-    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1])
+    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1], example=example)
     if tensor.styles and layout.place.world.rank == 0:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None

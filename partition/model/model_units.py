@@ -256,11 +256,11 @@ class _How:
             try:
                 found, _ = self.record(example, is_first=False)
             except RecordingError as error:
-                when = "for inputs of other shapes or since it was changed" if self.training else "in evaluation mode"
+                when = "for inputs of other shapes or since it was changed, as it was when the stages were built"
+                when = when if self.training else "in evaluation mode, as it was in training"
                 raise ValueError(
-                    f"{error.reason}: so it cannot be recorded {when}, as it was when the stages were built. Expected "
-                    f"code that makes the same calls again, with hooks on the modules that run as they are alone; "
-                    f"{error.expected}"
+                    f"{error.reason}: so it cannot be recorded {when}. Expected code that makes the same calls again, "
+                    f"with hooks only on the modules that run as they are; {error.expected}"
                 ) from error
         return self.cut(found, stages_like(flow, stage_of, found, same_modules=same_modules), num_stages)
 

@@ -165,7 +165,8 @@ def profile_cut(
     """
     if tensor == 1:
         return profile_model(model, example_inputs, progress=progress, **options)
-    styles = read_tensor_parallel(tensor_parallel, model, count=tensor)
+    example = example_inputs if isinstance(example_inputs, Arguments) else Arguments.of_example(example_inputs)
+    styles = read_tensor_parallel(tensor_parallel, model, count=tensor, example=example)
     if progress is not None:
         progress(f"one of {tensor} tensor ranks\n{styles.table(model)}")
     traffic, part = Traffic(), copy.deepcopy(model)

@@ -2,17 +2,17 @@
 
     x ── column(s) ── body ── row ── ...      all inside one module's forward
 
-A module of Linear children is tried on random numbers: the children's outputs are replaced, the row's input is looked
-at. It may be cut where the body of a part of the columns' outputs is that part of the body, for each part; where the
-body needs neither weights nor x, whose gradients would be partial sums; and where the columns' outputs go nowhere else.
-Attention passes this test once its number of heads is that of the part.
+A module is tried on random numbers: the outputs of Linears in it, or in its children, are replaced, the row's input is
+looked at. It may be cut where the body of a part of the columns' outputs is that part of the body, for each part; where
+the body needs no x, whose gradient would be a partial sum; and where the columns' outputs go nowhere else. Attention
+passes once its number of heads is that of the part, and with it weights in the body, or arguments such as alibi.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,10 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils import _pytree as pytree
 
+from ...partition.model.fakes import on_fakes
+from ...partition.model.forms import Arguments, Form
+from ...partition.model.made_up import call_for_shapes
 from ...partition.model.untouched import untouched
 from .attention import Heads
-from .styles import Column, Local, Row, is_conv1d, sizes_of
+from .style import StyleError
+from .styles import Column, Local, Row, is_linear, sizes_of
+from .tensor_group import TensorGroup
 
 HEADS = frozenset(  # names that people give to numbers of heads
     (
@@ -32,243 +38,291 @@ HEADS = frozenset(  # names that people give to numbers of heads
         *("kv_heads",),
     )
 )
-_BLOCKS = (1, 3, 2)  # of a fused projection: none, [q | k | v], [gate | up]
 _BATCH, _LENGTH = 2, 3
+_MOST = 24  # Linears in a module of which those of children count, too: a layer, and no model of many
 
 
 Region = Mapping[str, ParallelStyle]  # of a module ("") and its children, by name below it: they belong together
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recogniser:
-    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once."""
+    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Arguments:
+        model, example: its modules are called as it calls them with such arguments; else with one tensor.
+    """
+
+    def __init__(self, count: int, model: nn.Module | None = None, example: Arguments | None = None) -> None:
+        self._count, self._model = count, model or nn.Module()
         self._known: dict[object, Region | None] = {}
+        self._called: dict[nn.Module, tuple[Form, list[tuple[Any, ...]]]] = {}
+        if model is not None and example is not None:
+            self._example = example.cut(max(1, example.num_samples // 2))[-1]
+            hooks = [each.register_forward_pre_hook(self._note, with_kwargs=True) for each in model.modules()]
+            self._value = self._run_on_fakes(hooks)
 
-    def region(self, module: nn.Module) -> Region | None:
-        """How a module may be cut; None where that is not known."""
-        known = _by_class(module)
-        if known is not None:
+    def region(self, module: nn.Module, taken: Collection[nn.Module] = ()) -> Region | None:
+        """How a module may be cut, without the modules that are taken; None where that is not known."""
+        if (known := _by_class(module)) is not None:
             return self._known.setdefault((type(module), repr(known)), known)
-        children = {
-            name: child for name, child in module.named_children() if type(child) is nn.Linear or is_conv1d(child)
-        }
+        is_layer = sum(_sizes(each) is not None for each in module.modules()) <= _MOST
+        linears = dict(_linears(module, depth=2 if is_layer else 1))
+        children = {name: child for name, child in linears.items() if child not in taken}
         if len(children) < 2:
             return None
         key = _key(module, children)
         if key not in self._known:
-            self._known[key] = self._tried(module, children)
+            self._known[key] = self._tried(module, children, is_layer=is_layer)
         return self._known[key]
 
-    def _tried(self, module: nn.Module, children: Mapping[str, nn.Module]) -> Region | None:
+    def _tried(self, module: nn.Module, children: Mapping[str, nn.Module], *, is_layer: bool) -> Region | None:
         parameter = next(module.parameters())
         if parameter.is_meta:
             return None
         with untouched(module, device=parameter.device), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             module.eval()
             torch.manual_seed(0)
-            trial = _Trial(module, children, like=parameter)
-            order = trial.order()
+            trial = _Trial(module, children)
             styles: dict[str, ParallelStyle] = {}
             columns: list[str] = []
-            for name in order:
+            for name in trial.order(self._call(module) if is_layer else None):
                 found = trial.region(columns, name, wanted=self._count) if columns else None
-                if found is None:
+                if found is None or styles.keys() & found.keys():
                     columns.append(name)
                 else:
                     styles.update(found)
                     columns = []
+        unread = getattr(styles.get(""), "unread", ())
+        if unread and (module not in self._called or self._reads(module, unread)):
+            return None
+        if styles and type(module).forward is nn.TransformerEncoderLayer.forward:
+            styles[""] = Local(fixed={"activation_relu_or_gelu": 0})  # its short cut reads all weights as whole ones
         return styles or None
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form, tensors = Form.of_output((args, kwargs))
+        self._called[module] = form, [(x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
+
+    def _call(self, module: nn.Module) -> Any:
+        """Arguments like the module's, None for objects in them; None where it was not called."""
+        form, specs = self._called.get(module, (None, []))
+        return None if form is None else form.assemble([_made_up(*spec) for spec in specs])
+
+    def _reads(self, module: nn.Module, places: Sequence[int]) -> bool:
+        """Whether the model needs the values that a module returns at these places."""
+        hook = module.register_forward_hook(lambda *at: tuple(None if i in places else x for i, x in enumerate(at[2])))
+        return self._value is None or self._run_on_fakes([hook]) != self._value
+
+    def _run_on_fakes(self, hooks: Sequence[Any]) -> Form | None:
+        """Form of what the model returns; None where it fails. The hooks are removed."""
+        device = next(self._model.parameters()).device
+        try:
+            with on_fakes(self._model, self._example, device=device, training=True) as (given, *_):
+                args, kwargs = given.form.assemble(given.tensors)
+                return Form.of_output(call_for_shapes(self._model, args, kwargs))[0]
+        except Exception:  # whatever the user's forward raises for made-up inputs
+            return None
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _made_up(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+    return torch.full(shape, dtype is torch.bool, dtype=dtype, device=device)
 
 
 def _by_class(module: nn.Module) -> Region | None:
-    forward, name = type(module).forward, type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         return {"": Heads()}
-    if forward is nn.TransformerEncoderLayer.forward or forward is nn.TransformerDecoderLayer.forward:
-        if not _is_elementwise(module.activation):  # type: ignore[arg-type]
-            return None
-        styles: dict[str, ParallelStyle] = {"linear1": Column(), "linear2": Row()}
-        if forward is nn.TransformerEncoderLayer.forward:  # its short cut reads all weights as whole ones
-            styles[""] = Local(fixed={"activation_relu_or_gelu": 0})
-        return styles
-    if forward is nn.TransformerEncoder.forward:
+    if type(module).forward is nn.TransformerEncoder.forward:
         return {"": Local(fixed={"use_nested_tensor": False})}
-    if name == "GPT2Attention" and type(module).__module__.startswith("transformers."):
-        local = Local("num_heads", "split_size", "embed_dim")
-        if getattr(module, "is_cross_attention", False):
-            return {"": local, "q_attn": Column(), "c_attn": Column(blocks=2), "c_proj": Row()}
-        return {"": local, "c_attn": Column(blocks=3), "c_proj": Row()}
     return None
 
 
-def _is_elementwise(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
-        return False
-    x = torch.linspace(-2.0, 2.0, 8)
-    try:
-        return torch.equal(function(x)[:4], function(x[:4]))
-    except (RuntimeError, IndexError, TypeError):
-        return False
+def _linears(module: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    """Linears by name, or the adapters around them, of this module and of its children so far down."""
+    for name, child in module.named_children():
+        if _sizes(child) is not None:
+            yield name, child
+        elif depth > 1 and not isinstance(child, nn.MultiheadAttention):
+            yield from ((f"{name}.{below}", linear) for below, linear in _linears(child, depth - 1))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a Linear, of a Conv1D of transformers or of an adapter around one."""
+    linear = module._modules.get("base_layer") or module
+    return sizes_of(linear) if is_linear(linear) else None
 
 
 def _key(module: nn.Module, children: Mapping[str, nn.Module]) -> object:
-    numbers = tuple((k, v) for k, v in module.__dict__.items() if isinstance(v, int | float | str))
-    kinds = tuple((name, type(child)) for name, child in module.named_modules())
-    return type(module), numbers, kinds, tuple((name, sizes_of(child)) for name, child in children.items())
-
-
-class _StopError(Exception):
-    """The row's input is known."""
+    kinds = tuple(
+        (
+            name,
+            type(child),
+            *((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str) and k != "layer_idx"),
+        )
+        for name, child in module.named_modules()
+    )
+    return kinds, tuple((name, _sizes(child)) for name, child in children.items())
 
 
 class _Trial:
     """A module run on random numbers, with outputs of children replaced."""
 
-    def __init__(self, module: nn.Module, children: Mapping[str, nn.Module], *, like: torch.Tensor) -> None:
+    def __init__(self, module: nn.Module, children: Mapping[str, nn.Module]) -> None:
         self._module = module
         self._children = children
-        self._like = like
-        self._x: torch.Tensor | None = None
+        self._sizes: dict[str, Any] = {name: _sizes(child) for name, child in children.items()}
+        self._call: Call = ((), {})
+        self._outputs: dict[str, torch.Tensor] = {}  # of the children, as they were
+        modules = {"": module, **{name: each for name, each in module.named_children() if name not in children}}
+        self._numbers = {(name, key): n for name, each in modules.items() for key, n in _numbers(each).items()}
 
-    def order(self) -> list[str]:
-        """Children in the order of their calls; none where the forward takes something else than one tensor."""
-        for width in dict.fromkeys(sizes_of(child)[0] for child in self._children.values()):  # type: ignore[index]
-            self._x = self._random(width).requires_grad_()
-            called: list[str] = []
-            with self._hooks(pre={name: partial(_note, called, name) for name in self._children}):
-                if self._run() is not None and len(set(called)) == len(called):
-                    return called
+    def order(self, known: Call | None) -> list[str]:
+        """Children that are called once, in that order; none where nobody knows how to call the module."""
+        widths = dict.fromkeys(inputs for inputs, _ in self._sizes.values())
+        like = next(self._module.parameters())
+        calls: list[Call] = [((_made_up((_BATCH, _LENGTH, n), like.dtype, like.device, True),), {}) for n in widths]
+        for self._call in calls if known is None else [*calls, known]:
+            called: list[tuple[str, torch.Tensor]] = []
+            noted = {name: partial(_noted, called, name, child.forward) for name, child in self._children.items()}
+            if self._run(noted) is not None:
+                self._outputs = dict(called)
+                return [name for name in self._outputs if [each for each, _ in called].count(name) == 1]
         return []
 
     def region(self, columns: Sequence[str], row: str, *, wanted: int) -> dict[str, ParallelStyle] | None:
         """Styles for these, if the body between them can be cut."""
-        heads = [key for key, value in self._numbers().items() if key in HEADS]
-        widths = {self._out(name) // blocks for name in columns for blocks in _BLOCKS}
-        also = [key for key, value in self._numbers().items() if value in widths and key not in heads]
-        for divided in dict.fromkeys([(), tuple(heads), (*heads, *also)]):
-            for blocks in product(*[[b for b in _BLOCKS if self._out(name) % b == 0] for name in columns]):
-                sizes = [self._numbers()[key] for key in divided]
-                sizes += [self._out(name) // b for name, b in zip(columns, blocks, strict=True)]
-                count = _members(sizes, wanted)
-                if count is None or not self._commutes(dict(zip(columns, blocks, strict=True)), row, divided, count):
-                    continue
-                styles: dict[str, ParallelStyle] = {
-                    name: Column(blocks=number) for name, number in zip(columns, blocks, strict=True)
-                }
-                styles[row] = Row()
-                return ({"": Local(*divided)} if divided else {}) | styles
-        return None
-
-    def _commutes(self, columns: Mapping[str, int], row: str, divided: Sequence[str], count: int) -> bool:
-        outputs = {name: self._random(self._out(name)) for name in columns}
-        whole = self._body(outputs, row)
-        width = sizes_of(self._children[row])[0]  # type: ignore[index]
-        if whole is None or whole.shape[-1] != width or width % count:
-            return False
-        if whole.requires_grad:  # the columns' outputs are constants here: x or weights are in the body
-            return False
-        kept = {key: self._module.__dict__[key] for key in divided}
-        try:
-            self._module.__dict__.update({key: value // count for key, value in kept.items()})
-            for index in range(count):
-                part = self._body({n: _part(outputs[n], b, index, count) for n, b in columns.items()}, row)
-                if part is None or not _equal(part, whole.chunk(count, -1)[index]):
-                    return False
-        finally:
-            self._module.__dict__.update(kept)
-        return self._goes_nowhere_else(outputs, row)
-
-    def _goes_nowhere_else(self, outputs: Mapping[str, torch.Tensor], row: str) -> bool:
-        fixed = self._random(self._out(row))
-        one = self._run_with({**outputs, row: fixed})
-        other = self._run_with({**{name: torch.rand_like(x) for name, x in outputs.items()}, row: fixed})
-        return one is not None and other is not None and len(one) == len(other) and all(map(_equal, one, other))
-
-    def _run_with(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
-        with self._hooks(post=outputs):
-            value = self._run()
-        if value is None:
+        outputs = {name: torch.randn_like(out) for name, out in self._outputs.items() if name in {*columns, row}}
+        whole = self._values(outputs, row)
+        weights = self._weights(whole[0]) if whole and whole[0][0].shape[-1] == self._sizes[row][0] else None
+        again = self._values({**{name: torch.rand_like(x) for name, x in outputs.items()}, row: outputs[row]}, row)
+        apart = [at for at, pair in enumerate(zip(whole, again, strict=False)) if not all(map(_equal, *pair))]
+        if weights is None or not again or min(apart[1:], default=3) < 3:
             return None
-        values = value if isinstance(value, tuple | list) else [value]
-        return [x for x in values if isinstance(x, torch.Tensor)]
+        unread = tuple(at - 2 for at in apart[1:])
 
-    def _body(self, outputs: Mapping[str, torch.Tensor], row: str) -> torch.Tensor | None:
-        """The row's input when the columns give these outputs."""
-        seen: list[torch.Tensor] = []
+        def is_part(cut: Mapping[str, Column], local: Mapping[str, Local], index: int, count: int) -> bool:
+            member = self._member(local, index, count)
+            own = {name: style.part(outputs[name], index=index, count=count) for name, style in cut.items()}
+            found = [] if member is None else member._values({**outputs, **own}, row)
+            part = [[whole[0][0].chunk(count, -1)[index]], *whole[1:]]
+            return found != [] and all(not x or all(map(_equal, x, y)) for x, y in zip(found, part, strict=True))
 
-        def stop(x: torch.Tensor) -> None:
-            seen.append(x)
-            raise _StopError
-
-        with self._hooks(pre={row: stop}, post=outputs):
-            try:
-                self._run()
-            except _StopError:
-                return seen[0]
+        heads = [at for at, value in self._numbers.items() if at[1] in HEADS and value > 1]
+        kinds = [_kinds(self._sizes[name][1], self._sizes[row][0]) for name in columns]
+        widths = {width for each in kinds for _, blocks in each for width in blocks}
+        also = [at for at, value in self._numbers.items() if value in widths and at not in heads]
+        for divided, chosen in product(dict.fromkeys([(), tuple(heads), (*heads, *also)]), product(*kinds)):
+            cut = {name: style for name, (style, _) in zip(columns, chosen, strict=True)}
+            sizes = [self._numbers[at] for at in divided] + [width for _, blocks in chosen for width in blocks]
+            count = _members([*sizes, self._sizes[row][0]], wanted)
+            for per_head in ({}, self._per_head({self._numbers[at] for at in divided})) if count else ():
+                local = self._locals([*divided, *weights], per_head, unread)
+                if all(is_part(cut, local, index, count) for index in range(count)):
+                    return {**local, **cut, row: Row()}
         return None
 
-    @contextmanager
-    def _hooks(
-        self,
-        *,
-        pre: Mapping[str, Callable[[torch.Tensor], object]] | None = None,
-        post: Mapping[str, torch.Tensor] | None = None,
-    ) -> Iterator[None]:
-        """Within: children call `pre` with their input; `post` is their output."""
-        handles = []
-        for name, tell in (pre or {}).items():
-            handles.append(self._children[name].register_forward_pre_hook(partial(_tell, tell)))
-        for name, value in (post or {}).items():
-            handles.append(self._children[name].register_forward_hook(partial(_instead, value)))
+    def _member(self, local: Mapping[str, Local], index: int, count: int) -> _Trial | None:
+        """The same with the module of one member, which shares the memory of weights; None: it cannot be cut so."""
+        weights = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self._module.parameters()}
+        module = copy.deepcopy(self._module, weights)
         try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            for name, style in local.items():
+                style.cut(name, module.get_submodule(name), TensorGroup(None, index=index, count=count))
+        except StyleError:
+            return None
+        member = _Trial(module, {name: module.get_submodule(name) for name in self._children})
+        member._call = self._call
+        return member
 
-    def _run(self) -> Any:
+    def _weights(self, body: Sequence[torch.Tensor]) -> list[tuple[str, str]] | None:
+        """Weights that the body needs, as (module, name); None where it needs x or another argument."""
+        if not body[0].requires_grad:
+            return []
+        weights = [each for each in self._module.named_parameters() if each[1].requires_grad]
+        given = [x for x in pytree.tree_leaves(self._call) if isinstance(x, torch.Tensor) and x.requires_grad]
+        grads = torch.autograd.grad(body[0].sum(), [*(x for _, x in weights), *given], allow_unused=True)
+        if any(grad is not None for grad in grads[len(weights) :]):
+            return None
+        needed = [name.rpartition(".") for (name, _), grad in zip(weights, grads, strict=False) if grad is not None]
+        return [(owner, key) for owner, _, key in needed]
+
+    def _per_head(self, heads: Collection[int]) -> dict[str, tuple[int, int]]:
+        """Keywords that have a dimension of heads: [batch * heads, ...] or [batch, heads, ...]."""
+        args, kwargs = self._call
+        batch = next((len(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()), 1)
+        return {
+            key: (dim, number)
+            for (key, x), number in product(kwargs.items(), heads)
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2 and number > 1
+            for dim, size in enumerate((batch * number, number))
+            if x.shape[dim] == size
+        }
+
+    def _locals(
+        self, divided: Sequence[tuple[str, str]], per_head: Mapping[str, tuple[int, int]], unread: tuple[int, ...]
+    ) -> dict[str, Local]:
+        found = {}
+        for name in dict.fromkeys([*(at for at, _ in divided), *([""] if per_head or unread else [])]):
+            module, keys = self._module.get_submodule(name), [key for at, key in divided if at == name]
+            sizes = {size for key in keys for size in getattr(getattr(module, key), "shape", ())[:1]}  # of weights
+            keys += [key for key, value in _numbers(module).items() if value in sizes and key not in keys]
+            found[name] = Local(*keys) if name else Local(*keys, per_head=per_head, unread=unread)
+        return found
+
+    def _values(self, outputs: Mapping[str, torch.Tensor], row: str) -> list[list[torch.Tensor]]:
+        """What the row takes, what the columns take, and each value, with these outputs; empty where it fails."""
+        taken: dict[str, torch.Tensor] = {}
+        value = self._run({name: partial(_given, taken, name, out) for name, out in outputs.items()})
+        values = value if type(value) is tuple else (value,)
+        tensors = [[x for x in pytree.tree_leaves(each) if isinstance(x, torch.Tensor)] for each in values]
+        return [] if value is None or row not in taken else [[taken.pop(row)], [*taken.values()], *tensors]
+
+    def _run(self, forwards: Mapping[str, Callable[[Any], Any]]) -> Any:
+        """Value of the module while its children compute so."""
+        args, kwargs = self._call
+        for name, forward in forwards.items():
+            self._children[name].forward = forward
         try:
-            return self._module(self._x)
-        except _StopError:
-            raise
+            return self._module(*args, **kwargs)
         except Exception:  # whatever the user's forward raises for made-up inputs: it is not known, then
             return None
-
-    def _random(self, width: int) -> torch.Tensor:
-        return torch.randn((_BATCH, _LENGTH, width), dtype=self._like.dtype, device=self._like.device)
-
-    def _out(self, name: str) -> int:
-        return sizes_of(self._children[name])[1]  # type: ignore[index]
-
-    def _numbers(self) -> dict[str, int]:
-        own = self._module.__dict__
-        return {k: v for k, v in own.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
+        finally:
+            for name in forwards:
+                del self._children[name].forward
 
 
-def _note(called: list[str], name: str, _: torch.Tensor) -> None:
-    called.append(name)
+def _numbers(module: nn.Module) -> dict[str, int]:
+    return {k: v for k, v in vars(module).items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
 
 
-def _tell(tell: Callable[[torch.Tensor], object], module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    tell(args[0])
+def _kinds(outputs: int, inputs: int) -> list[tuple[Column, list[int]]]:
+    """Styles of a projection, which may be fused, before a row of so many inputs, with the sizes of their blocks."""
+    styles = [Column(), Column(blocks=3), Column(blocks=2)]  # none, [q | k | v], [gate | up]
+    styles += [Column(shared=outputs - inputs)] if outputs > inputs else []
+    return [(style, widths) for style in styles if sum(widths := style.widths(outputs)) == outputs]
 
 
-def _instead(value: torch.Tensor, module: nn.Module, args: object, out: object) -> torch.Tensor:
-    return value
+def _noted(called: list[tuple[str, torch.Tensor]], name: str, forward: Callable[[Any], torch.Tensor], x: Any) -> Any:
+    called.append((name, forward(x)))
+    return called[-1][1]
 
 
-def _members(sizes: Sequence[int], wanted: int) -> int | None:
-    """How many members to try for: as many as wanted, or the least that divide these sizes."""
+def _given(taken: dict[str, torch.Tensor], name: str, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    taken[name] = x
+    return out.clone()  # which may be changed in place
+
+
+def _members(sizes: Sequence[int], wanted: int) -> int:
+    """How many members to try for: as many as wanted, or the least that divide these sizes; 0: none do."""
     common = math.gcd(*sizes)
     if common % wanted == 0:
         return wanted
-    return next((n for n in range(2, min(common, 16) + 1) if common % n == 0), None)
-
-
-def _part(x: torch.Tensor, blocks: int, index: int, count: int) -> torch.Tensor:
-    return torch.cat([block.chunk(count, -1)[index] for block in x.chunk(blocks, -1)], -1)
+    return next((n for n in range(2, min(common, 16) + 1) if common % n == 0), 0)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ checkpoints, optimizers) asks its shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -78,11 +79,12 @@ class Shard:
     def numel(self) -> int:
         return prod(self.local)
 
-    def divided(self, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:
-        """Part `index` of `count` along dimension `dim` of the local tensor, which consists of `blocks` equal ones.
+    def divided(self, dim: int, *, index: int, count: int, blocks: int | Sequence[int] = 1) -> Shard:
+        """Part `index` of `count` along dimension `dim` of the local tensor, which consists of `blocks` equal ones, or
+        of blocks of these sizes.
 
         Parts are those of torch.chunk, as DTensor's Shard(dim): ceil(size / count) each, the last smaller or empty.
-        With `blocks` above 1 each block is divided by itself.
+        With several blocks each is divided by itself.
 
         Raises ValueError for a dimension or index that is not there, and for blocks that do not divide it.
         """
@@ -92,22 +94,22 @@ class Shard:
             raise ValueError(f"part {index} of {count}: expected 0 to {count - 1}")
         dim %= len(self.local)
         size = self.local[dim]
-        if blocks < 1 or size % blocks:
+        if isinstance(blocks, int) and (blocks < 1 or size % blocks):
             raise ValueError(f"dimension {dim} of size {size} in {blocks} equal blocks: expected a divisor of {size}")
-        block = size // blocks
-        first, last = chunk(block, index=index, count=count)
-        if last - first == block:
-            blocks, first, last = 1, 0, size
-        local = (*self.local[:dim], blocks * (last - first), *self.local[dim + 1 :])
-        sizes = (*local[:dim], last - first, *local[dim + 1 :])
+        widths = (size // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
+        assert sum(widths) == size, (widths, size)
+        spans = [chunk(width, index=index, count=count) for width in widths]
+        if all(last - first == width for (first, last), width in zip(spans, widths, strict=True)):
+            widths, spans = (size,), [(0, size)]
+        local = (*self.local[:dim], sum(last - first for first, last in spans), *self.local[dim + 1 :])
 
-        def place(at: int) -> tuple[int, ...]:
-            return tuple(at if each == dim else 0 for each in range(len(local)))
+        def place(at: int, other: Sequence[int] = (0,) * len(local)) -> tuple[int, ...]:
+            return (*other[:dim], at, *other[dim + 1 :])
 
-        boxes = [
-            TensorBox(start=place(number * block + first), local=place(number * (last - first)), sizes=sizes)
-            for number in range(blocks)
-        ]
+        boxes, begin, at = [], 0, 0
+        for width, (first, last) in zip(widths, spans, strict=True):
+            boxes.append(TensorBox(start=place(begin + first), local=place(at), sizes=place(last - first, local)))
+            begin, at = begin + width, at + last - first
         return self.part(Shard(full=self.local, local=local, boxes=tuple(boxes) if prod(local) else ()))
 
     def part(self, part: Shard) -> Shard:

@@ -5,7 +5,7 @@ The module gets a class derived from its class (its hooks, names and copies stay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -121,7 +121,9 @@ def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str,
     return {name: own[name] // count for name in names if isinstance(own.get(name), int)}
 
 
-def shard_of(module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int = 1) -> Shard:
+def shard_of(
+    module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int | Sequence[int] = 1
+) -> Shard:
     """A member's shard of a parameter that is divided along a dimension."""
     return Shard.whole(tuple(module.get_parameter(key).shape)).divided(dim, index=index, count=count, blocks=blocks)
 

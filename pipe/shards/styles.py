@@ -34,6 +34,18 @@ def is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a Conv1D, or computes what a torch.nn.Linear does: tried, for a forward of its own."""
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return isinstance(module, nn.Linear) or is_conv1d(module)
+    weight, has_others = module.weight, {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+    x = torch.linspace(-1, 1, module.in_features, dtype=weight.dtype, device=weight.device)
+    try:
+        return not has_others and torch.allclose(module.forward(x), F.linear(x, weight, module.bias), rtol=1e-2)
+    except (RuntimeError, TypeError):
+        return False
+
+
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a Linear, of a Conv1D of transformers or an Embedding; None for any other module."""
     if isinstance(module, nn.Linear):
@@ -52,19 +64,30 @@ class Column(Style):
     Arguments:
         blocks: equal blocks of the outputs that are divided each by itself: 3 for [q | k | v].
         gather_output: whether each member gets all outputs, and not its own alone.
+        shared: outputs behind the blocks of which each gets all, such as one key and value for all heads.
     """
 
-    def __init__(self, *, blocks: int = 1, gather_output: bool = False) -> None:
+    def __init__(self, *, blocks: int = 1, gather_output: bool = False, shared: int = 0) -> None:
         super().__init__()
         self.blocks = blocks
         self.gather_output = gather_output
+        self.shared = shared
 
     def describe(self) -> str:
-        return "column" + (f" x{self.blocks}" if self.blocks > 1 else "") + (", gathered" if self.gather_output else "")
+        shared = f", {self.shared} shared" * (self.shared > 0) + ", gathered" * self.gather_output
+        return "column" + (f" x{self.blocks}" if self.blocks > 1 else "") + shared
+
+    def widths(self, outputs: int) -> list[int]:
+        return [(outputs - self.shared) // self.blocks] * self.blocks + [self.shared] * (self.shared > 0)
+
+    def part(self, outputs: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
+        """What a member hands on of the whole outputs."""
+        blocks = torch.split(outputs, self.widths(outputs.shape[-1]), -1)
+        return torch.cat([b.chunk(count, -1)[index] for b in blocks[: self.blocks]] + [*blocks[self.blocks :]], -1)
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         sizes = _sizes(name, module, "column")
-        if sizes[1] % (self.blocks * count):
+        if (sizes[1] - self.shared) % (self.blocks * count) or self.shared % count:
             what = f" in {self.blocks} blocks" if self.blocks > 1 else ""
             raise StyleError(not_divided(name, "outputs" + what, sizes[1], count, self.blocks * count))
         if self.gather_output and self.blocks > 1:
@@ -74,9 +97,10 @@ class Column(Style):
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 0 if isinstance(module, nn.Linear) else 1
-        found = {"weight": shard_of(module, "weight", dim, index=index, count=count, blocks=self.blocks)}
+        blocks = self.widths(module.get_parameter("weight").shape[dim])
+        found = {"weight": shard_of(module, "weight", dim, index=index, count=count, blocks=blocks)}
         if module._parameters.get("bias") is not None:
-            found["bias"] = shard_of(module, "bias", 0, index=index, count=count, blocks=self.blocks)
+            found["bias"] = shard_of(module, "bias", 0, index=index, count=count, blocks=blocks)
         return found
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
@@ -87,6 +111,9 @@ class Column(Style):
             args, kwargs = _first(args, kwargs, lambda x: enter(x, group))
         whole = self.gather_output or isinstance(module, nn.Embedding)
         out = plain.forward(module, *args, **kwargs)
+        if self.shared:
+            own, part = out.tensor_split([-self.shared // group.count], dim=-1)
+            return torch.cat([own, enter(gather(part, group, dim=-1), group)], dim=-1)  # all share in its gradient
         return gather(out, group, dim=-1) if whole else out
 
 
@@ -116,7 +143,7 @@ class Row(Style):
             return
         if sizes[0] % count:
             raise StyleError(not_divided(name, "inputs", sizes[0], count, count))
-        if type(module).forward is not nn.Linear.forward and not is_conv1d(module):
+        if not is_linear(module):
             raise StyleError(
                 f"module {name!r} ({type(module).__name__}) has a forward of its own: expected a plain torch.nn.Linear "
                 f"for 'row', whose bias is added once"
@@ -185,29 +212,50 @@ class Local(Style):
     """A module whose children are cut, and whose own forward reads sizes of theirs: they are the local ones.
 
     Arguments:
-        values: attribute -> how many members' parts it counts together: num_heads=8 becomes 4 for two members, and
-            a name given with `fixed` has that value in any case.
+        divided: attributes: num_heads=8 becomes 4 for two members. Parameters, along dimension 0.
+        fixed: attributes that have these values in any case.
+        per_head: arguments by keyword: (dimension of [..., heads], heads), of which each member takes its own.
+        unread: places of returned values that nobody reads, and that are None, since they are of the own heads.
     """
 
-    def __init__(self, *divided: str, fixed: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        *divided: str,
+        fixed: Mapping[str, Any] = MappingProxyType({}),
+        per_head: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        unread: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
-        self.divided = divided
-        self.fixed = fixed
+        self.divided, self.fixed, self.per_head, self.unread = divided, fixed, per_head, unread
 
     def describe(self) -> str:
-        names = [f"{name}/t" for name in self.divided] + [f"{name}={value}" for name, value in self.fixed.items()]
-        return f"local {', '.join(names)}"
+        names = [f"{name}/t" for name in (*self.divided, *self.per_head)]
+        return f"local {', '.join(names + [f'{name}={value}' for name, value in self.fixed.items()])}"
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         for attribute in self.divided:
             value = getattr(module, attribute, None)
+            value = len(value) if isinstance(value, nn.Parameter) else value
             if isinstance(value, bool) or not isinstance(value, int):
                 raise StyleError(f"module {name!r} has {attribute}={value!r}: expected a whole number of its own")
             if value % count:
                 raise StyleError(not_divided(name, attribute, value, count, count))
 
+    def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
+        own = [key for key in self.divided if key in module._parameters]
+        return {key: shard_of(module, key, 0, index=index, count=count) for key in own}
+
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         return {**numbers_of(module, self.divided, count), **self.fixed}
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        for key, (dim, heads) in self.per_head.items():
+            x = kwargs.get(key)
+            if isinstance(x, torch.Tensor) and x.shape[dim] % heads == 0:  # else one for all heads
+                each = torch.unflatten(enter(x, group), dim, (-1, heads)).chunk(group.count, dim + 1)[group.index]
+                kwargs[key] = each.flatten(dim, dim + 1)
+        value = plain.forward(module, *args, **kwargs)
+        return tuple(None if at in self.unread else x for at, x in enumerate(value)) if self.unread else value
 
 
 class Summed(Style):

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives, MeshPlace
+from ...partition.model.forms import Arguments
 from ...schedules.kinds import one_of, option
 from .attention import Experts, Heads
 from .patterns import match, matches
@@ -143,11 +144,14 @@ def describe(style: ParallelStyle) -> str:
     return style.describe() if isinstance(style, Style) else type(style).__name__
 
 
-def read_tensor_parallel(styles: TensorParallelLike | None, model: nn.Module, *, count: int) -> TensorStyles:
+def read_tensor_parallel(
+    styles: TensorParallelLike | None, model: nn.Module, *, count: int, example: Arguments | None = None
+) -> TensorStyles:
     """Styles for the modules of a model that is not cut yet; None cuts nothing.
 
     Arguments:
         count: members of a tensor group.
+        example: arguments of the model, by which "auto" learns how it calls modules that take more than one tensor.
 
     Raises ValueError for a word or a pattern that means nothing, for two styles of one module, for a module that
     cannot be cut so, and for a size that the members do not divide: each by name.
@@ -158,11 +162,11 @@ def read_tensor_parallel(styles: TensorParallelLike | None, model: nn.Module, *,
         return TensorStyles(count=count, styles=_in_order(model, _by_patterns(styles, model, count)))
     if styles != AUTO:
         raise ValueError(f"tensor_parallel={styles!r:.60}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
-    return _automatic(model, count)
+    return _automatic(model, count, example)
 
 
-def _automatic(model: nn.Module, count: int) -> TensorStyles:
-    recogniser = Recogniser(count)
+def _automatic(model: nn.Module, count: int, example: Arguments | None) -> TensorStyles:
+    recogniser = Recogniser(count, model, example)
     styles: dict[str, ParallelStyle] = {}
     whole: dict[str, str] = {}
     planned: list[str] = []
@@ -172,12 +176,16 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
         _check_all(own, model, count)
         styles.update(own)
     shared = _shared_parameters(model)
-    for name, module in model.named_modules():
+    taken: set[nn.Module] = set()
+    for name, module in sorted(model.named_modules(), key=lambda each: -len(each[0].split(".")) if each[0] else 0):
         if any(not base or name == base or name.startswith(f"{base}.") for base in planned):
             continue
-        region = recogniser.region(module)
+        region = recogniser.region(module, taken)
         if region is None:
+            parts = [_join(name, child) for child, _ in module.named_children() if HEADS & vars(module).keys()]
+            whole.update(dict.fromkeys(parts, "whole: its heads are not found to compute apart"))
             continue
+        taken.update(module.get_submodule(below) for below in region if below)
         own = _adapted({_join(name, below): style for below, style in region.items()}, model)
         tied = next((each for each in own if _holds(model.get_submodule(each), own[each], shared)), None)
         if tied is not None:
@@ -396,8 +404,9 @@ def _check_all(styles: Mapping[str, ParallelStyle], model: nn.Module, count: int
         width = parent.__dict__.get("head_dim")
         sizes = sizes_of(module)
         if isinstance(style, Column) and not style.gather_output and isinstance(width, int) and sizes is not None:
-            heads = sizes[1] // (width * style.blocks)
-            if sizes[1] % (width * style.blocks) == 0 and heads % count:
+            own = sizes[1] - style.shared
+            heads = own // (width * style.blocks)
+            if own % (width * style.blocks) == 0 and heads % count:
                 raise StyleError(not_divided(name, f"heads of {width}", heads, count, count))
 
 

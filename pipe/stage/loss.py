@@ -134,6 +134,10 @@ class UntrainedLeaves:
 
     def before(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> set[object]:
         """Where the loss's own graph ends, before the loss runs: at the stage's outputs, or past them at its inputs."""
+        learning = [x for x in outputs if x.requires_grad and not self._looked]
+        if len(learning) > 1 and any(x.requires_grad for x in inputs):
+            for x in learning:
+                x.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
         return set() if self._looked else {*(x.grad_fn or id(x) for x in outputs), *map(id, inputs)}
 
     def check(self, loss: torch.Tensor, ends: set[object]) -> None:
@@ -150,6 +154,13 @@ class UntrainedLeaves:
                     f"stage's own): expected the module that owns it as "
                     f"loss_fn= itself (an nn.Module, whose parameters the last stage trains), or requires_grad=False"
                 )
+
+    def _refuse_gradient(self, _: torch.Tensor) -> None:
+        if not self._looked:  # within the loss
+            raise ValueError(
+                "loss_fn differentiates by one of several outputs of the model (torch.autograd.grad), and would miss "
+                "what goes through earlier stages: expected it in one module, with all of that, or one stage"
+            )
 
 
 def _leaves(loss: torch.Tensor, ends: set[object]) -> Iterator[torch.Tensor]:

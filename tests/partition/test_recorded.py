@@ -88,6 +88,26 @@ def test_units_are_opened_where_a_hook_leaves_their_tensors_aside() -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-14)
 
 
+def test_a_unit_that_reads_values_leaves_no_made_up_tensor_behind() -> None:
+    """A bug: what a hook saw of its run on made-up values became a constant of the stages, without a word."""
+
+    class Reading(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum().item() < 1e9 else x
+
+    def aside(model: Any, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        model.blocks[0].up.register_forward_hook(lambda module, args, out: seen.append(out))
+        return model.blocks[0](x) + seen[0].detach().sum()
+
+    model: Any = stack(aside).double()
+    model.blocks[0].norm = Reading(models.WIDTH).double()
+    x, target = torch.randn(2, 6, models.WIDTH, dtype=torch.float64)
+    expected = F.mse_loss(copy.deepcopy(model)(x), target)
+    pipe = PipelineModule(model, mesh={"pipe": 2}, schedule="1f1b", num_microbatches=1, loss_fn=F.mse_loss)
+    assert pipe.forward_backward(x, target).loss == pytest.approx(expected.item(), rel=1e-13)
+
+
 def checked(model: Any, x: Tensor) -> Tensor:
     if (x > 3).any():
         raise ValueError("too large")

@@ -245,3 +245,23 @@ def test_a_list_that_recorded_code_empties_is_refused() -> None:
     pipe = make(model=model, loss_fn=lambda output, y: F.mse_loss(output, y) + sum(SINK), **options)
     with pytest.raises(ValueError, match="loss_fn reads a list"):
         pipe.train_step(X64, Y64)
+
+
+def test_a_loss_that_differentiates_by_an_output_of_an_earlier_stage_is_refused() -> None:
+    """A bug: a gradient penalty lost what goes through the stages before the last one, without a word."""
+
+    class Penalised(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            x = x.detach().requires_grad_()
+            return super().forward(x) + x, x
+
+    def penalty(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
+        return F.mse_loss(output[0], y) + slope.square().mean()
+
+    model = Penalised(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(2)))
+    pipe = make(model=model, loss_fn=penalty, example_inputs=None, mesh={"pipe": 2})
+    with pytest.raises(ValueError, match="loss_fn differentiates by one of several outputs"):
+        pipe.train_step(X64, Y64)
+    alone = make(model=model, loss_fn=penalty, example_inputs=None, mesh={"pipe": 1}, num_microbatches=1)
+    assert alone.forward_backward(X64, Y64).loss == pytest.approx(penalty(model(X64), Y64).item(), rel=1e-13)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import (
     GPT,
+    Arguments,
     Column,
     GPTConfig,
     Heads,
@@ -103,6 +104,43 @@ def qwen() -> nn.Module:
     )
 
 
+SMALL = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 40, "max_position_embeddings": 16, "num_labels": 5}
+
+
+def tiny(name: str, **options: Any) -> nn.Module:
+    """A model of transformers that brings no plan along."""
+    import transformers
+
+    kind, _, task = name.partition(" ")
+    config = getattr(transformers, f"{kind}Config")(**options)
+    return getattr(transformers, f"{kind}For{task}")(config)
+
+
+def adapted_electra() -> nn.Module:
+    model: Any = tiny("Electra MaskedLM", **SMALL, embedding_size=12)
+    attention = model.electra.encoder.layer[0].attention
+    attention.self.query, attention.output.dense = Adapted(attention.self.query), Adapted(attention.output.dense)
+    return model
+
+
+ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+POSITIONS = {"relative_attention": True, "pos_att_type": "c2p|p2c"}
+PYRAMID = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "num_attention_heads": [2, 4]}
+PYRAMID |= {"sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [4, 4]}
+TINY: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the parameters that are divided
+    "falcon": (lambda: tiny("Falcon CausalLM", **SMALL), 4),
+    "falcon-groups": (lambda: tiny("Falcon CausalLM", **SMALL, num_kv_heads=2, new_decoder_architecture=True), 4),
+    "falcon-alibi": (lambda: tiny("Falcon CausalLM", **SMALL, **ALIBI), 6),
+    "bloom": (lambda: tiny("Bloom CausalLM", **SMALL, n_layer=1, n_head=4), 6),
+    "electra": (lambda: tiny("Electra MaskedLM", **SMALL, embedding_size=12), 10),
+    "electra-adapted": (adapted_electra, 12),
+    "deberta": (lambda: tiny("Deberta MaskedLM", **SMALL, **POSITIONS), 10),
+    "deberta-v2": (lambda: tiny("DebertaV2 MaskedLM", **SMALL, **POSITIONS, position_buckets=8), 14),
+    "segformer": (lambda: tiny("Segformer ImageClassification", **PYRAMID, num_labels=5), 2 * 12),
+}
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, 2)
@@ -190,6 +228,10 @@ CASES = {
     "adapted": Case(make=adapted, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * (7 + 4)),
     "mixtral": Case(make=mixtral, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=6),
     "qwen": Case(make=qwen, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=7),
+    **{
+        name: Case(make=make, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=num_cut)
+        for name, (make, num_cut) in TINY.items()
+    },
     "encoder": Case(
         make=encoder,
         inputs=lambda: {
@@ -210,14 +252,15 @@ CASES = {
     ),
     "words": Case(make=Words, inputs=lambda: {"x": tokens(3, 8)}, option=WORDS, num_cut=2 + 9 + 3 + 2),
 }
-TRANSFORMERS = ("gpt2", "llama", "adapted", "mixtral", "qwen")
+CASES["segformer"] = replace(CASES["segformer"], inputs=lambda: {"pixel_values": numbers(3, 3, 16, 16)})
+TRANSFORMERS = ("gpt2", "llama", "adapted", "mixtral", "qwen", *TINY)
 
 
 def made(case: Case) -> nn.Module:
     torch.manual_seed(0)
     model = case.make().double().train()
-    if "GPT2" in type(model).__name__:
-        model.eval()  # its dropout draws other numbers for other sizes
+    if hasattr(model, "config"):
+        model.eval()  # transformers' dropout draws other numbers for other sizes
     return model
 
 
@@ -244,7 +287,7 @@ def departures(name: str) -> tuple[int, dict[str, float]]:
     inputs = case.inputs()
     expected, gradients = outcome(plain, inputs)
     own = {key: id(p) for key, p in model.named_parameters()}
-    styles = read_tensor_parallel(case.option, model, count=2)
+    styles = read_tensor_parallel(case.option, model, count=2, example=Arguments.of_example(inputs))
     shards = cut_by_styles(model, styles.styles, TensorGroup.of_mesh(mesh), mesh=mesh)
     assert {key: id(p) for key, p in model.named_parameters()} == own
     model = copy.deepcopy(model)
@@ -375,6 +418,22 @@ def test_recognised_by_what_it_computes() -> None:
         with pytest.raises(ValueError, match="recognises nothing"):
             read("auto", Looks(kind))
     assert read("auto", nn.Sequential(Looks("plain"), Looks("softmax"))) == ["0.up", "0.down"]
+
+
+def test_attention_of_which_single_heads_are_read_or_mixed_stays_whole() -> None:
+    """And the table says so; heads that do not divide are refused by name."""
+    pytest.importorskip("transformers")
+    inputs = Arguments.of_example({"input_ids": tokens(3, 8)})
+    for name, options in (
+        ("Bloom CausalLM", {"n_layer": 1, "n_head": 4, "output_attentions": True}),
+        ("Deberta MaskedLM", POSITIONS | {"talking_head": True}),
+    ):
+        model = tiny(name, **SMALL | options)
+        styles = read_tensor_parallel("auto", model, count=2, example=inputs)
+        assert len(styles.styles) == 2
+        assert "whole: its heads are not found to compute apart" in styles.table(model)
+    with pytest.raises(ValueError, match=r"'electra.encoder.layer.0.attention.self' has 4 num_attention_heads, over 3"):
+        read_tensor_parallel("auto", tiny("Electra MaskedLM", **SMALL), count=3, example=inputs)
 
 
 def test_a_plan_of_the_model() -> None:

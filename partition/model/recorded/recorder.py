@@ -80,7 +80,7 @@ class ForwardRecorder:
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
         self._owners = Owners(self._draws.note, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
-        self._values = Values(model, refuse=self._owners.refuse, on_object=self._attributes.watch)
+        self._values = Values(model, owners=self._owners, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
         self._unit_memory = {memory_of(x) for x in held} - {None}

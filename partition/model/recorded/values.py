@@ -25,7 +25,7 @@ class Values:
 
     Arguments:
         model: whose parameters and buffers are no values, but entries of its modules' tables.
-        refuse: makes the error for what is done with a tensor.
+        owners: make the error for what is done with a tensor.
         on_object: told of each object that the forward made, where it is first passed on.
 
     Attributes:
@@ -36,14 +36,8 @@ class Values:
         last_write: memory -> the call that changed it last.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        refuse: Callable[[torch.Tensor, str], RefusedError],
-        on_object: Callable[[object], None],
-    ) -> None:
-        self._refuse, self._on_object = refuse, on_object
+    def __init__(self, model: nn.Module, *, owners: Owners, on_object: Callable[[object], None]) -> None:
+        self._owners, self._on_object = owners, on_object
         self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
         self.slots = {
             id(value): Slot(module, table, key)
@@ -100,12 +94,13 @@ class Values:
         known = self.number_of(tensor)
         if known is not None:
             if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self.last_write:
-                raise self._refuse(tensor, "has got another history")
+                raise self._owners.refuse(tensor, "has got another history")
             return Ref(known)
         if id(tensor) in self.slots:
             return self.slots[id(tensor)]
-        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise self._refuse(tensor, "is used")
+        is_fake = isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if is_fake or self._owners.is_units(tensor):
+            raise self._owners.refuse(tensor, "is used")
         return Constant(tensor)
 
     def ids_in_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
@@ -186,6 +181,10 @@ class Owners:
 
     def came_from_outside(self, tensor: torch.Tensor) -> None:
         self._owner[id(tensor)] = _GLUE
+
+    def is_units(self, tensor: torch.Tensor) -> bool:
+        """Whether a unit made it; on made-up values, where it is no fake."""
+        return self._owner.get(id(tensor), _GLUE) != _GLUE
 
     def refuse(self, tensor: torch.Tensor, what: str) -> RefusedError:
         """The error for what is done with a tensor that is no call's result, such as "is used"."""
