@@ -1,7 +1,6 @@
 """Figures over a timeline: what its step takes, beside what it should and what is possible at all.
 
             a step      bubble
-closed form 33.0 ms      27.3%
 predicted   33.4 ms      28.1%
 measured    35.1 ms      31.6%
 lower bound 33.0 ms      27.3%
@@ -13,8 +12,6 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from ..schedules import Op
-from ..schedules.families.registry import closed_form_seconds
 from ..schedules.timing.bounds import least_seconds
 from ..schedules.timing.measured_inputs import median_costs
 from ..schedules.timing.sampling import SHARE
@@ -26,7 +23,7 @@ from .exhibit import Exhibit
 class HeadFigure(NamedTuple):
     """Seconds from batch to batch, and the idle fraction of the ranks at that pace.
 
-    label: "closed form", "predicted", "measured" or "lower bound".
+    label: "predicted", "measured" or "lower bound".
     how: what it holds for, for people.
     """
 
@@ -37,11 +34,10 @@ class HeadFigure(NamedTuple):
 
 
 def headline(exhibit: Exhibit) -> tuple[HeadFigure, ...]:
-    """Closed form, prediction, measurement and lower bound, as far as there are: for page, terminal, picture and
-    comparison alike.
+    """Prediction, measurement and lower bound, as far as there are: for page, terminal, picture and comparison alike.
 
-    The closed form and the bound are under the costs of the prediction; where nobody knows them, under the medians of
-    the timeline's own actions.
+    The bound is under the costs of the prediction; where nobody knows them, under the medians of the timeline's own
+    actions.
     """
     return tuple(_figures(exhibit))
 
@@ -55,11 +51,6 @@ def _figures(exhibit: Exhibit) -> Iterator[HeadFigure]:
     def bubble(seconds: float) -> float:
         return 1 - busy_seconds(schedule, costs) / (schedule.num_ranks * seconds)
 
-    if seconds := closed_form_seconds(schedule, costs):
-        table = costs.table_for(schedule)
-        alike = all(len(set(column)) == 1 for column in map(table.column, (Op.F, Op.B)))
-        what = "equal stages" if alike else "stages of the mean cost"
-        yield HeadFigure("closed form", seconds, bubble(seconds), f"{schedule.name}, {what}, free links, no update")
     if exhibit.predicted is not None and (sampled := exhibit.sampled) is not None:
         low, high = map(duration, sampled.range())
         how = f"{SHARE:.0%}: {low} .. {high}; median of {len(sampled.seconds)} steps with durations drawn as they vary"

@@ -208,7 +208,7 @@ def _figures(comparison: Comparison) -> list[str]:
     rows.append(_row("bubble", f"{found.bubble.before:.1%}", f"{found.bubble.after:.1%}", points))
     figures = [{each.label: each for each in side.figures} for side in (comparison.before, comparison.after)]
     measured = comparison.before.timeline.measured or comparison.after.timeline.measured
-    for label in (*(("predicted",) if measured else ()), "closed form", "lower bound"):
+    for label in (*(("predicted",) if measured else ()), "lower bound"):
         before, after = ("" if label not in each else duration(each[label].seconds) for each in figures)
         rows += [_row(label, before, after)] if before or after else []
     return rows + _memory(comparison.before, comparison.after)

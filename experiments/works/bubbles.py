@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from ...schedules import simulate
-from ...schedules.families.recognise import EqualStages
-from ...schedules.families.registry import family
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import BACKWARD, FORWARD, costs_of, schedule_of
@@ -36,23 +34,15 @@ def sized(case: Case) -> Case:
 
 
 def closed_form(case: Case) -> float | None:
-    """The bubble by the family's formula for the seconds from batch to batch; None where it has none."""
-    found = family(case.text("schedule"))
+    """The bubble by the schedule's formula; None where it has none here."""
     schedule = schedule_of(case)
-    chunks = schedule.num_stages // schedule.num_ranks
-    if found.batch_seconds is None:
+    both = (FORWARD + BACKWARD) * schedule.num_ranks / schedule.num_stages
+    waits = {"gpipe": both, "1f1b": both, "interleaved": both, "looped-bfs": both, "zb-h1": FORWARD}
+    each = (waits | dict.fromkeys(("2bw", "pipedream"), 0.0)).get(schedule.name)  # of all ranks but one
+    if each is None:
         return None
-    equal = EqualStages(
-        num_ranks=schedule.num_ranks,
-        num_microbatches=schedule.num_microbatches,
-        num_chunks=chunks,
-        forward=FORWARD / chunks,
-        input_grad=BACKWARD / 2 / chunks,
-        weight_grad=BACKWARD / 2 / chunks,
-    )
-    seconds = found.batch_seconds(equal)
     work = schedule.num_microbatches * (FORWARD + BACKWARD)
-    return None if seconds is None else 1 - work / seconds
+    return 1 - work / (work + (schedule.num_ranks - 1) * each)
 
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:

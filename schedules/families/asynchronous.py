@@ -284,7 +284,6 @@ PIPEDREAM, TWO_BW, PACI = (
         aliases=aliases,
         weight_rules=rules,
         full_after=1,
-        batch_seconds=lambda equal: None if equal.latency else equal.work,
     )
     for name, build, aliases, rules in (
         ("pipedream", pipedream, (), ("stashing", "vertical-sync")),

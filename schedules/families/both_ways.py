@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
 from ..placement import snake_placement, two_way
-from .recognise import EqualStages, Family
+from .recognise import Family
 
 
 def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -52,22 +52,12 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-def _chimera_seconds(equal: EqualStages) -> float | None:
-    units, left = divmod(equal.num_microbatches, equal.num_ranks)
-    if left or equal.latency:
-        return None
-    forward, backward = equal.forward, equal.input_grad + equal.weight_grad
-    waits = min(forward, backward) + units * abs(backward - forward)
-    return equal.num_microbatches * equal.both + (equal.num_ranks - 2) * waits
-
-
 CHIMERA = Family(
     name="chimera",
     build=chimera,
     placement="two-way",
     weight_copies=2,
     full_after=1,
-    batch_seconds=_chimera_seconds,
 )
 
 
@@ -155,25 +145,6 @@ def eight_steps(ways: Sequence[tuple[int, range]], *, position: int, length: int
     return tuple(program)
 
 
-def bubble_of_pairs(equal: EqualStages, ranks_behind: int) -> float | None:
-    """Bubble of each rank [s], where `ranks_behind` lie between an end and the rank where its way turns, or meets the
-    other; None where the form does not hold."""
-    forward, input_grad, weight_grad = equal.forward, equal.input_grad, equal.weight_grad
-    if weight_grad > min(forward, input_grad) or equal.latency:
-        return None
-    waits = (
-        ranks_behind * (forward + input_grad - weight_grad),
-        ranks_behind * 2 * (forward - weight_grad),
-        ranks_behind * (2 * input_grad - weight_grad) - forward,
-    )
-    return max(waits) if ranks_behind else 0.0
-
-
-def _dualpipe_seconds(equal: EqualStages) -> float | None:
-    bubble = bubble_of_pairs(equal, equal.num_ranks // 2 - 1)
-    return None if bubble is None else equal.num_microbatches * equal.both + bubble
-
-
 DUALPIPE = Family(
     name="dualpipe",
     build=dualpipe,
@@ -181,7 +152,6 @@ DUALPIPE = Family(
     weight_copies=2,
     splits_backward=True,
     full_after=2,
-    batch_seconds=_dualpipe_seconds,
 )
 
 
@@ -213,11 +183,6 @@ def dualpipe_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule(name="dualpipe-v", placement=placement, programs=tuple(programs), num_microbatches=num_microbatches)
 
 
-def _dualpipe_v_seconds(equal: EqualStages) -> float | None:
-    bubble = bubble_of_pairs(equal, equal.num_ranks - 1)
-    return None if bubble is None else 2 * equal.num_microbatches * equal.both + bubble
-
-
 DUALPIPE_V = Family(
     name="dualpipe-v",
     build=dualpipe_v,
@@ -226,5 +191,4 @@ DUALPIPE_V = Family(
     num_chunks=2,
     splits_backward=True,
     full_after=2,
-    batch_seconds=_dualpipe_v_seconds,
 )

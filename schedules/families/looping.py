@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
-from .recognise import EqualStages, Family
+from .recognise import Family
 from .warmup import Turns, in_turn, microbatch_groups, put_off_weights
 
 
@@ -67,30 +67,12 @@ def _default_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Tu
     return _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
 
 
-def looped_seconds(equal: EqualStages) -> float | None:
-    """(M V + P - 1)(F + B), where M is at least P and links are free."""
-    if equal.num_microbatches < equal.num_ranks or equal.latency:
-        return None
-    return equal.work + (equal.num_ranks - 1) * equal.both
-
-
-def _interleaved_seconds(equal: EqualStages) -> float | None:
-    """The same, and 2c(PV - 1) for a latency c of at most F and B, where P divides M."""
-    P, V, c = equal.num_ranks, equal.num_chunks, equal.latency
-    if not c:
-        return looped_seconds(equal)
-    if V == 1 or equal.num_microbatches % P or c > min(equal.forward, equal.both - equal.forward):
-        return None
-    return equal.work + (P - 1) * equal.both + (2 * c * (P * V - 1) if P > 1 else 0.0)
-
-
 INTERLEAVED = Family(
     name="interleaved",
     build=interleaved,
     aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
     full_after=3,
     turns=_default_turns,
-    batch_seconds=_interleaved_seconds,
 )
 
 
@@ -125,18 +107,11 @@ def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_siz
     return in_turn("gis", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def _gis_seconds(equal: EqualStages) -> float | None:
-    if equal.num_microbatches < equal.num_ranks or equal.latency:
-        return None
-    return equal.work + (equal.num_ranks - 1) * (equal.forward + equal.input_grad)
-
-
 GIS = Family(
     name="gis",
     build=gis,
     splits_backward=True,
     full_after=3,
-    batch_seconds=_gis_seconds,
 )
 
 
@@ -156,21 +131,12 @@ def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2
     return in_turn("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def split_seconds(equal: EqualStages) -> float | None:
-    """(F+I-W) (P-1) beside the work of a rank, where ranks put off their W, over slices or whole microbatches."""
-    few = (equal.num_microbatches - 1) * equal.num_slices < equal.num_ranks - 1
-    if few or equal.latency or equal.weight_grad > min(equal.forward, equal.input_grad):
-        return None
-    return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
-
-
 INTERLEAVED_ZB = Family(
     name="interleaved-zb",
     build=interleaved_zb,
     aliases=("interleavedzerobubble", "interleaved-zero-bubble", "scheduleinterleavedzerobubble"),
     splits_backward=True,
     full_after=3,
-    batch_seconds=split_seconds,
 )
 
 
@@ -195,5 +161,4 @@ LOOPED_BFS = Family(
     name="looped-bfs",
     build=looped_bfs,
     aliases=("loopedbfs", "scheduleloopedbfs"),
-    batch_seconds=looped_seconds,
 )

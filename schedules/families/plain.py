@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir import Schedule
-from .recognise import EqualStages, Family
+from .recognise import Family
 from .warmup import Turns, in_turn, one_by_one, plain_warmup, replica_counts
 
 
@@ -26,16 +26,10 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return in_turn("gpipe", programs, num_microbatches=num_microbatches)
 
 
-def _gpipe_seconds(equal: EqualStages) -> float:
-    steps = equal.num_ranks - 1
-    return (equal.num_microbatches + steps) * equal.both + 2 * steps * equal.latency
-
-
 GPIPE = Family(
     name="gpipe",
     build=gpipe,
     aliases=("schedulegpipe",),
-    batch_seconds=_gpipe_seconds,
 )
 
 
@@ -72,19 +66,12 @@ def _1f1b_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns
     return Turns(every, every, range(num_ranks - 1, -1, -1))
 
 
-def _1f1b_seconds(equal: EqualStages) -> float:
-    """(M + P - 1)(F + B); each message is waited for when the pipeline fills and drains, and in most rounds between."""
-    P, M = equal.num_ranks, equal.num_microbatches
-    return (M + P - 1) * equal.both + 2 * equal.latency * ((P - 1) + (M - 1) * (P - 1) // P)
-
-
 ONE_F_ONE_B = Family(
     name="1f1b",
     build=one_f_one_b,
     aliases=("schedule1f1b", "pipedream-flush", "dapple"),
     full_after=1,
     turns=_1f1b_turns,
-    batch_seconds=_1f1b_seconds,
 )
 
 
@@ -103,15 +90,9 @@ def eager_1f1b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return in_turn("eager-1f1b", programs, num_microbatches=num_microbatches)
 
 
-def _eager_seconds(equal: EqualStages) -> float | None:
-    is_hidden = equal.latency <= min(equal.forward, equal.input_grad + equal.weight_grad)
-    return _gpipe_seconds(equal) if is_hidden else None
-
-
 EAGER_1F1B = Family(
     name="eager-1f1b",
     build=eager_1f1b,
     aliases=("1f1b-eager",),
     full_after=2,
-    batch_seconds=_eager_seconds,
 )

@@ -13,33 +13,6 @@ from .warmup import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EqualStages:
-    """P, M, V, slices of a microbatch, seconds of one stage action where all are equal, and of a message."""
-
-    num_ranks: int
-    num_microbatches: int
-    num_chunks: int = 1
-    num_slices: int = 1
-    forward: float = 1.0
-    input_grad: float = 1.0
-    weight_grad: float = 1.0
-    latency: float = 0.0
-
-    @property
-    def both(self) -> float:
-        """F + B [s]."""
-        return self.forward + self.input_grad + self.weight_grad
-
-    @property
-    def work(self) -> float:
-        """Work of a rank, M n V (F + B) with n slices a microbatch [s]."""
-        return self.num_microbatches * self.num_slices * self.num_chunks * self.both
-
-
-Seconds = Callable[[EqualStages], float | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A schedule by name. Adding one = a file in `families` with a builder and this record.
 
@@ -56,8 +29,6 @@ class Family:
         turns: order for P, M and V by default, in figures, without replicas: planners count in it what is held, in a
             hundredth of the time that programs take. None: programs are not made that way.
         weight_copies: ranks that hold each stage, without replicas.
-        batch_seconds: closed form of the seconds from batch to batch (the makespan, under a flush), None where the form
-            does not hold for the sizes and costs.
     """
 
     name: str
@@ -70,7 +41,6 @@ class Family:
     full_after: int | None = None
     turns: Callable[[int, int, int], Turns] | None = None
     weight_copies: int = 1
-    batch_seconds: Seconds | None = None
     options: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

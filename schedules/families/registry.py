@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
-from statistics import fmean
 from types import MappingProxyType
 
 from .. import families as builders
-from ..ir import Action, Schedule
-from ..timing.costs import COST_OF_OP, Costs
+from ..ir import Schedule
 from ..wording import count
-from .recognise import EqualStages, Family
+from .recognise import Family
 
 _IN_ORDER = (
     "gpipe 1f1b eager-1f1b interleaved looped-bfs pipedream 2bw paci zb-h1 zb-h2 zb-1p zb-2p interleaved-zb gis "
@@ -109,38 +107,3 @@ def build(
     if "replicas" in options and not isinstance(options["replicas"], list | tuple | None):
         raise ValueError(f"replicas={options['replicas']!r}: expected one count a stage, such as (2, 1)")
     return chosen.build(**sizes, **options)
-
-
-def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
-    """Seconds from batch to batch by the closed form of the schedule's family, for stages of the mean cost, and free
-    links; None where it has none: another order, replicas, unequal microbatches, or sizes that it does not cover."""
-    known = FAMILIES.get(schedule.name)
-    held, owners = {len(stages) for stages in schedule.placement}, {len(ranks) for ranks in schedule.owners}
-    if known is None or known.batch_seconds is None or len(held) > 1 or owners != {known.weight_copies}:
-        return None
-    sizes = {
-        "num_ranks": schedule.num_ranks,
-        "num_microbatches": schedule.num_microbatches,
-        "num_chunks": held.pop() // known.weight_copies,
-        "num_slices": schedule.num_slices,
-    }
-    if sizes["num_chunks"] != known.num_chunks and not known.takes_chunks:
-        return None
-    if not schedule.is_asynchronous and _programs(sizes, known) != schedule.programs:
-        return None
-    table = costs.table_for(schedule)
-    if table.varies:
-        return None
-    forward, backward, input_grad, weight_grad = (fmean(table.column(op)) for op in COST_OF_OP)
-    if not known.splits_backward:
-        input_grad = weight_grad = backward / 2
-    equal = EqualStages(forward=forward, input_grad=input_grad, weight_grad=weight_grad, **sizes)
-    return known.batch_seconds(equal)
-
-
-def _programs(sizes: Mapping[str, int], its: Family) -> Sequence[Sequence[Action]] | None:
-    """The order of the family itself; None for sizes that it has none for."""
-    try:
-        return build(its.name, **sizes).programs
-    except ValueError:
-        return None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir import Action, Op, Schedule
-from .looping import split_seconds
-from .recognise import EqualStages, Family
+from .recognise import Family
 from .warmup import in_turn, microbatch_groups, one_by_one, pair_up, put_off_weights
 
 
@@ -43,14 +42,9 @@ def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> S
     return in_turn("terapipe", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
-def _terapipe_seconds(equal: EqualStages) -> float:
-    return equal.work + (equal.num_ranks - 1) * (equal.both + 2 * equal.latency)
-
-
 TERAPIPE = Family(
     name="terapipe",
     build=terapipe,
-    batch_seconds=_terapipe_seconds,
 )
 
 
@@ -94,18 +88,10 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
     return in_turn("seq1f1b", programs, **sizes)
 
 
-def _seq1f1b_seconds(equal: EqualStages) -> float | None:
-    few = equal.num_microbatches * equal.num_slices < equal.num_ranks
-    if equal.latency > 0 or (few and equal.num_chunks > 1):
-        return None
-    return equal.work + (equal.num_ranks - 1) * equal.both
-
-
 SEQ1F1B = Family(
     name="seq1f1b",
     build=seq1f1b,
     aliases=("seq-1f1b",),
-    batch_seconds=_seq1f1b_seconds,
 )
 
 
@@ -135,7 +121,6 @@ SEQ_ZB_H1 = Family(
     name="seq-zb-h1",
     build=seq_zb_h1,
     splits_backward=True,
-    batch_seconds=split_seconds,
 )
 
 
@@ -169,5 +154,4 @@ def slimpipe(*, num_ranks: int, num_microbatches: int, num_slices: int | None = 
 SLIMPIPE = Family(
     name="slimpipe",
     build=slimpipe,
-    batch_seconds=SEQ1F1B.batch_seconds,
 )

@@ -19,7 +19,7 @@ from ..ir import Action, Op, Schedule
 from ..placement import snake_placement
 from ..timing.costs import Costs
 from .greedy import Rules, list_order, read_costs
-from .recognise import EqualStages, Family
+from .recognise import Family
 
 _PERIOD = 6
 Block = Callable[[int, int], tuple[int, int, int, int]]  # P, rank -> slots of F0, F1, I1, I0
@@ -73,13 +73,6 @@ def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None)
     return repeat_block("v-half", block, num_microbatches, num_ranks=num_ranks, memory_limit=most, costs=costs)
 
 
-def _half_seconds(equal: EqualStages) -> float | None:
-    P, M = equal.num_ranks, equal.num_microbatches
-    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad or M < P:
-        return None
-    return equal.work + (0 if P == 1 else max(2, 3 * P - (4 if P % 2 else 5))) * equal.forward
-
-
 def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Two chunks a rank in a V, each step of a microbatch's way right behind the one before: activations live shortest.
 
@@ -101,13 +94,6 @@ def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) 
     return repeat_block("v-min", block, num_microbatches, num_ranks=num_ranks, memory_limit=most, costs=costs)
 
 
-def _min_seconds(equal: EqualStages) -> float | None:
-    P = equal.num_ranks
-    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
-        return None
-    return equal.work + (0 if P == 1 else 4 * P - 5) * equal.forward
-
-
 V_HALF, V_MIN = (
     Family(
         name=name,
@@ -115,9 +101,8 @@ V_HALF, V_MIN = (
         placement="snake",
         num_chunks=2,
         splits_backward=True,
-        batch_seconds=seconds,
     )
-    for name, build, seconds in (("v-half", v_half, _half_seconds), ("v-min", v_min, _min_seconds))
+    for name, build in (("v-half", v_half), ("v-min", v_min))
 )
 
 
@@ -143,17 +128,8 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     return Schedule(name="hanayo", placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
 
 
-def _hanayo_seconds(equal: EqualStages) -> float | None:
-    backward = equal.input_grad + equal.weight_grad
-    is_one_wave = equal.num_chunks == 2 and equal.num_microbatches == equal.num_ranks
-    if not is_one_wave or equal.latency or backward < 2 * equal.forward:
-        return None
-    return equal.work + 2 * (equal.num_ranks - 1) * backward
-
-
 HANAYO = Family(
     name="hanayo",
     build=hanayo,
     placement="snake",
-    batch_seconds=_hanayo_seconds,
 )

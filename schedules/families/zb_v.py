@@ -8,7 +8,7 @@ from ..ir import Action, Op, Schedule, ScheduleError
 from ..placement import snake_placement
 from ..timing.costs import Costs, CostTable
 from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
-from .recognise import EqualStages, Family
+from .recognise import Family
 
 
 def v_rounds(
@@ -218,14 +218,6 @@ def _candidates(
     yield Rules(caps=(1,) * (2 * P), memory_limit=limit, kept=kept)
 
 
-def _seconds(equal: EqualStages) -> float | None:
-    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
-        return None
-    if equal.num_microbatches < 2 * equal.num_ranks - 1:
-        return None
-    return equal.work + (equal.num_ranks - 1) * equal.forward
-
-
 ZB_V = Family(
     name="zb-v",
     build=zb_v,
@@ -234,5 +226,4 @@ ZB_V = Family(
     num_chunks=2,
     splits_backward=True,
     full_after=2,
-    batch_seconds=_seconds,
 )

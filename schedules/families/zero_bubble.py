@@ -13,7 +13,7 @@ from ..ir import Action, Op, Schedule
 from ..placement import cyclic_placement
 from ..timing.costs import Costs, CostTable
 from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
-from .recognise import EqualStages, Family
+from .recognise import Family
 from .warmup import in_turn, one_by_one, put_off_weights
 
 
@@ -44,25 +44,11 @@ def zb_handcrafted(name: str, *, num_ranks: int, num_microbatches: int, steps: i
     return in_turn(name, programs, num_microbatches=num_microbatches)
 
 
-def _h1_seconds(equal: EqualStages) -> float | None:
-    P, M, W, c = equal.num_ranks, equal.num_microbatches, equal.weight_grad, equal.latency
-    if not well_filled(equal):
-        return None
-    waits = 2 * c * (P - 1 + max(0, min(M - 2, P - 1)))
-    return (M + P - 1) * (equal.forward + equal.input_grad) + W + max(0, M - P) * W + waits
-
-
-def well_filled(equal: EqualStages) -> bool:
-    """Whether a W fits into the gap of an F or I, and hides a message there and back."""
-    return 2 * equal.latency <= equal.weight_grad <= min(equal.forward, equal.input_grad)
-
-
 ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
     splits_backward=True,
     full_after=1,
-    batch_seconds=_h1_seconds,
 )
 
 
@@ -81,21 +67,11 @@ def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return zb_handcrafted("zb-h2", num_ranks=num_ranks, num_microbatches=num_microbatches, steps=2)
 
 
-def _h2_seconds(equal: EqualStages) -> float | None:
-    P, M = equal.num_ranks, equal.num_microbatches
-    if not well_filled(equal) or P < M < 2 * P - 1:
-        return None
-    both = (M + P - 1) * (equal.forward + equal.input_grad)
-    span = both + max(1, M - 2 * P + 2) * equal.weight_grad + 2 * (P - 1) * equal.latency
-    return max(span, equal.work + (P - 1) * (equal.forward + equal.latency))
-
-
 ZB_H2 = Family(
     name="zb-h2",
     build=zb_h2,
     splits_backward=True,
     full_after=2,
-    batch_seconds=_h2_seconds,
 )
 
 

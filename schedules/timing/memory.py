@@ -102,19 +102,6 @@ class MemoryCurve:
         """The most bytes at once."""
         return max(self.total, default=0.0)
 
-    @property
-    def peak_at(self) -> float:
-        """When they are first there [s]."""
-        total = self.total
-        return self.times[total.index(max(total))] if total else 0.0
-
-    @property
-    def peak_parts(self) -> dict[MemoryPart, float]:
-        """Bytes of each part at that moment."""
-        total = self.total
-        at = total.index(max(total)) if total else 0
-        return {part: values[at] for part, values in self.parts.items()}
-
 
 def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[MemoryCurve, ...]:
     """[P] what each rank of a timeline holds, simulated or measured.

@@ -1,15 +1,38 @@
-"""Spans and activations as papers give them, by family: [P] peaks and seconds of the longest span; None where a form
-does not hold."""
+"""What papers say of each family: seconds from batch to batch, seconds of the longest span, [P] peaks of activations;
+None where a form does not hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from support.inside import EqualStages, microbatch_groups
-
-from stagewright.schedules import FAMILIES
+from support.inside import microbatch_groups
 
 Peaks = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualStages:
+    """P, M, V, slices of a microbatch, seconds of one stage action where all are equal, and of a message."""
+
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int = 1
+    num_slices: int = 1
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    latency: float = 0.0
+
+    @property
+    def both(self) -> float:
+        """F + B [s]."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    @property
+    def work(self) -> float:
+        """Work of a rank, M n V (F + B) with n slices a microbatch [s]."""
+        return self.num_microbatches * self.num_slices * self.num_chunks * self.both
 
 
 def falling(equal: EqualStages, most: int, first: int, step: int) -> Peaks:
@@ -110,5 +133,172 @@ def zb_v_span(equal: EqualStages) -> float | None:
     return equal.work if is_even and equal.num_microbatches >= 2 * equal.num_ranks - 1 else None
 
 
+def gpipe_seconds(equal: EqualStages) -> float:
+    steps = equal.num_ranks - 1
+    return (equal.num_microbatches + steps) * equal.both + 2 * steps * equal.latency
+
+
+def one_f_one_b_seconds(equal: EqualStages) -> float:
+    """(M + P - 1)(F + B); each message is waited for when the pipeline fills and drains, and in most rounds between."""
+    P, M = equal.num_ranks, equal.num_microbatches
+    return (M + P - 1) * equal.both + 2 * equal.latency * ((P - 1) + (M - 1) * (P - 1) // P)
+
+
+def eager_seconds(equal: EqualStages) -> float | None:
+    is_hidden = equal.latency <= min(equal.forward, equal.input_grad + equal.weight_grad)
+    return gpipe_seconds(equal) if is_hidden else None
+
+
+def looped_seconds(equal: EqualStages) -> float | None:
+    """(M V + P - 1)(F + B), where M is at least P and links are free."""
+    if equal.num_microbatches < equal.num_ranks or equal.latency:
+        return None
+    return equal.work + (equal.num_ranks - 1) * equal.both
+
+
+def interleaved_seconds(equal: EqualStages) -> float | None:
+    """The same, and 2c(PV - 1) for a latency c of at most F and B, where P divides M."""
+    P, V, c = equal.num_ranks, equal.num_chunks, equal.latency
+    if not c:
+        return looped_seconds(equal)
+    if V == 1 or equal.num_microbatches % P or c > min(equal.forward, equal.both - equal.forward):
+        return None
+    return equal.work + (P - 1) * equal.both + (2 * c * (P * V - 1) if P > 1 else 0.0)
+
+
+def gis_seconds(equal: EqualStages) -> float | None:
+    if equal.num_microbatches < equal.num_ranks or equal.latency:
+        return None
+    return equal.work + (equal.num_ranks - 1) * (equal.forward + equal.input_grad)
+
+
+def split_seconds(equal: EqualStages) -> float | None:
+    """(F+I-W) (P-1) beside the work of a rank, where ranks put off their W, over slices or whole microbatches."""
+    few = (equal.num_microbatches - 1) * equal.num_slices < equal.num_ranks - 1
+    if few or equal.latency or equal.weight_grad > min(equal.forward, equal.input_grad):
+        return None
+    return equal.work + (equal.num_ranks - 1) * (equal.both - 2 * equal.weight_grad)
+
+
+def h1_seconds(equal: EqualStages) -> float | None:
+    P, M, W, c = equal.num_ranks, equal.num_microbatches, equal.weight_grad, equal.latency
+    if not well_filled(equal):
+        return None
+    waits = 2 * c * (P - 1 + max(0, min(M - 2, P - 1)))
+    return (M + P - 1) * (equal.forward + equal.input_grad) + W + max(0, M - P) * W + waits
+
+
+def well_filled(equal: EqualStages) -> bool:
+    """Whether a W fits into the gap of an F or I, and hides a message there and back."""
+    return 2 * equal.latency <= equal.weight_grad <= min(equal.forward, equal.input_grad)
+
+
+def h2_seconds(equal: EqualStages) -> float | None:
+    P, M = equal.num_ranks, equal.num_microbatches
+    if not well_filled(equal) or P < M < 2 * P - 1:
+        return None
+    both = (M + P - 1) * (equal.forward + equal.input_grad)
+    span = both + max(1, M - 2 * P + 2) * equal.weight_grad + 2 * (P - 1) * equal.latency
+    return max(span, equal.work + (P - 1) * (equal.forward + equal.latency))
+
+
+def zb_v_seconds(equal: EqualStages) -> float | None:
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
+        return None
+    if equal.num_microbatches < 2 * equal.num_ranks - 1:
+        return None
+    return equal.work + (equal.num_ranks - 1) * equal.forward
+
+
+def half_seconds(equal: EqualStages) -> float | None:
+    P, M = equal.num_ranks, equal.num_microbatches
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad or M < P:
+        return None
+    return equal.work + (0 if P == 1 else max(2, 3 * P - (4 if P % 2 else 5))) * equal.forward
+
+
+def min_seconds(equal: EqualStages) -> float | None:
+    P = equal.num_ranks
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
+        return None
+    return equal.work + (0 if P == 1 else 4 * P - 5) * equal.forward
+
+
+def hanayo_seconds(equal: EqualStages) -> float | None:
+    backward = equal.input_grad + equal.weight_grad
+    is_one_wave = equal.num_chunks == 2 and equal.num_microbatches == equal.num_ranks
+    if not is_one_wave or equal.latency or backward < 2 * equal.forward:
+        return None
+    return equal.work + 2 * (equal.num_ranks - 1) * backward
+
+
+def chimera_seconds(equal: EqualStages) -> float | None:
+    units, left = divmod(equal.num_microbatches, equal.num_ranks)
+    if left or equal.latency:
+        return None
+    forward, backward = equal.forward, equal.input_grad + equal.weight_grad
+    waits = min(forward, backward) + units * abs(backward - forward)
+    return equal.num_microbatches * equal.both + (equal.num_ranks - 2) * waits
+
+
+def bubble_of_pairs(equal: EqualStages, ranks_behind: int) -> float | None:
+    """Bubble of each rank [s], where `ranks_behind` lie between an end and the rank where its way turns, or meets the
+    other; None where the form does not hold."""
+    forward, input_grad, weight_grad = equal.forward, equal.input_grad, equal.weight_grad
+    if weight_grad > min(forward, input_grad) or equal.latency:
+        return None
+    waits = (
+        ranks_behind * (forward + input_grad - weight_grad),
+        ranks_behind * 2 * (forward - weight_grad),
+        ranks_behind * (2 * input_grad - weight_grad) - forward,
+    )
+    return max(waits) if ranks_behind else 0.0
+
+
+def dualpipe_seconds(equal: EqualStages) -> float | None:
+    bubble = bubble_of_pairs(equal, equal.num_ranks // 2 - 1)
+    return None if bubble is None else equal.num_microbatches * equal.both + bubble
+
+
+def dualpipe_v_seconds(equal: EqualStages) -> float | None:
+    bubble = bubble_of_pairs(equal, equal.num_ranks - 1)
+    return None if bubble is None else 2 * equal.num_microbatches * equal.both + bubble
+
+
+def terapipe_seconds(equal: EqualStages) -> float:
+    return equal.work + (equal.num_ranks - 1) * (equal.both + 2 * equal.latency)
+
+
+def seq1f1b_seconds(equal: EqualStages) -> float | None:
+    few = equal.num_microbatches * equal.num_slices < equal.num_ranks
+    if equal.latency > 0 or (few and equal.num_chunks > 1):
+        return None
+    return equal.work + (equal.num_ranks - 1) * equal.both
+
+
+SECONDS: dict[str, Callable[[EqualStages], float | None]] = {
+    "gpipe": gpipe_seconds,
+    "1f1b": one_f_one_b_seconds,
+    "eager-1f1b": eager_seconds,
+    **dict.fromkeys(("pipedream", "2bw", "paci"), lambda e: None if e.latency else e.work),
+    "zb-h1": h1_seconds,
+    "zb-h2": h2_seconds,
+    "interleaved": interleaved_seconds,
+    "gis": gis_seconds,
+    "interleaved-zb": split_seconds,
+    "looped-bfs": looped_seconds,
+    "terapipe": terapipe_seconds,
+    "seq1f1b": seq1f1b_seconds,
+    "seq-zb-h1": split_seconds,
+    "slimpipe": seq1f1b_seconds,
+    "chimera": chimera_seconds,
+    "dualpipe": dualpipe_seconds,
+    "dualpipe-v": dualpipe_v_seconds,
+    "hanayo": hanayo_seconds,
+    "zb-v": zb_v_seconds,
+    "v-half": half_seconds,
+    "v-min": min_seconds,
+}
+
 # V-half and V-min: as long as the makespan.
-SPANS = {"zb-h2": zb_h2_span, "zb-v": zb_v_span} | {name: FAMILIES[name].batch_seconds for name in ("v-half", "v-min")}
+SPANS = {"zb-h2": zb_h2_span, "zb-v": zb_v_span} | {"v-half": half_seconds, "v-min": min_seconds}

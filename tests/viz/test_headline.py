@@ -10,7 +10,6 @@ from support.inside import (
     Sheet,
     TimelinePanel,
     busy_seconds,
-    closed_form_seconds,
     headline,
     median_costs,
     panels_of,
@@ -36,22 +35,14 @@ def slowed(timeline: Timeline, factor: float) -> Timeline:
     return replace(timeline, ranks=ranks, measured=True)
 
 
-WITHOUT_A_FORM = ("zb-1p", "zb-2p", "hanayo")  # found by search; of M = P alone
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_equal_stages_and_free_links_are_as_the_closed_form_says(name: str) -> None:
-    schedule = build(name, num_ranks=4, num_microbatches=8)
-    timeline = simulate(schedule, COSTS)
+def test_figures_of_a_prediction(name: str) -> None:
+    timeline = simulate(build(name, num_ranks=4, num_microbatches=8), COSTS)
     found = by_label(Exhibit(name=name, predicted=timeline, costs=COSTS))
-    assert ("closed form" in found) == (name not in WITHOUT_A_FORM)
-    if "closed form" in found:
-        assert found["closed form"].seconds == timeline.batch_seconds
-        assert found["closed form"].bubble == pytest.approx(timeline.bubble)
+    assert [*found] == ["predicted", "lower bound"]
     assert found["predicted"][1:3] == (timeline.batch_seconds, timeline.bubble)
     assert found["lower bound"].seconds <= timeline.batch_seconds + 1e-9
     assert found["lower bound"].bubble <= timeline.bubble + 1e-9
-    assert "measured" not in found
 
 
 def test_figures_of_a_run() -> None:
@@ -62,9 +53,7 @@ def test_figures_of_a_run() -> None:
     predicted = simulate(schedule, costs, links)
     steps = tuple(MeasuredStep(n, slowed(predicted, factor)) for n, factor in ((3, 1.5), (23, 2.0), (43, 1.25)))
     found = by_label(Exhibit(name="run", predicted=predicted, measured=steps, costs=costs, links=links))
-    assert [*found] == ["closed form", "predicted", "measured", "lower bound"]
-    assert found["closed form"].seconds == pytest.approx((8 + 3) * (1.25 + 2))
-    assert "stages of the mean cost" in found["closed form"].how
+    assert [*found] == ["predicted", "measured", "lower bound"]
     assert found["measured"].seconds == pytest.approx(1.5 * predicted.makespan)
     assert found["measured"].how == "median of 3 steps"
     assert found["lower bound"].seconds == lower_bound(schedule, costs, links)
@@ -79,18 +68,6 @@ def test_where_costs_are_not_known_a_timeline_s_own_medians_stand_for_them() -> 
     assert found["lower bound"].seconds == lower_bound(schedule, costs)
     assert found["measured"].how == "step 7"
     assert "its own actions" in found["lower bound"].how
-
-
-def test_no_closed_form_where_it_does_not_hold() -> None:
-    replicas = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
-    assert closed_form_seconds(replicas, COSTS) is None
-    plain = build("1f1b", num_ranks=2, num_microbatches=4)
-    first, second = plain.programs
-    other = replace(plain, programs=((first[1], first[0], *first[2:]), second))
-    assert closed_form_seconds(plain, COSTS) == 15.0
-    assert closed_form_seconds(other, COSTS) is None
-    assert closed_form_seconds(replace(plain, name="mine"), COSTS) is None
-    assert "closed form" not in by_label(Exhibit(name="x", predicted=simulate(replicas, COSTS), costs=COSTS))
 
 
 def test_streams_are_counted_by_the_batch() -> None:

@@ -52,9 +52,9 @@
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
   }
 
-  const FIGURES = { step: ["closed form", "lower bound", "predicted", "measured"], bubble: ["closed form", "predicted", "measured"] };
+  const FIGURES = { step: ["lower bound", "predicted", "measured"], bubble: ["predicted", "measured"] };
 
-  // A row an exhibit: closed form, bound, prediction and measurement of a step and of its bubble.
+  // A row an exhibit: bound, prediction and measurement of a step and of its bubble.
   function figures(page) {
     const { time, percent, digits } = app.words;
     const rows = page.exhibits.filter((each) => each.data.figures.length).map((exhibit) => ({
