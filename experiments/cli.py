@@ -20,9 +20,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "training.command", "train your model, or a GPT on the standard library's source, through a pipeline"
-    ),
+    "train": Command("training.command", "train your model, or a small GPT, through a pipeline"),
     "schedule": Command("commands.schedule", "print a schedule as a grid, or export it as CSV or JSON"),
     "simulate": Command("commands.simulate", "simulate a schedule: makespan, bubbles, activations, lower bound"),
     "timeline": Command("commands.timeline", "draw runs, plans and schedules: a page, a picture, for Perfetto"),

@@ -204,7 +204,8 @@ class Building:
                 verifies=self._options.verify_every is not None,
                 if_it_fits=self._options.verify_if_it_fits,
             )
-            self.unequal = None if self._loaded is not None else unequal_weights(run.root, run.collectives)
+            if self._loaded is None:
+                self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)
             pipeline = build(run, first)
         if self._loaded is not None:
             pipeline.state.resume(self._loaded.place)

@@ -4,6 +4,7 @@ with hooks on all modules (`register_module_forward_hook` and its like), which m
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -65,3 +66,15 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within, Python looks for no cycles: what finalizers and callbacks then run would be taken for the user's code."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ...comm import Collectives, Guard
+from ...comm import Collectives, Guard, MeshPlace
 from ...partition.model.recorded.words import digest
 from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
@@ -39,17 +39,22 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
     return ", ".join(parts)
 
 
-def unequal_weights(root: nn.Module, collectives: Collectives) -> str | None:
-    """In words, the first parameter that processes have made otherwise; None: there is none. Collective over all.
+def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, collectives: Collectives) -> str | None:
+    """In words, the first parameter that ranks of a pipeline have made otherwise; None: there is none. Collective.
 
-    Each stage takes the weights of its own process. Those without values (on the meta device) are not compared.
+    Each stage begins with the weights of its first replica's first process, so that only these count. Weights without
+    values (on the meta device) are not compared.
     """
-    mine = {} if collectives.alone else {name: checksum(p.detach()) for name, p in root.named_parameters()}
+    if collectives.alone:
+        return None
+    begin = dict.fromkeys(place.process_of(owners[0], tensor=0) for owners in schedule.owners)
+    counts = collectives.rank in begin
+    mine = {name: checksum(p.detach()) for name, p in root.named_parameters()} if counts else {}
     sums = collectives.gather(mine, what="comparing the weights that ranks begin with")
-    for name in mine:
-        known = {process: own[name] for process, own in enumerate(sums) if own.get(name, UNKNOWN) != UNKNOWN}
-        one = next(iter(known), None)
-        other = next((process for process in known if known[process] != known[one]), None) if one is not None else None
+    for name in sums[next(iter(begin))]:
+        known = {process: own for process in begin if (own := sums[process].get(name, UNKNOWN)) != UNKNOWN}
+        one = next(iter(known), -1)
+        other = next((process for process, own in known.items() if own != known[one]), None)
         if other is not None:
             return (
                 f"process {other} has made other weights than process {one}, first {name!r}, and each stage would "

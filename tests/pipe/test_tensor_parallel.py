@@ -41,8 +41,12 @@ def batches_of(replica: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
-    """Three steps, an evaluation of a smaller batch; the model's weights differ from process to process."""
-    with make_pipe(make_model(dist.get_rank(), dropout=dropout), **options) as pipe:
+    """Three steps, an evaluation of a smaller batch; others than a stage's first process have other weights."""
+    left, at = dist.get_rank(), dict[str, int]()
+    for axis in reversed(options.get("mesh_order", ("pipe", "data", "tensor"))):
+        left, at[axis] = divmod(left, options["mesh"].get(axis, 1))
+    is_first = at["data"] == at["tensor"] == 0
+    with make_pipe(make_model(0 if is_first else dist.get_rank(), dropout=dropout), **options) as pipe:
         replica = pipe._building.replica[0]
         pipe.build(*make_batch(replica))
         first = pipe.full_state_dict()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.inside import (
     HostClock,
@@ -180,6 +181,7 @@ def test_nothing_was_run(tmp_path: Path) -> None:
 def traced_over_hosts(root: str) -> None:
     """Rank 0 on one host, 1 and 2 on another, each host with a folder of its own."""
     rank = dist.get_rank()
+    torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(HostClock, "stamp", lambda self: time.perf_counter() + AHEAD[rank])
         monkeypatch.setattr(building, "machine", lambda: "ab"[AHEAD[rank] > 0])

@@ -93,7 +93,7 @@ def test_rows_and_factors_by_action_index() -> None:
     assert [table.of(Op.W, 0, k) for k in range(2)] == [1.0, 0.5]
     assert table.varies
     with pytest.raises(
-        ValueError, match=r"F of stage 0 takes 0.5 to 1 s, by action index: expected costs that are the"
+        ValueError, match=r"F of stage 0 takes 500 ms to 1.00 s, by action index: expected costs that are the"
     ):
         _ = table.column(Op.F)
     assert Costs.from_json(costs.to_json()) == costs

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..fakes import on_fakes
 from ..forms import Arguments
-from ..modes import OWN_HOOKS, changing_hook, quiet_fakes
+from ..modes import OWN_HOOKS, changing_hook, no_collection, quiet_fakes
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
 from .intercept import RefusedError, listening
@@ -58,7 +58,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         recorder = ForwardRecorder(model, roles, given.tensors)
         try:
             heard = {id(each): each for each in (*roles.opened.values(), *roles.units.values())}
-            with quiet_fakes(), listening(recorder, heard), recorder.watching(kinds):
+            with no_collection(), quiet_fakes(), listening(recorder, heard), recorder.watching(kinds):
                 found = recorder.finish(given.call(model))
         except Exception as error:
             if isinstance(error, RefusedError):
