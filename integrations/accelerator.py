@@ -8,6 +8,7 @@ clip_grad_norm_                    over all stages
 optimizer.step(), scheduler        kept: each process has the gradients of its own stages
 gather, reduce                     over data replicas
 save_state, load_state             kept: one process writes the files of a plain run
+unwrap_model                       the script's model; get_state_dict(model) has the weights of all stages
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ..pipe import Inputs, PipelineModule
 from ..pipe.batch.model_loss import ModelLoss
-from .replicas import from_all, seen_as
+from .replicas import from_all, read_pipeline, seen_as
 
 _FOLLOWED = {"mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu", "rng_types"}
 _FOLLOWED |= {"dataloader_config", "log_with", "project_dir", "project_config", "step_scheduler_with_optimizer"}
@@ -49,7 +50,7 @@ class PipelineAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *, pipeline: Mapping[str, Any] | None = None, **options: Any) -> None:
-        self._pipeline = dict(pipeline or {})
+        self._pipeline = read_pipeline(pipeline)
         self._loss: torch.Tensor | None = None  # of a batch whose backward() is to come
         precision = options.pop("mixed_precision", None) or "no"
         if precision not in ("no", "bf16"):
@@ -154,6 +155,21 @@ class PipelineAccelerator(Accelerator):
             return super().save_state(*args, **kwargs)
         finally:
             self._optimizers = own
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The script's own model, of which each process holds its stages; `get_state_dict(model)` has all weights."""
+        plain: nn.Module = model.module if isinstance(model, PipelinedModel) else super().unwrap_model(model)
+        return plain
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Weights of all stages, in all processes, which all call it."""
+        return model.state_dict() if isinstance(model, PipelinedModel) else super().get_state_dict(model, unwrap)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(
+            "save_model with a pipeline: expected accelerator.unwrap_model(model).save_pretrained(folder, state_dict="
+            "accelerator.get_state_dict(model)) in all processes, or safetensors of that state_dict"
+        )
 
     def end_training(self) -> None:
         self.pipe.close()

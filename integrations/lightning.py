@@ -114,6 +114,13 @@ class PipelineStrategy(SingleDeviceStrategy):
             dist.broadcast_object_list(held, src)
         return held[0]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = [decision]
+        if dist.is_initialized():
+            votes = [decision] * dist.get_world_size()
+            dist.all_gather_object(votes, decision)
+        return False not in votes if all else True in votes
+
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
+
+from ..pipe import PipelineModule
 
 
 @contextmanager
@@ -22,6 +26,20 @@ def seen_as(states: tuple[Any, ...], index: int, count: int) -> Iterator[None]:
     finally:
         for state, (own, number) in zip(states, before, strict=True):
             state.process_index, state.num_processes = own, number
+
+
+def read_pipeline(pipeline: object) -> dict[str, Any]:
+    """Arguments of PipelineModule. Raises ValueError for what is none, and for names that it does not have."""
+    known = inspect.signature(PipelineModule).parameters
+    if not isinstance(pipeline, Mapping | None) or not all(isinstance(name, str) for name in pipeline or {}):
+        raise ValueError(
+            f'pipeline={pipeline!r:.60}: expected arguments of PipelineModule, as in {{"schedule": "1f1b"}}'
+        )
+    for name in pipeline or {}:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or list(known)[1:-1]
+            raise ValueError(f"pipeline={{{name!r}: ...}}: expected {', '.join(map(repr, near))}")
+    return dict(pipeline or {})
 
 
 def from_all(value: object, replica: int) -> list[Any]:

@@ -31,7 +31,7 @@ from ..pipe import Inputs, PipelineModule, named
 from ..pipe.batch.model_loss import ModelLoss
 from .microbatches import Batch, arranged, cut, num_rows, one_each
 from .refusals import divides_by_items, refuse_arguments, refuse_callbacks, refuse_overridden
-from .replicas import from_all, seen_as
+from .replicas import from_all, read_pipeline, seen_as
 
 _FOLDER = "pipeline"  # of a checkpoint, beside what Trainer writes
 
@@ -58,7 +58,7 @@ class PipelineTrainer(Trainer):
     _trained: nn.Module | None = None  # the model that it trains
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._pipeline = dict(pipeline or {})
+        self._pipeline = read_pipeline(pipeline)
         self._batches: list[Batch] = []  # of the step under way
         self._resumed: Path | None = None  # a checkpoint that the pipeline loads as soon as it is built
         self._norm: float | None = None

@@ -59,7 +59,7 @@ def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, colle
             return (
                 f"process {other} has made other weights than process {one}, first {name!r}, and each stage would "
                 f"begin with those of its own process: expected torch.manual_seed(0) alike before the model is made, "
-                f"or load(folder) or load_state_dict(state) before the first batch"
+                f"or before the first batch load(folder), or build(*batch) and load_state_dict(state)"
             )
     return None
 

@@ -355,8 +355,8 @@ def check_arguments(arguments: Arguments, num_microbatches: int) -> int:
     if sizes[0] < num_microbatches:
         raise ValueError(
             f"a batch of {sizes[0]} samples for {num_microbatches} microbatches: expected at least one sample each; "
-            f"give larger batches (of a DataLoader's, the last is smaller without drop_last=True) or "
-            f"num_microbatches={max(1, sizes[0])}"
+            f"give larger batches (a DataLoader's last is smaller without drop_last=True, and that of pipe.loader "
+            f"without remainder='drop') or num_microbatches={max(1, sizes[0])}"
         )
     return sizes[0]
 

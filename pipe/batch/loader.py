@@ -78,7 +78,7 @@ class ReplicaBatches(Sampler[list[int]]):
         option("remainder", remainder, one_of(get_args(Remainder)))
         if not 0 <= replica < num_replicas:
             raise ValueError(f"replica={replica} of num_replicas={num_replicas}: expected 0 to {num_replicas - 1}")
-        if num_samples < batch_size * num_replicas:
+        if num_samples < (num_replicas if remainder == "keep" else batch_size * num_replicas):
             raise ValueError(
                 f"{num_samples} samples for {num_replicas} data replicas of batch_size={batch_size}: expected at "
                 f"least {batch_size * num_replicas}; give a smaller batch_size"
@@ -91,6 +91,11 @@ class ReplicaBatches(Sampler[list[int]]):
         self._shuffle, self._seed = shuffle, seed
         self._remainder = remainder
         self._orders: dict[int, Sequence[int]] = {}  # of this epoch and the one before
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether the last batch of an epoch may be smaller."""
+        return self._remainder == "keep"
 
     def __len__(self) -> int:
         """Batches of a whole epoch that begins with its first sample."""
@@ -216,6 +221,10 @@ class ReplicaLoader:
                     'remainder="drop", "keep" or "carry"' if name == "drop_last" else "other options of DataLoader"
                 )
                 raise ValueError(f"{name}= is the pipeline's to decide: expected {instead}")
+        if same_shapes and batches.keeps_rest:
+            raise ValueError(
+                'same_shapes=True beside remainder="keep", whose last batch is smaller: expected one of them'
+            )
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
         self._name = type(dataset).__name__

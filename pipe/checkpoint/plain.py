@@ -61,6 +61,8 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
     Raises ValueError for another kind of file, for what is no whole checkpoint, and where the file cannot be written.
     """
     path = Path(file)
+    if dcp and (path.exists() or path.suffix in (SAFETENSORS, *TORCH)):
+        raise ValueError(f"{path}: expected a new folder for torch.distributed.checkpoint")
     if not dcp and path.suffix not in (SAFETENSORS, *TORCH):
         raise ValueError(f"{path}: expected a file that ends in {SAFETENSORS} or {TORCH[0]}, or --dcp")
     if optimizer and not dcp and path.suffix == SAFETENSORS:

@@ -49,6 +49,12 @@ def test_what_a_pipeline_cannot_follow_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             made(**options)
+    for given, words in (
+        ("1f1b", "pipeline='1f1b': expected arguments of PipelineModule"),
+        ({"shedule": "1f1b"}, r"pipeline=\{'shedule': ...\}: expected 'schedule'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made(pipeline=given)  # type: ignore[arg-type]
     for pipeline in ({"schedule": "auto"}, {"optimizer": torch.optim.SGD}):
         with pytest.raises(ValueError, match=r"pipeline=\{.*: expected .*optimizer"):
             made(cpu=True, pipeline={**pipeline, "num_microbatches": 2}).prepare(torch.nn.Linear(2, 2))
@@ -60,7 +66,11 @@ def test_what_a_pipeline_cannot_follow_is_refused() -> None:
         def forward(self, x: Any) -> Any:
             return {"loss": super().forward(x).mean(), "more": x}
 
-    model = accelerator.prepare(Model(2, 2))
+    own = Model(2, 2)
+    model = accelerator.prepare(own)
+    assert accelerator.unwrap_model(model) is own
+    with pytest.raises(ValueError, match=r"save_model with a pipeline: expected accelerator\.unwrap_model\(model\)"):
+        accelerator.save_model(model, "folder")
     output = model(torch.ones(4, 2))
     with pytest.raises(AttributeError, match="more in training, which stays on the pipeline's last stage"):
         _ = output.more

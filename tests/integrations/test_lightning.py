@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.commands import answer, end_forked, start_forked
+from support.pool import Pool
 from torch.utils import _pytree as pytree
 
 import stagewright
@@ -89,3 +90,15 @@ def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(ValueError, match=words):
             trainer.fit(kind(), [1], ckpt_path="none.ckpt" if "max_epochs" in options else None)
+
+
+def decide(own: list[bool]) -> list[bool]:
+    strategy = stagewright.integrations.PipelineStrategy()
+    mine = own[torch.distributed.get_rank()]
+    return [strategy.reduce_boolean_decision(mine), strategy.reduce_boolean_decision(mine, all=False)]
+
+
+def test_processes_decide_as_one_on_whether_a_checkpoint_is_there(gloo: Pool) -> None:
+    """Rank 1 looked behind rank 0's save, and took another name for the folder."""
+    assert gloo.run(decide, ranks=2, args=([True, False],)) == [[False, True]] * 2
+    assert gloo.run(decide, ranks=2, args=([True, True],)) == [[True, True]] * 2
