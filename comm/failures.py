@@ -275,10 +275,10 @@ def _own_lines(whole: TracebackException) -> str:
 
     The error behind a run's end is another rank's: its traceback here, chained from gloo up, tells nothing of it.
     """
-    beside = os.environ.get(_ERROR_FILE)
-    folder = None if beside is None else os.path.dirname(beside)
+    folder = os.path.dirname(os.environ.get(_ERROR_FILE, ""))  # it may be gone in a process that outlives torchrun
+    beside = folder if os.access(folder, os.W_OK) else None
     with NamedTemporaryFile(
-        "w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8", dir=folder
+        "w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8", dir=beside
     ) as log:
         log.writelines(whole.format())
     own = [frame for frame in whole.stack if not frame.filename.startswith(_NOT_THE_USERS)]

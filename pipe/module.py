@@ -148,6 +148,7 @@ class PipelineModule(RunFigures):
         self._calls = options.calls
         self._verify_every = options.verify_every or math.inf
         self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
+        self._has_trained = False
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
         self._building = Building(options, make_layout, world=self.world, guard=self._guard)
@@ -166,10 +167,10 @@ class PipelineModule(RunFigures):
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        is_new = self._building.pipeline is None or self._building.num_steps == 0
         pipeline = self._building.ready_for(given)
-        if is_new and self.world.rank == 0:
+        if not self._has_trained and self.world.rank == 0:
             warn_of_evaluation_mode(pipeline.state.run.root)
+        self._has_trained = True
         if self._until_verified <= 0 and pipeline.state.run.verifies:
             self._verify_by_itself(given)
         self._until_verified -= 1

@@ -320,6 +320,13 @@ def test_torchrun_ends_with_the_cause_and_the_users_own_lines(
                 failures._tell_uncaught(known, sys.__excepthook__, type(error), error, error.__traceback__)
         assert list(file.parent.glob("stagewright-*.log"))
         failed[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(file))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    failures._tell_uncaught(weakref.ref(Guard(None)), sys.__excepthook__, PeerLost, lost(1), None)
+    shown = capsys.readouterr().err
+    assert "registry.py" not in shown
+    elsewhere = Path(re.findall(r"all of it: (.*)\)", shown)[-1])
+    assert elsewhere.exists()
+    elsewhere.unlink()
     ended = ChildFailedError("train.py", failed)
     assert ended.get_first_failure()[0] == 1
     last = str(ended).partition("Root Cause")[2]
@@ -327,4 +334,3 @@ def test_torchrun_ends_with_the_cause_and_the_users_own_lines(
         r"test_failures\.py.*\n.*build\(.*num_ranks=0.*\n(.*\^+\n)? *ValueError: num_ranks=0 for ", last
     ), last
     assert "registry.py" not in last
-    assert "registry.py" not in capsys.readouterr().err

@@ -277,7 +277,7 @@ def test_a_model_in_evaluation_mode_is_told_before_it_trains() -> None:
     pipe.predict(X)
     with pytest.warns(UserWarning, match=r"the model is in evaluation mode .*: expected model\.train\(\) before"):
         pipe.train_step(X, Y)
-    pipe.train_step(X, Y)
+    pipe.forward_backward(X, Y)  # once is enough
     model.train()
     model[1].eval()  # some modules alone: meant so
     sw.PipelineModule(model, **options).train_step(X, Y)
