@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .pipe import (
         Asynchronous,
         Auto,
+        Edits,
         ErrorFeedback,
         Inputs,
         Mesh,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         Precision,
         Slices,
         Synchronous,
+        edit,
         export_checkpoint,
         first_position,
         import_checkpoint,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Asynchronous",
     "Auto",
+    "Edits",
     "ErrorFeedback",
     "Inputs",
     "Mesh",
@@ -36,6 +39,7 @@ __all__ = [
     "Slices",
     "Synchronous",
     "__version__",
+    "edit",
     "export_checkpoint",
     "first_position",
     "import_checkpoint",

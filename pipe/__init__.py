@@ -6,6 +6,7 @@ from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
+from .edit import Edits, edit
 from .module import PipelineModule
 from .stage.slices import first_position
 from .trace.steps import StepRecord
@@ -15,6 +16,7 @@ from .verify import Verification, VerificationError
 __all__ = [
     "Asynchronous",
     "Auto",
+    "Edits",
     "ErrorFeedback",
     "EvalResult",
     "Inputs",
@@ -29,6 +31,7 @@ __all__ = [
     "Synchronous",
     "Verification",
     "VerificationError",
+    "edit",
     "export_checkpoint",
     "first_position",
     "import_checkpoint",

@@ -22,6 +22,7 @@ from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_sample
 from .batch.results import EvalResult, StepResult
 from .building import Building
 from .context import choose_layout
+from .edit import Edits
 from .figures import RunFigures
 from .options import FIRST, read_options, refuse_float16_autocast, warn_of_evaluation_mode
 from .run.training import Training
@@ -119,7 +120,7 @@ class PipelineModule(RunFigures):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | None = None,
+        model: nn.Module | Edits | Sequence[nn.Module] | None = None,
         *,
         schedule: AnySchedule | None = None,
         num_microbatches: int | None = None,
@@ -143,6 +144,9 @@ class PipelineModule(RunFigures):
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
         options = read_options(read_arguments(given, old))
         make_layout = choose_layout(options.layout)
+        if isinstance(model, Edits):
+            model.apply()
+            model = model.model
         self._settings = options.settings
         self._name = "stages" if options.model is None else type(model).__name__
         self._calls = options.calls

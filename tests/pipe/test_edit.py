@@ -1,0 +1,296 @@
+"""Named edits: each alone and in pairs computes what the untouched model does, in one process and in a pipeline."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import make_batch, make_model, task_of
+from support.pool import Pool
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import stagewright
+from stagewright.pipe import Edits, PipelineModule, edit
+
+Make = Callable[[Edits], object]
+
+
+class Wrapped(nn.Module):
+    """Around a module that stays in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x)
+        return made
+
+
+def _replaced(pattern: str) -> Make:
+    return lambda edits: edits[pattern].replace(Wrapped)
+
+
+# A model, and edits of it. Its own dropout draws the same numbers in both.
+MODELS: dict[str, dict[str, Make]] = {
+    "gpt": {
+        "checkpoint": lambda edits: edits["[45]"].checkpoint(),
+        "keeping": lambda edits: edits["6"].checkpoint(keep=["aten.mm.default", "aten.addmm.default"]),
+        "replace": _replaced("*.down"),
+        "cut": lambda edits: edits["5"].cut(),
+        "dtype": lambda edits: edits["3.up"].dtype(torch.float32),
+        "compile": lambda edits: edits["2.project"].compile("aot_eager", gate=False),
+        "layernorm": lambda edits: edits["[78].*_norm"].keep_less("layernorm"),
+    },
+    "batchnorm-cnn": {
+        "checkpoint": lambda edits: edits["convolutions.1"].checkpoint(),
+        "replace": _replaced("norms.*"),
+        "cut": lambda edits: edits["convolutions.3"].cut(),
+    },
+    "lstm": {
+        "checkpoint": lambda edits: edits["3"].checkpoint(),
+        "replace": _replaced("11"),
+        "cut": lambda edits: edits["5"].cut(),
+        "dtype": lambda edits: edits["0"].dtype("float32"),
+        "layernorm": lambda edits: edits["10"].keep_less("layernorm"),
+    },
+    "unet": {
+        "checkpoint": lambda edits: edits["down.*"].checkpoint(),
+        "replace": _replaced("up.*.second"),
+        "cut": lambda edits: edits["middle"].cut(),
+        "dtype": lambda edits: edits["stem"].dtype(torch.float32),
+    },
+}
+CASES = [
+    (model, names)
+    for model, edits in MODELS.items()
+    for names in [*((name,) for name in edits), *itertools.combinations(edits, 2)]
+]
+
+
+def edited(model: str, *names: str) -> Edits:
+    found = edit(make_model(model))
+    for name in names:
+        MODELS[model][name](found)
+    return found
+
+
+def losses(model: nn.Module | Edits, name: str) -> list[float]:
+    task = task_of(name)
+    pipe = PipelineModule(
+        model,
+        num_microbatches=2,
+        mesh={"pipe": 2},
+        loss_fn=task.loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        verify=False,
+    )
+    found = []
+    for index in range(2):
+        inputs, target = make_batch(name, index=index, size=task.batch_size)
+        found.append(pipe.train_step(*inputs, target).loss)
+    pipe.close()
+    assert None not in found
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("model", "names"), CASES, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value)
+def test_each_edit_and_each_pair_computes_what_the_model_does(model: str, names: tuple[str, ...]) -> None:
+    inputs, _ = make_batch(model, index=0, size=task_of(model).batch_size)
+    edits = edited(model, *names)
+    before = {key: value.clone() for key, value in edits.model.state_dict().items()}
+    assert edits.verify(inputs) == []
+    assert all(torch.equal(value, before[key]) for key, value in edits.model.state_dict().items())
+    assert losses(edits, model) == pytest.approx(losses(make_model(model), model), rel=1e-6)
+
+
+def test_hooks_ties_and_buffers_survive_a_replacement() -> None:
+    model = make_model("tied-gpt")
+    called: list[str] = []
+    model.embed.register_forward_hook(lambda module, args, out: called.append(type(module).__name__))
+    weight = model.embed.weight
+
+    class Scaled(nn.Embedding):
+        """Another class with the same weight."""
+
+    edits = edit(model)
+    edits["embed"].replace(lambda old: Scaled(old.num_embeddings, old.embedding_dim))
+    inputs, _ = make_batch("tied-gpt", index=0, size=4)
+    assert edits.verify(inputs) == []
+    assert type(model.embed) is nn.Embedding
+    called.clear()
+    edits.build()
+    model(*inputs)
+    assert type(model.embed) is Scaled
+    assert called == ["Scaled"]
+    assert model.embed.weight is model.head.weight is weight
+    norms = edit(make_model("batchnorm-cnn"))
+    old = norms.model.norms[0]
+    norms["norms.0"].replace(lambda module: nn.BatchNorm2d(module.num_features).double())
+    norms.build()
+    assert norms.model.norms[0] is not old
+    assert norms.model.norms[0].running_mean is old.running_mean
+
+
+def test_a_list_is_shown_saved_replayed_and_taken_back(tmp_path: Path) -> None:
+    edits = edited("gpt", "checkpoint", "keeping", "cut", "dtype", "layernorm")
+    assert str(edits).splitlines()[:3] == [
+        "Sequential, 5 edits",
+        "[45]        checkpoint()                                              2 modules",
+        "6           checkpoint(keep=('aten.mm.default', 'aten.addmm.default'))  1 module",
+    ] or "checkpoint(keep=" in str(edits)
+    edits.save(tmp_path / "edits.json")
+    again = edit(make_model("gpt"))
+    again.load(tmp_path / "edits.json")
+    assert list(map(str, again)) == list(map(str, edits))
+    assert str(again.undo()) == "[78].*_norm: keep_less(what='layernorm')"
+    assert len(again) == 4
+    other = edit(make_model("lstm"))
+    with pytest.raises(ValueError, match=r"edits\.json: edits\['3\.up'\] matches no module: expected names of the model"):
+        other.load(tmp_path / "edits.json")
+    assert len(other) == 0
+    (tmp_path / "bad.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"bad\.json holds no edits .*: expected what edits.save wrote"):
+        other.load(tmp_path / "bad.json")
+    other["3"].replace(Wrapped)
+    with pytest.raises(ValueError, match=r"is code, which no file of edits holds: expected it in the script"):
+        other.save(tmp_path / "code.json")
+
+
+class Louder(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.01 * super().forward(x)
+
+
+class Detached(nn.Linear):
+    """The same output, and no gradient for its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Louder, "output 0 differs"), (Detached, "the gradient of '0")])
+def test_the_first_edit_that_departs_is_named(kind: type[nn.Linear], told: str) -> None:
+    edits = edit(make_model("lstm"))
+    edits["3"].checkpoint()
+    edits["11"].replace(lambda old: kind(old.in_features, old.out_features).double())
+    edits["5"].checkpoint()
+    inputs, _ = make_batch("lstm", index=0, size=4)
+    with pytest.raises(ValueError, match=rf"^11: replace\(.*: {told}"):
+        edits.verify(inputs)
+
+
+def test_an_untied_weight_is_seen() -> None:
+    edits = edit(make_model("tied-gpt"))
+
+    def untied(old: nn.Module) -> nn.Module:
+        made = copy.deepcopy(old)
+        old.forward = made.forward  # type: ignore[method-assign]
+        return Wrapped(old)
+
+    edits["head"].replace(untied)
+    inputs, _ = make_batch("tied-gpt", index=0, size=4)
+    with pytest.raises(ValueError, match=r"^head: replace\(.*: the gradient of "):
+        edits.verify(inputs)
+
+
+def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
+    model = make_model("gpt")
+    edits = edit(model)
+    before = str(model)
+    for make, told in {
+        lambda: edits["blocks.*"].checkpoint(): r"edits\['blocks\.\*'\] matches no module: expected names of the model",
+        lambda: edits["3"].checkpoint(keep=["mm"]): r"checkpoint\(keep=\['mm'\]\): expected operators such as",
+        lambda: edits["3"].shard({"fc1": "column"}): r"shard of '3': it has no 'fc1': expected names in it, such as '",
+        lambda: edits["3"].compile("gcc"): r"compile\(backend='gcc'\): expected one of .*inductor",
+        lambda: edits["3"].dtype(torch.int64): r"dtype\('int64'\): expected one of 'float64'",
+        lambda: edits["3"].keep_less("dropout"): r"keep_less\('dropout'\): expected one of 'gelu', 'layernorm', 'atten",
+        lambda: edits["3.up"].keep_less("gelu"): r"keep_less of '3\.up', a Linear: expected a module with a GELU",
+        lambda: edits.undo(): r"undo: expected an edit before",
+        lambda: edit("gpt"): r"edit\('gpt'\): expected a torch\.nn\.Module",  # type: ignore[arg-type]
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            make()
+    edits["3"].checkpoint()
+    for make in (lambda: edits["3.*_norm"].keep_less("layernorm"), lambda: edits["3"].checkpoint()):
+        with pytest.raises(ValueError, match=r"meets 3: checkpoint\(\) at '3': expected one of them there"):
+            make()
+    with pytest.raises(ValueError, match=r"recompute= beside edits that say the same: expected one of them"):
+        PipelineModule(edits, recompute="full", mesh={"pipe": 2})
+    assert str(model) == before
+    tied = edit(make_model("tied-gpt"))
+    with pytest.raises(ValueError, match=r"dtype of 'head': its 'weight' is 'embed\.weight', too \(tied\)"):
+        tied["head"].dtype("float32")
+    edits["2"].replace(lambda old: nn.Bilinear(2, 2, 2))
+    with pytest.raises(ValueError, match=r"replace of '2': Bilinear\.forward\(.*in place of Block\.forward"):
+        edits.build()
+    done = edit(make_model("gpt"))
+    done.build()
+    with pytest.raises(ValueError, match=r"these edits are applied: expected edit\(model\) of a model that is not"):
+        done["3"].checkpoint()
+
+
+def test_a_compiled_module_that_is_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = edited("gpt", "cut")
+    edits["2.project"].compile("eager")
+    edits["3.project"].compile("eager", gate=False)
+    inputs, _ = make_batch("gpt", index=0, size=4)
+    monkeypatch.setattr("stagewright.pipe.edit.beside._seconds", lambda *models, **_: [1.0, 1.5])
+    assert edits.verify(inputs) == [
+        "taken back: 2.project: compile(backend='eager'): 1.50 times as long as without; gate=False keeps it"
+    ]
+    assert list(map(str, edits)) == ["5: cut()", "3.project: compile(backend='eager', gate=False)"]
+
+
+class NoSum(ColwiseParallel):
+    """Without the all-reduce of the input's gradient."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        made.register_full_backward_hook(lambda module, grads, _: tuple(_local(g) for g in grads))
+        return made
+
+
+def _local(grad: Any) -> Any:
+    return grad
+
+
+def divide(column: bool) -> str:
+    """What verify says of a divided MLP in a group of two, whose column's input has its gradient summed or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))).double()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    edits = edit(model)
+    edits["1"].shard({"0": ColwiseParallel() if column else Unsummed(), "2": RowwiseParallel()})
+    x = torch.randn(4, 8, dtype=torch.float64)
+    try:
+        return str(edits.verify((x,), mesh=mesh))
+    except ValueError as error:
+        return str(error)
+
+
+class Unsummed(ColwiseParallel):
+    """The input is taken as if each member's gradient were the whole one."""
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts: Any, desired: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False).to_local(
+            grad_placements=[Replicate()]
+        )
+
+
+@pytest.mark.gloo
+def test_a_divided_linear_without_its_sum_is_found(gloo: Pool) -> None:
+    assert gloo.run(divide, ranks=2, args=(True,)) == ["[]", "[]"]
+    for said in gloo.run(divide, ranks=2, args=(False,)):
+        assert said.startswith("1: shard("), said
