@@ -1,10 +1,10 @@
 """A list of edits of a model: made by name, shown, taken back, saved, and then applied at once.
 
-    edits = edit(model)
-    edits["blocks.*"].checkpoint()          nothing happens yet
-    edits["blocks.*.mlp"].shard({"up": "column", "down": "row"})
-    print(edits); edits.undo(); edits.save("edits.json")
-    PipelineModule(edits, ...)              or edits.build() for a plain model
+edits = edit(model)
+edits["blocks.*"].checkpoint()          nothing happens yet
+edits["blocks.*.mlp"].shard({"up": "column", "down": "row"})
+print(edits); edits.undo(); edits.save("edits.json")
+PipelineModule(edits, ...)              or edits.build() for a plain model
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Activations that a backward can make again at little cost, and so are not kept for it (Tempo, NeurIPS 2022).
 
-    gelu        h ---GELU---> a ---Linear--->      a is not kept: the Linear's backward makes it again of h, which the
-                                                   GELU's own keeps. Gradients are equal to the last bit
-    layernorm   x ---LayerNorm---> y --->          x is not kept: (x - mean) / std = (y - bias) / weight, of y, which
-                                                   what follows keeps anyway. Rounds otherwise
-    attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept
+gelu        h ---GELU---> a ---Linear--->      a is not kept: the Linear's backward makes it again of h, which the
+                                               GELU's own keeps. Gradients are equal to the last bit
+layernorm   x ---LayerNorm---> y --->          x is not kept: (x - mean) / std = (y - bias) / weight, of y, which
+                                               what follows keeps anyway. Rounds otherwise
+attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Kinds of edits: what each one does to a module, what it is refused for, and how it is written down.
 
-    kind         of a plain model                                    of a pipeline
-    checkpoint   torch.utils.checkpoint around the forward           recompute={name: ...}
-    shard        torch's parallelize_module                          Mesh(tensor_parallel={name: ...})
-    cut          nothing                                             cut=[name]
-    replace      another module, which takes over hooks, weights and buffers of the same names
-    compile      nn.Module.compile
-    dtype        the module's weights in it; inputs and outputs are cast
-    keep_less    what a backward can make again cheaply is not kept    (`keep_less`)
+kind         of a plain model                                    of a pipeline
+checkpoint   torch.utils.checkpoint around the forward           recompute={name: ...}
+shard        torch's parallelize_module                          Mesh(tensor_parallel={name: ...})
+cut          nothing                                             cut=[name]
+replace      another module, which takes over hooks, weights and buffers of the same names
+compile      nn.Module.compile
+dtype        the module's weights in it; inputs and outputs are cast
+keep_less    what a backward can make again cheaply is not kept    (`keep_less`)
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from support.pool import Pool
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-import stagewright
 from stagewright.pipe import Edits, PipelineModule, edit
 
 Make = Callable[[Edits], object]
@@ -102,7 +101,9 @@ def losses(model: nn.Module | Edits, name: str) -> list[float]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("model", "names"), CASES, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value)
+@pytest.mark.parametrize(
+    ("model", "names"), CASES, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
+)
 def test_each_edit_and_each_pair_computes_what_the_model_does(model: str, names: tuple[str, ...]) -> None:
     inputs, _ = make_batch(model, index=0, size=task_of(model).batch_size)
     edits = edited(model, *names)
@@ -154,7 +155,9 @@ def test_a_list_is_shown_saved_replayed_and_taken_back(tmp_path: Path) -> None:
     assert str(again.undo()) == "[78].*_norm: keep_less(what='layernorm')"
     assert len(again) == 4
     other = edit(make_model("lstm"))
-    with pytest.raises(ValueError, match=r"edits\.json: edits\['3\.up'\] matches no module: expected names of the model"):
+    with pytest.raises(
+        ValueError, match=r"edits\.json: edits\['3\.up'\] matches no module: expected names of the model"
+    ):
         other.load(tmp_path / "edits.json")
     assert len(other) == 0
     (tmp_path / "bad.json").write_text("[1]")
