@@ -6,7 +6,7 @@ from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
-from .edit import Edits, edit
+from .edits import Edits, edit
 from .module import PipelineModule
 from .stage.slices import first_position
 from .trace.steps import StepRecord

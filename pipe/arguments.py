@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.mesh import AXES
 from ..partition.plans.plan import Plan
 from .batch.model_loss import LossWeight
-from .edit import Edits
+from .edits import Edits
 from .options import AUTO, PlanLike, ScheduleLike
 from .shards.tensor_option import TensorParallelLike
 from .update.delay_correction import ErrorFeedback

@@ -22,7 +22,7 @@ from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_sample
 from .batch.results import EvalResult, StepResult
 from .building import Building
 from .context import choose_layout
-from .edit import Edits
+from .edits import Edits
 from .figures import RunFigures
 from .options import FIRST, read_options, refuse_float16_autocast, warn_of_evaluation_mode
 from .run.training import Training

@@ -21,7 +21,7 @@ from ..stage.nested import mapped
 from ..verify.compare import differs, graph_of, size, tolerance_of
 
 if TYPE_CHECKING:
-    from .edits import Edits
+    from .listed import Edits
 
 _BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
 _REPEATS = 5
@@ -92,17 +92,12 @@ def first_difference(plain: _Ran, edited: _Ran) -> str | None:
     floor = _BELOW_THE_LARGEST * max(map(size, gradients), default=0.0)
     if len(plain.outputs) != len(edited.outputs):
         return f"the model returns {len(edited.outputs)} tensors, and {len(plain.outputs)} untouched"
-    pairs: Iterator[tuple[str, Tensor | None, Tensor | None]] = iter(
-        [
-            *((f"output {i}", *each) for i, each in enumerate(zip(plain.outputs, edited.outputs, strict=True))),
-            *((f"the gradient of input {i}", *each) for i, each in enumerate(zip(plain.inputs, edited.inputs, strict=True))),
-            *((f"the gradient of {n!r}", g, edited.gradients[n]) for n, g in plain.gradients.items() if n in edited.gradients),
-        ]
-    )  # fmt: skip
-    for what, theirs, ours in pairs:
-        if (theirs is None) != (ours is None):
-            return f"{what} is {'missing' if ours is None else 'there'}, and {'there' if ours is None else 'missing'} untouched"
-        found = None if theirs is None or ours is None else differs(theirs, ours, tolerance=tolerance, floor=floor)
+    for what, theirs, ours in _pairs(plain, edited):
+        if theirs is None or ours is None:
+            if (theirs is None) != (ours is None):
+                return f"{what} is {'missing' if ours is None else 'there'}, other than untouched"
+            continue
+        found = differs(theirs, ours, tolerance=tolerance, floor=floor)
         if found is not None:
             return f"{what} {found}"
     for names in plain.tied:
@@ -110,6 +105,16 @@ def first_difference(plain: _Ran, edited: _Ran) -> str | None:
         if len(left) > 1 and not any(left <= other for other in edited.tied):
             return f"{', '.join(map(repr, sorted(left)))} are one parameter no more"
     return None
+
+
+def _pairs(plain: _Ran, edited: _Ran) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    for number, both in enumerate(zip(plain.outputs, edited.outputs, strict=True)):
+        yield f"output {number}", *both
+    for number, each in enumerate(zip(plain.inputs, edited.inputs, strict=True)):
+        yield f"the gradient of input {number}", *each
+    for name, gradient in plain.gradients.items():
+        if name in edited.gradients:
+            yield f"the gradient of {name!r}", gradient, edited.gradients[name]
 
 
 class EditError(ValueError):

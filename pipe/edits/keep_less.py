@@ -109,7 +109,8 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
 
 class _FromOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        shape = tuple(weight.shape)
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(y, rstd, weight, *(() if bias is None else (bias,)))
         ctx.num_dims = len(shape)
@@ -123,7 +124,7 @@ class _FromOutput(torch.autograd.Function):
         scaled = grad * weight
         mean, along = scaled.mean(inner, keepdim=True), (scaled * normal).mean(inner, keepdim=True)
         grad_x = rstd * (scaled - mean - normal * along)
-        return grad_x, None, (grad * normal).sum(outer), grad.sum(outer) if bias else None, None
+        return grad_x, (grad * normal).sum(outer), grad.sum(outer) if bias else None, None
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -144,7 +145,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
         )
     if not torch.is_grad_enabled():
         return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    made: Tensor = _FromOutput.apply(x, tuple(norm.normalized_shape), norm.weight, norm.bias, norm.eps)  # type: ignore[no-untyped-call]
+    made: Tensor = _FromOutput.apply(x, norm.weight, norm.bias, norm.eps)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -154,7 +155,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 def _is_eager(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     return isinstance(module, nn.MultiheadAttention) or (
-        getattr(config, "_attn_implementation", None) == "eager" and not list(module.children()) == []
+        getattr(config, "_attn_implementation", None) == "eager" and any(True for _ in module.children())
     )
 
 

@@ -1,5 +1,5 @@
 """Named edits of an untouched model: what a stage does inside, written down, checked and undone."""
 
-from .edits import Edits, edit
+from .listed import Edits, edit
 
 __all__ = ["Edits", "edit"]

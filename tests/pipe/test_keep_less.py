@@ -1,0 +1,128 @@
+"""Activations that are made again instead of kept: gradients, and the bytes that a backward holds, to the byte."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.inside import less
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from stagewright.pipe import edit
+
+B, S, H = 2, 6, 16
+T4 = 4  # bytes of a float32; a norm also keeps its mean
+
+
+class Block(nn.Module):
+    """[B, S, H] -> [B, S, H]."""
+
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H)
+        self.mlp = nn.Sequential(nn.Linear(H, 4 * H), act or nn.GELU(), nn.Linear(4 * H, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def kept_bytes(model: nn.Module, *inputs: Tensor, **options: Any) -> int:
+    """Bytes of the storages that a backward of one forward holds, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, Tensor] = {}
+
+    class Counted(saved_tensors_hooks):
+        def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+            def noted(x: Tensor) -> Any:
+                kept = pack(x)
+                tensor = kept if isinstance(kept, Tensor) else kept.made.source
+                held[tensor.untyped_storage().data_ptr()] = tensor
+                return kept
+
+            super().__init__(noted, unpack)
+
+    with mock.patch.object(less, "saved_tensors_hooks", Counted), Counted(lambda x: x, lambda x: x):
+        output = model(*inputs, **options)
+        assert output is not None
+        return sum(x.untyped_storage().nbytes() for at, x in held.items() if at not in own)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    model.zero_grad()
+    model(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    return [leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("what", "saved", "tolerance"), [("gelu", 16 * B * S * H, 0.0), ("layernorm", T4 * B * S * (H + 1), 1e-4)]
+)
+def test_what_is_not_kept_is_made_again(what: str, saved: int, tolerance: float) -> None:
+    torch.manual_seed(0)
+    plain, x = Block(), torch.randn(B, S, H)
+    edits = edit(copy.deepcopy(plain))
+    edits["mlp" if what == "gelu" else "norm"].keep_less(what)
+    assert edits.verify((x,)) == []
+    edited = edits.build()
+    # A block alone keeps its input anyway, as the input of its own norm; in a model the sum in front of it would go.
+    assert kept_bytes(plain, x) - kept_bytes(edited, x) == saved
+    for theirs, ours in zip(gradients(plain, x), gradients(edited, x), strict=True):
+        assert float((theirs - ours).abs().max()) <= tolerance
+    with torch.no_grad():
+        assert torch.equal(edited(x), plain(x))
+    assert torch.equal(copy.deepcopy(edited)(x), plain(x))
+
+
+def test_an_activation_whose_input_changes_behind_it_is_named() -> None:
+    class DoublingGELU(nn.GELU):
+        def forward(self, input: Tensor) -> Tensor:
+            made = super().forward(input.clone())
+            input.mul_(2.0)
+            return made
+
+    edits = edit(Block(DoublingGELU()))
+    edits["mlp"].keep_less("gelu")
+    model = edits.build()
+    loss = model(torch.randn(B, S, H)).sum()
+    with pytest.raises(RuntimeError, match=r"changed in place behind it: expected inplace=False, or no keep_less"):
+        loss.backward()
+
+
+def test_a_norm_with_a_weight_near_zero_is_refused() -> None:
+    model = Block()
+    edits = edit(model)
+    edits["norm"].keep_less("layernorm")
+    edits.build()
+    with torch.no_grad():
+        model.norm.weight[3] = 1e-4
+    with pytest.raises(
+        ValueError, match=r"a weight of 1\.0e-04, by which the backward would divide: expected"
+    ):
+        model(torch.randn(B, S, H))
+
+
+def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
+    torch.manual_seed(0)
+    length = 64
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.attention(x, x, x)[0]
+            return made
+
+    plain, x = Attends(), torch.randn(1, length, 8)
+    edits = edit(copy.deepcopy(plain))
+    edits["attention"].keep_less("attention")
+    assert edits.verify((x,)) == []
+    before, after = kept_bytes(plain, x), kept_bytes(edits.build(), x)
+    assert before - after >= 2 * length * length * T4  # a probability for each of two heads
