@@ -74,7 +74,7 @@ def _is_gelu(module: nn.Module) -> bool:
 
 
 def _without_activations(module: nn.Module, activations: list[nn.Module]) -> None:
-    module.forward = partial(_keeping_sources, activations, module.forward)  # type: ignore[method-assign]
+    module.forward = partial(_keeping_sources, activations, module.forward)
 
 
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,20 +82,28 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
         return forward(*args, **kwargs)
     made: dict[int, tuple[Tensor, _Made]] = {}  # by address; the tensors themselves, so that none gets another's
 
+    versions: dict[nn.Module, int] = {}
+
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        versions[module] = inputs[0]._version
+
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        (source,) = inputs
+        source = inputs[0]
+        if source._version != versions[module]:  # it changes its input, and can run once alone
+            return
         made[output.untyped_storage().data_ptr()] = output, _Made(module.forward, source.detach(), source._version)
 
     def pack(x: Tensor) -> Tensor | _Again:
         known = made.get(x.untyped_storage().data_ptr())
         if known is None or known[0]._version != 0 or known[0].dtype != x.dtype:
             return x
-        return _Again(known[1], (x.size(), x.stride(), x.storage_offset()))
+        return _Again(known[1], (x.size(), x.stride(), int(x.storage_offset())))
 
     def unpack(kept: Tensor | _Again) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept.made.again().as_strided(*kept.view)
 
     hooks = [each.register_forward_hook(note) for each in activations]
+    hooks += [each.register_forward_pre_hook(look) for each in activations]
     try:
         with saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
@@ -133,7 +141,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _from_outputs(module: nn.Module, norms: list[nn.Module]) -> None:
     for norm in norms:
-        norm.forward = partial(_normed, norm)  # type: ignore[method-assign]
+        norm.forward = partial(_normed, norm)
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Kind:
 
 
 def _is_given(kind: Kind, field: Any) -> bool:
-    return getattr(kind, field.name) != field.default
+    return bool(getattr(kind, field.name) != field.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Checkpoint(Kind):
             _operator(each)
 
     def apply(self, name: str, module: nn.Module, root: nn.Module) -> None:
-        module.forward = partial(_again, self._policy(), module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_again, self._policy(), module.forward)
 
     def options(self, name: str) -> Mapping[str, Any]:
         return {"recompute": {name: self._policy() or "full"}}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...schedules.wording import count
 from ..shards.patterns import match
 from .kinds import KINDS, Checkpoint, Compile, Cut, Dtype, KeepLess, Kind, Replace, Shard
 
@@ -60,10 +61,13 @@ class Edits:
         return len(self._edits)
 
     def __str__(self) -> str:
-        rows = [(each.pattern or "(the model)", str(each.kind), len(self._find(each.pattern))) for each in self]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
-        lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {n} module{'' if n == 1 else 's'}" for a, b, n in rows)
-        return "\n".join([f"{type(self.model).__name__}, {len(rows)} edit{'' if len(rows) == 1 else 's'}", *lines])
+        rows = [
+            (each.pattern or "(the model)", str(each.kind), count(len(self._find(each.pattern)), "module"))
+            for each in self
+        ]
+        first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+        lines = (f"{name:<{first}}  {kind:<{second}}  {number}" for name, kind, number in rows)
+        return "\n".join([f"{type(self.model).__name__}, {count(len(rows), 'edit')}", *lines])
 
     def undo(self) -> Edit:
         """Take the last edit back. Raises ValueError where there is none, or all are applied."""
@@ -134,12 +138,14 @@ class Edits:
 
         Modules are edited in place, and nothing can be edited or taken back behind it.
         """
-        shards = [each for each in self if isinstance(each.kind, Shard)]
+        shards = [(each.pattern, each.kind) for each in self if isinstance(each.kind, Shard)]
         if shards and mesh is None:
-            raise ValueError(f"{shards[0]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)")
+            raise ValueError(
+                f"{shards[0][0]}: {shards[0][1]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)"
+            )
         self.apply(besides=(Shard, Cut))
-        for each in shards:
-            _parallelize(self._find(each.pattern), each.kind, mesh)
+        for pattern, kind in shards:
+            _parallelize(self._find(pattern), kind, mesh)
         return self.model
 
     def options(self) -> dict[str, Any]:

@@ -79,19 +79,44 @@ def test_what_is_not_kept_is_made_again(what: str, saved: int, tolerance: float)
     assert torch.equal(copy.deepcopy(edited)(x), plain(x))
 
 
-def test_an_activation_whose_input_changes_behind_it_is_named() -> None:
-    class DoublingGELU(nn.GELU):
-        def forward(self, input: Tensor) -> Tensor:
-            made = super().forward(input.clone())
-            input.mul_(2.0)
-            return made
+class CopyingGELU(nn.GELU):
+    """Keeps a copy of its input, so that autograd sees no change of the input itself."""
 
-    edits = edit(Block(DoublingGELU()))
-    edits["mlp"].keep_less("gelu")
-    model = edits.build()
-    loss = model(torch.randn(B, S, H)).sum()
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.clone())
+
+
+class DoublingGELU(CopyingGELU):
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        with torch.no_grad():
+            input.mul_(2.0)
+        return made
+
+
+class ChangesBehind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(H, H), CopyingGELU(), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        made: Tensor = self.down(self.act(h))
+        with torch.no_grad():
+            h.mul_(2.0)
+        return made
+
+
+def test_inputs_that_change_are_not_taken_for_what_they_were() -> None:
+    """Behind the activation they are named; one that an activation changes itself is kept as ever."""
+    edits = edit(nn.Sequential(ChangesBehind()))
+    edits["0"].keep_less("gelu")
+    loss = edits.build()(torch.randn(B, S, H)).sum()
     with pytest.raises(RuntimeError, match=r"changed in place behind it: expected inplace=False, or no keep_less"):
         loss.backward()
+    doubling = edit(Block(DoublingGELU()))
+    doubling["mlp"].keep_less("gelu")
+    assert doubling.verify((torch.randn(B, S, H),)) == []
 
 
 def test_a_norm_with_a_weight_near_zero_is_refused() -> None:
@@ -101,9 +126,7 @@ def test_a_norm_with_a_weight_near_zero_is_refused() -> None:
     edits.build()
     with torch.no_grad():
         model.norm.weight[3] = 1e-4
-    with pytest.raises(
-        ValueError, match=r"a weight of 1\.0e-04, by which the backward would divide: expected"
-    ):
+    with pytest.raises(ValueError, match=r"a weight of 1\.0e-04, by which the backward would divide: expected"):
         model(torch.randn(B, S, H))
 
 
@@ -126,3 +149,25 @@ def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
     assert edits.verify((x,)) == []
     before, after = kept_bytes(plain, x), kept_bytes(edits.build(), x)
     assert before - after >= 2 * length * length * T4  # a probability for each of two heads
+
+
+@pytest.mark.parametrize(
+    ("name", "again", "mlps", "norms"),
+    [
+        ("gpt2", "transformer.h.*.attn", "transformer.h.*.mlp", "transformer.h.*.ln_*"),
+        ("bert", "bert.embeddings", "bert.encoder.layer.*", "bert.encoder.layer.*.output.LayerNorm"),
+        ("vit", "vit.layers.*.attention", "vit.layers.*.mlp", "vit.layers.*.layernorm_*"),
+    ],
+)
+def test_models_of_transformers_take_the_same_list(name: str, again: str, mlps: str, norms: str) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: make extras")
+    from support.zoo import TRANSFORMERS
+
+    case = TRANSFORMERS[name]
+    model: Any = case.make()
+    model.config.use_cache = False  # torch's checkpoint would fill it twice
+    edits = edit(model)
+    edits[mlps].keep_less("gelu")
+    edits[norms].keep_less("layernorm")
+    edits[again].checkpoint()
+    assert edits.verify(case.batch()) == []
