@@ -1,6 +1,6 @@
 """Edits held against the untouched model, one more at a time: the first whose numbers depart is named.
 
-compared    outputs, every gradient, gradients of inputs, which parameters are one
+compared    outputs, every gradient, gradients of inputs, buffers, which parameters are one
 inputs      an example; random numbers are seeded alike; the backward begins with a random gradient of each output
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,34 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..stage.nested import mapped
-from ..verify.compare import differs, graph_of, size, tolerance_of
+from ..verify.compare import Outcome, first_apart, graph_of, tolerance_of
+from ..verify.verification import VerificationError
 
 if TYPE_CHECKING:
-    from .listed import Edits
+    from .listed import Edit, Edits
 
-_BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
 _REPEATS = 5
 _SLOWER = 1.02  # a ratio of medians that says nothing
+Ran = tuple[Outcome, float, list[set[str]]]  # numbers, the tolerance of their shortest type, names of one parameter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
-    """One forward and backward.
-
-    Arguments:
-        inputs: gradients of floating inputs, in order.
-        tied: names that are one parameter.
-        tolerance: of the shortest type that was computed in.
-    """
-
-    outputs: Sequence[Tensor]
-    gradients: Mapping[str, Tensor | None]
-    inputs: Sequence[Tensor | None]
-    tied: frozenset[frozenset[str]]
-    tolerance: float
-
-
-def run(model: nn.Module, example: Any, *, seed: int) -> _Ran:
+def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     """A forward and backward of the model for a tuple of arguments, or a dict of keywords; its gradients are left."""
     leaves: list[Tensor] = []
 
@@ -62,17 +45,19 @@ def run(model: nn.Module, example: Any, *, seed: int) -> _Ran:
     torch.manual_seed(seed + 1)
     tolerance = tolerance_of(graph_of(trained))
     torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
-    named = list(model.named_parameters(remove_duplicate=False))
+    own = list(model.named_parameters(remove_duplicate=False))
     same: dict[int, set[str]] = {}
-    for name, p in named:
+    for name, p in own:
         same.setdefault(id(p), set()).add(name)
-    return _Ran(
+    inputs = {f"input {number}": x.grad for number, x in enumerate(leaves) if x.requires_grad}
+    gradients = inputs | {name: p.grad for name, p in own}
+    outcome = Outcome(
+        loss=0.0,
+        gradients={name: None if grad is None else _whole(grad) for name, grad in gradients.items()},
+        buffers={name: _whole(x) for name, x in model.named_buffers()},
         outputs=[_whole(x) for x in outputs],
-        gradients={name: None if p.grad is None else _whole(p.grad) for name, p in named},
-        inputs=[None if x.grad is None else _whole(x.grad) for x in leaves if x.is_floating_point()],
-        tied=frozenset(frozenset(names) for names in same.values() if len(names) > 1),
-        tolerance=tolerance,
     )
+    return outcome, tolerance, [names for names in same.values() if len(names) > 1]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -85,66 +70,47 @@ def _whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-def first_difference(plain: _Ran, edited: _Ran) -> str | None:
+def first_difference(plain: Ran, edited: Ran) -> str | None:
     """What departs, in words; None: nothing. Names that only one of them has are left out."""
-    tolerance = max(plain.tolerance, edited.tolerance)
-    gradients = [g for g in plain.gradients.values() if g is not None]
-    floor = _BELOW_THE_LARGEST * max(map(size, gradients), default=0.0)
-    if len(plain.outputs) != len(edited.outputs):
-        return f"the model returns {len(edited.outputs)} tensors, and {len(plain.outputs)} untouched"
-    for what, theirs, ours in _pairs(plain, edited):
-        if theirs is None or ours is None:
-            if (theirs is None) != (ours is None):
-                return f"{what} is {'missing' if ours is None else 'there'}, other than untouched"
-            continue
-        found = differs(theirs, ours, tolerance=tolerance, floor=floor)
-        if found is not None:
-            return f"{what} {found}"
-    for names in plain.tied:
-        left = {name for name in names if name in edited.gradients}
-        if len(left) > 1 and not any(left <= other for other in edited.tied):
+    (theirs, tolerance, tied), (ours, own, still) = plain, edited
+    if len(theirs.outputs or ()) != len(ours.outputs or ()):
+        return f"the model returns {len(ours.outputs or ())} tensors, and {len(theirs.outputs or ())} untouched"
+    found = first_apart(theirs, ours, max(tolerance, own), where="with this edit")
+    if found is not None:
+        return found[1].format(name=repr(found[0]))
+    for names in tied:
+        left = names & ours.gradients.keys()
+        if len(left) > 1 and not any(left <= other for other in still):
             return f"{', '.join(map(repr, sorted(left)))} are one parameter no more"
     return None
 
 
-def _pairs(plain: _Ran, edited: _Ran) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    for number, both in enumerate(zip(plain.outputs, edited.outputs, strict=True)):
-        yield f"output {number}", *both
-    for number, each in enumerate(zip(plain.inputs, edited.inputs, strict=True)):
-        yield f"the gradient of input {number}", *each
-    for name, gradient in plain.gradients.items():
-        if name in edited.gradients:
-            yield f"the gradient of {name!r}", gradient, edited.gradients[name]
-
-
-class EditError(ValueError):
-    """An edit changes what the model computes; the message names the edit and the first tensor that departs."""
-
-
-def verify(edits: Edits, example: Any, *, mesh: Any, seed: int) -> list[str]:
-    """See Edits.verify."""
+def verify(edits: Edits, example: Any, *, mesh: Any, seed: int) -> tuple[list[str], list[Edit]]:
+    """What was not run or taken back, and the edits that stay: see Edits.verify."""
     plain = run(copy.deepcopy(edits.model), example, seed=seed)
-    applied: list[Any] = []
-    left: list[str] = []
-    for each in list(edits):
-        if each.kind.word == "shard" and mesh is None:
-            left.append(f"not run: {each}: expected verify(..., mesh=), of the tensor group")
+    applied: list[Edit] = []
+    kept: list[Edit] = []
+    said: list[str] = []
+    for each in edits:
+        if each.word == "shard" and mesh is None:
+            said.append(f"not run: {each}: expected verify(..., mesh=), of the tensor group")
+            kept.append(each)
             continue
         model = _edited(edits, [*applied, each], mesh)
         difference = first_difference(plain, run(model, example, seed=seed))
         if difference is not None:
-            raise EditError(f"{each}: {difference}. Expected the untouched model's numbers")
-        if getattr(each.kind, "gate", False):
+            raise VerificationError(f"{each}: {difference}. Expected the untouched model's numbers")
+        if each.given.get("gate"):
             before, after = _seconds(_edited(edits, applied, mesh), model, example=example, seed=seed)
             if after > _SLOWER * before:
-                left.append(f"taken back: {each}: {after / before:.2f} times as long as without; gate=False keeps it")
+                said.append(f"taken back: {each}: {after / before:.2f} times as long as without; gate=False keeps it")
                 continue
         applied.append(each)
-    edits.keep_only(applied, those_not_run=mesh is None)
-    return left
+        kept.append(each)
+    return said, kept
 
 
-def _edited(edits: Edits, applied: Sequence[Any], mesh: Any) -> nn.Module:
+def _edited(edits: Edits, applied: Sequence[Edit], mesh: Any) -> nn.Module:
     other = type(edits)(copy.deepcopy(edits.model))
     for each in applied:
         other.add(each)
@@ -152,7 +118,7 @@ def _edited(edits: Edits, applied: Sequence[Any], mesh: Any) -> nn.Module:
 
 
 def _seconds(*models: nn.Module, example: Any, seed: int) -> list[float]:
-    """Of a forward and backward of each, medians of repetitions in turn [s]."""
+    """Medians of a forward and backward of each, repeated in turn [s]."""
     took: list[list[float]] = [[] for _ in models]
     for _ in range(_REPEATS):
         for each, model in zip(took, models, strict=True):

@@ -9,9 +9,10 @@ PipelineModule(edits, ...)              or edits.build() for a plain model
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,38 @@ import torch
 from torch import nn
 
 from ...schedules.wording import count
+from ..guards.randomness import Seeder
 from ..shards.patterns import match
-from .kinds import KINDS, Checkpoint, Compile, Cut, Dtype, KeepLess, Kind, Replace, Shard
+from ..stage.recompute import Recompute, RecomputedModules
+from ..stage.reruns import CheckpointedModules
+from .kinds import KINDS
 
 _FORMAT = "stagewright-edits-1"
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit: the names that it is for, in which `*` stands for one part between dots, and what is done."""
+    """One edit.
+
+    Arguments:
+        pattern: names that it is for, in which `*` stands for one part between dots; "" for the model.
+        word: one of KINDS.
+        given: arguments of the method of that name.
+    """
 
     pattern: str
-    kind: Kind
+    word: str
+    given: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return f"{self.pattern}: {self.kind}"
+        return f"{self.pattern or 'the model'}: {self.call}"
+
+    @property
+    def call(self) -> str:
+        """Its method with what was given."""
+        usual = inspect.signature(getattr(At, self.word)).parameters
+        shown = [f"{name}={value!r}" for name, value in self.given.items() if value != usual[name].default]
+        return f"{self.word}({', '.join(shown)})"
 
 
 class Edits:
@@ -51,7 +69,7 @@ class Edits:
 
     def __getitem__(self, pattern: str) -> At:
         """Modules by name or pattern. Raises ValueError, with near matches, where there is none."""
-        self._find(pattern)
+        self.find(pattern)
         return At(self, pattern)
 
     def __iter__(self) -> Iterator[Edit]:
@@ -61,28 +79,30 @@ class Edits:
         return len(self._edits)
 
     def __str__(self) -> str:
-        rows = [
-            (each.pattern or "(the model)", str(each.kind), count(len(self._find(each.pattern)), "module"))
-            for each in self
-        ]
+        rows = [(each.pattern or "the model", each.call, count(len(self.find(each.pattern)), "module")) for each in self]
         first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-        lines = (f"{name:<{first}}  {kind:<{second}}  {number}" for name, kind, number in rows)
+        lines = (f"{name:<{first}}  {what:<{second}}  {number}" for name, what, number in rows)
         return "\n".join([f"{type(self.model).__name__}, {count(len(rows), 'edit')}", *lines])
 
     def undo(self) -> Edit:
         """Take the last edit back. Raises ValueError where there is none, or all are applied."""
-        self._refuse_built()
+        self.refuse_applied()
         if not self._edits:
             raise ValueError("undo: expected an edit before")
         return self._edits.pop()
 
     def add(self, edit: Edit) -> None:
         """Note an edit. Raises ValueError where it cannot be done, and for two that exclude each other."""
-        self._refuse_built()
-        for name, module in self._find(edit.pattern).items():
-            edit.kind.check(name, module, self.model)
+        self.refuse_applied()
+        for name, module in self.find(edit.pattern).items():
+            others = [other for other, each in self._named() if each is module and other != name]
+            if others:
+                raise ValueError(
+                    f"{edit}: {name!r} is {others[0]!r}, too (shared): expected a module that stands in one place"
+                )
+            KINDS[edit.word].check(name, module, self.model, **edit.given)
             for other in self:
-                meets = [n for n, m in self._find(other.pattern).items() if _exclude(edit.kind, module, other.kind, m)]
+                meets = [n for n, m in self.find(other.pattern).items() if _exclude(edit, module, other, m)]
                 if meets:
                     raise ValueError(
                         f"{edit} meets {other} at {meets[0] or 'the model'!r}: expected one of them there "
@@ -93,42 +113,50 @@ class Edits:
     def verify(self, example: Any, *, mesh: Any = None, seed: int = 0) -> list[str]:
         """Run copies of the model with ever more of the edits beside the untouched one, and compare.
 
-        Compared are outputs, every gradient, gradients of inputs, and which parameters are one. Takes back edits with a
-        gate that make a forward and backward slower.
+        Compared are outputs, every gradient, gradients of inputs, buffers, and which parameters are one. Takes back
+        edits with a gate that make a forward and backward slower.
 
         Arguments:
             example: a tuple of arguments, or a dict of keywords.
             mesh: of a tensor group, all of whose members call this; without one `shard` is not run.
 
-        Returns what was not run or taken back. Raises EditError for the first edit whose numbers depart.
+        Returns what was not run or taken back. Raises VerificationError, a ValueError, for the first edit whose
+        numbers depart.
         """
         from .beside import verify
 
-        self._refuse_built()
-        return verify(self, example, mesh=mesh, seed=seed)
-
-    def keep_only(self, edits: Sequence[Edit], *, those_not_run: bool) -> None:
-        kept = [*edits]
-        self._edits = [e for e in self._edits if e in kept or (those_not_run and isinstance(e.kind, Shard))]
+        self.refuse_applied()
+        said, self._edits = verify(self, example, mesh=mesh, seed=seed)
+        return said
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list as JSON, for `load` on a model with the same names. ValueError for edits that are code."""
-        record = [{"at": each.pattern, "do": each.kind.word, **each.kind.record()} for each in self]
+        record = []
+        for each in self:
+            record.append({"at": each.pattern, "do": each.word, **each.given})
+            try:
+                json.dumps(record[-1])
+            except TypeError:
+                raise ValueError(
+                    f"{each} is code, which no file of edits holds: expected it in the script"
+                ) from None
         Path(path).write_text(json.dumps({"format": _FORMAT, "edits": record}, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the edits of a file. Raises ValueError for another file, and for names that this model does not have."""
+        before = list(self._edits)
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
                 raise KeyError(content["format"])
-            read = [_read(dict(record)) for record in content["edits"]]
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            for record in content["edits"]:
+                given = {name: value for name, value in record.items() if name not in ("at", "do")}
+                if record["do"] not in KINDS:
+                    raise KeyError(record["do"])
+                getattr(self[record["at"]], record["do"])(**given)
+        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            self._edits = before
             raise ValueError(f"{path} holds no edits ({error!r:.100}): expected what edits.save wrote") from None
-        before = list(self._edits)
-        try:
-            for each in read:
-                self.add(each)
         except ValueError as error:
             self._edits = before
             raise ValueError(f"{path}: {error}") from None
@@ -136,50 +164,79 @@ class Edits:
     def build(self, mesh: Any = None) -> nn.Module:
         """The model with all edits applied, for one process or, with torch's mesh of a tensor group, `shard` as well.
 
-        Modules are edited in place, and nothing can be edited or taken back behind it.
+        Modules are edited in place, and nothing can be edited or taken back behind it; where an edit fails, all is as
+        it was.
         """
-        shards = [(each.pattern, each.kind) for each in self if isinstance(each.kind, Shard)]
+        shards = [each for each in self if each.word == "shard"]
         if shards and mesh is None:
-            raise ValueError(
-                f"{shards[0][0]}: {shards[0][1]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)"
-            )
-        self.apply(besides=(Shard, Cut))
-        for pattern, kind in shards:
-            _parallelize(self._find(pattern), kind, mesh)
+            raise ValueError(f"{shards[0]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)")
+        options = self.options()
+        self.apply()
+        # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
+        rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        CheckpointedModules(rules, Seeder(0, device, runs_again=True)).begin()
+        for each in shards:
+            _parallelize(self.find(each.pattern), each.given["plan"], mesh)
         return self.model
 
     def options(self) -> dict[str, Any]:
         """Edits that PipelineModule makes itself, as its options."""
         found: dict[str, Any] = {}
         for each in self:
-            for name in self._find(each.pattern):
-                for key, value in (each.kind.options(name) or {}).items():
-                    found[key] = [*found.get(key, []), *value] if key == "split_points" else found.get(key, {}) | value
+            make = KINDS[each.word].option
+            for name in self.find(each.pattern) if make is not None else ():
+                key, value = make(name, **each.given)  # type: ignore[misc]
+                found[key] = [*found.get(key, []), *value] if isinstance(value, list) else found.get(key, {}) | value
         return found
 
-    def apply(self, besides: tuple[type[Kind], ...] = (Checkpoint, Shard, Cut)) -> None:
-        """Change the model, by all edits but those that are made otherwise."""
-        self._refuse_built()
+    def apply(self) -> None:
+        """Change the model, by all edits but those that `options` are for; where one fails, nothing is changed."""
+        self.refuse_applied()
+        put_back = _remember(self.model)
+        try:
+            for each in self:
+                for name, module in self.find(each.pattern).items():
+                    KINDS[each.word].apply(name, module, self.model, **each.given)
+        except BaseException:
+            put_back()
+            raise
         self._is_built = True
-        for each in self:
-            if not isinstance(each.kind, besides):
-                for name, module in self._find(each.pattern).items():
-                    each.kind.apply(name, module, self.model)
 
-    def _find(self, pattern: str) -> Mapping[str, nn.Module]:
+    def find(self, pattern: str) -> Mapping[str, nn.Module]:
+        """Modules by name. Raises ValueError, with near matches, where there is none."""
         return {"": self.model} if pattern == "" else match(pattern, self.model, option=f"edits[{pattern!r}]")
 
-    def _refuse_built(self) -> None:
+    def refuse_applied(self) -> None:
         if self._is_built:
             raise ValueError("these edits are applied: expected edit(model) of a model that is not built yet")
 
+    def _named(self) -> Collection[tuple[str, nn.Module]]:
+        return list(self.model.named_modules(remove_duplicate=False))
 
-def _exclude(kind: Kind, module: nn.Module, other: Kind, others: nn.Module) -> bool:
+
+def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> bool:
     """Whether two edits cannot both be: the same one twice, or such as exclude each other, one inside the other."""
-    if kind.word == other.word:
-        return module is others and getattr(kind, "what", None) == getattr(other, "what", None)
+    if edit.word == other.word:
+        return module is others and edit.given.get("what") == other.given.get("what")
     meet = module in set(others.modules()) or others in set(module.modules())
-    return meet and (other.word in kind.excludes or kind.word in other.excludes)
+    return meet and (other.word in KINDS[edit.word].excludes or edit.word in KINDS[other.word].excludes)
+
+
+def _remember(model: nn.Module) -> Callable[[], None]:
+    """A function that puts back what all modules hold, tables that others know by themselves included."""
+    held = [(vars(module), dict(vars(module))) for module in model.modules()]
+    tables = [(each, dict(each)) for _, own in held for each in own.values() if isinstance(each, dict)]
+    values = [(p, p.data) for p in model.parameters()]
+
+    def put_back() -> None:
+        for now, before in (*held, *tables):
+            now.clear()
+            now.update(before)
+        for p, value in values:
+            p.data = value
+
+    return put_back
 
 
 class At:
@@ -189,37 +246,37 @@ class At:
         self._edits = edits
         self._pattern = pattern
 
-    def _add(self, kind: Kind) -> At:
-        self._edits.add(Edit(self._pattern, kind))
+    def _add(self, word: str, **given: Any) -> At:
+        self._edits.add(Edit(self._pattern, word, given))
         return self
 
-    def checkpoint(self, keep: Sequence[str] = ()) -> At:
-        """Compute again in the backward, but for results of these operators, such as "aten.mm.default"."""
-        return self._add(Checkpoint(tuple(keep)))
+    def checkpoint(self, keep: Sequence[Any] = ()) -> At:
+        """Compute again in the backward, but for results of these operators, as "aten.mm.default", or torch's own."""
+        return self._add("checkpoint", keep=tuple(map(str, keep)))
 
     def replace(self, make: Callable[[nn.Module], nn.Module]) -> At:
         """Put make(module) in its place; hooks go over, and parameters and buffers of the same names."""
-        return self._add(Replace(make))
+        return self._add("replace", make=make)
 
     def shard(self, plan: Mapping[str, Any]) -> At:
         """Divide modules in it among a tensor group, by their names below it, as in {"up": "column", "down": "row"}."""
-        return self._add(Shard(plan))
+        return self._add("shard", plan=dict(plan))
 
     def compile(self, backend: str = "inductor", *, gate: bool = True) -> At:
         """Compile it by torch.compile; with a gate `verify` takes it back where it is slower."""
-        return self._add(Compile(backend, gate))
+        return self._add("compile", backend=backend, gate=gate)
 
     def cut(self) -> At:
         """Begin a stage of the pipeline there."""
-        return self._add(Cut())
+        return self._add("cut")
 
     def dtype(self, dtype: torch.dtype | str) -> At:
         """Compute in another type, weights included; inputs are cast, and outputs cast back."""
-        return self._add(Dtype(str(dtype).removeprefix("torch.")))
+        return self._add("dtype", dtype=str(dtype).removeprefix("torch."))
 
     def keep_less(self, what: str) -> At:
         """Keep less for the backward: "gelu", "layernorm" or "attention" in it."""
-        return self._add(KeepLess(what))
+        return self._add("keep_less", what=what)
 
 
 def edit(model: nn.Module) -> Edits:
@@ -229,18 +286,11 @@ def edit(model: nn.Module) -> Edits:
     return Edits(model)
 
 
-def _read(record: dict[str, Any]) -> Edit:
-    pattern, word = record.pop("at"), record.pop("do")
-    if "keep" in record:
-        record["keep"] = tuple(record["keep"])
-    return Edit(pattern, KINDS[word](**record))
-
-
-def _parallelize(modules: Mapping[str, nn.Module], kind: Shard, mesh: Any) -> None:
+def _parallelize(modules: Mapping[str, nn.Module], plan: Mapping[str, Any], mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     words = {"column": ColwiseParallel, "row": RowwiseParallel}
+    styles = {name: words[how]() if isinstance(how, str) else how for name, how in plan.items()}
     for module in modules.values():
-        parallelize_module(
-            module, mesh, {name: words[how]() if isinstance(how, str) else how for name, how in kind.plan.items()}
-        )
+        for name, style in styles.items():
+            parallelize_module(module.get_submodule(name), mesh, style)

@@ -87,6 +87,9 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
 class RecomputedModules:
     """Modules of a model that are computed again.
 
+    Attributes:
+        rules: of those that a pattern names.
+
     Raises ValueError for a pattern that matches no module, or one that nothing calls, and for modules that two
     patterns treat differently.
     """
@@ -94,11 +97,11 @@ class RecomputedModules:
     def __init__(self, recompute: Recompute, root: nn.Module) -> None:
         self._stages = recompute.stages
         self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
-        self._rules: dict[nn.Module, NamedRule] = {}
+        self.rules: dict[nn.Module, NamedRule] = {}
         said: dict[nn.Module, str] = {}
         for pattern, rule in recompute.modules.items():
             for name, module in self._matches[pattern].items():
-                _, known = self._rules.setdefault(module, (name, rule))
+                _, known = self.rules.setdefault(module, (name, rule))
                 if known != rule:
                     raise ValueError(
                         f"recompute= has {said[module]!r} and {pattern!r} for module {name!r}, {known!r} and "
@@ -119,7 +122,7 @@ class RecomputedModules:
 
             return call
 
-        with Calls({module: note(module) for module in self._rules}).through():
+        with Calls({module: note(module) for module in self.rules}).through():
             yield
         for pattern, matches in self._matches.items():
             if called.isdisjoint(matches.values()):
@@ -150,7 +153,7 @@ class RecomputedModules:
         kind = self._stages[index]
         if kind in ("none", "full"):
             inside = set(stage.module.modules())
-            return {module: rule for module, rule in self._rules.items() if module in inside}
+            return {module: rule for module, rule in self.rules.items() if module in inside}
         rule = "full" if kind == "layer" else kind
         return dict.fromkeys(stage.units, (stage.name, rule))
 

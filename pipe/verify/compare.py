@@ -44,7 +44,7 @@ def first_difference(
         stage_of: parameter or buffer name -> its stage, for people.
         suspects: module name -> what it does that a cut may lose; "" for the whole model.
     """
-    found = _find(plain, piped, tolerance)
+    found = first_apart(plain, piped, tolerance, where="in the pipeline")
     if found is None:
         return None
     name, what = found
@@ -65,8 +65,8 @@ def first_difference(
     )
 
 
-def _find(plain: Outcome, piped: Outcome, tolerance: float) -> tuple[str, str] | None:
-    """(parameter or buffer name or "", what is the matter with {name})."""
+def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str) -> tuple[str, str] | None:
+    """(parameter or buffer name or "", what is the matter with {name}); of names that both have."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
     allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), _LEAST)
     if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
@@ -77,17 +77,17 @@ def _find(plain: Outcome, piped: Outcome, tolerance: float) -> tuple[str, str] |
             return "", f"output {number} of an evaluation {what}"
     sizes = [size(g) for g in plain.gradients.values() if g is not None]
     floor = _BELOW_THE_LARGEST * max(sizes, default=0.0)
-    for name in reversed(list(plain.gradients)):
+    for name in reversed([name for name in plain.gradients if name in piped.gradients]):
         expected, given = plain.gradients[name], piped.gradients[name]
         if expected is None and given is not None:
-            return name, "{name} has a gradient in the pipeline, and none in the plain module"
+            return name, f"{{name}} has a gradient {where}, and none in the plain module"
         if expected is not None and given is None:
-            return name, "{name} has no gradient in the pipeline, and one in the plain module"
+            return name, f"{{name}} has no gradient {where}, and one in the plain module"
         what = None if expected is None or given is None else differs(expected, given, tolerance=tolerance, floor=floor)
         if what:
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
-        what = differs(plain.buffers[name], ours, tolerance=tolerance)
+        what = name in plain.buffers and differs(plain.buffers[name], ours, tolerance=tolerance)
         if what:
             return name, f"after the batch, buffer {{name}} {what}"
     return None
