@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..stage.reruns import in_checkpoint
+
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
 
 
@@ -46,27 +48,29 @@ def keep_less(what: str, name: str, module: nn.Module) -> None:
 # GELU
 
 
-class _Made(NamedTuple):
-    """A tensor that a function of another made."""
+class _Again(NamedTuple):
+    """In place of a saved tensor: how it was made, and which view of the result it is.
+
+    Arguments:
+        source: as the saved tensors around keep it.
+        version: of the source.
+        autocast: arguments of torch.autocast.
+    """
 
     run: Callable[[Tensor], Tensor]
-    source: Tensor
+    source: Any
     version: int
+    autocast: dict[str, Any]
+    view: tuple[torch.Size, tuple[int, ...], int]
 
-    def again(self) -> Tensor:
-        if self.source._version != self.version:
+    def made(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        source = unpack(self.source)
+        if source is self.source and source._version != self.version:
             raise RuntimeError(
                 "the input of an activation was changed in place behind it: expected inplace=False, or no keep_less"
             )
-        with torch.no_grad():
-            return self.run(self.source)
-
-
-class _Again(NamedTuple):
-    """In place of a saved tensor: how it was made, and which view of that it is."""
-
-    made: _Made
-    view: tuple[torch.Size, tuple[int, ...], int]
+        with torch.no_grad(), torch.autocast(**self.autocast):
+            return self.run(source).as_strided(*self.view)
 
 
 def _is_gelu(module: nn.Module) -> bool:
@@ -78,10 +82,11 @@ def _without_activations(module: nn.Module, activations: list[nn.Module]) -> Non
 
 
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_checkpoint():
         return forward(*args, **kwargs)
-    made: dict[int, tuple[Tensor, _Made]] = {}  # by address; the tensors themselves, so that none gets another's
-
+    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_itself, _itself)
+    # By address: the result itself, so that no other tensor gets its place.
+    made: dict[int, tuple[Tensor, _Again]] = {}
     versions: dict[nn.Module, int] = {}
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -89,18 +94,19 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         source = inputs[0]
-        if source._version != versions[module]:  # it changes its input, and can run once alone
-            return
-        made[output.untyped_storage().data_ptr()] = output, _Made(module.forward, source.detach(), source._version)
+        if source._version == versions[module]:  # one that changes its input can run once alone
+            kept = keep(source.detach())
+            again = _Again(module.forward, kept, source._version, _autocast(source.device), _view(output))
+            made[output.untyped_storage().data_ptr()] = output, again
 
-    def pack(x: Tensor) -> Tensor | _Again:
-        known = made.get(x.untyped_storage().data_ptr())
-        if known is None or known[0]._version != 0 or known[0].dtype != x.dtype:
-            return x
-        return _Again(known[1], (x.size(), x.stride(), int(x.storage_offset())))
+    def pack(x: Tensor) -> Any:
+        output, again = made.get(x.untyped_storage().data_ptr(), (None, None))
+        if output is None or again is None or output._version != 0 or output.dtype != x.dtype:
+            return keep(x)
+        return again._replace(view=_view(x))
 
-    def unpack(kept: Tensor | _Again) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept.made.again().as_strided(*kept.view)
+    def unpack(kept: Any) -> Tensor:
+        return kept.made(give) if isinstance(kept, _Again) else give(kept)
 
     hooks = [each.register_forward_hook(note) for each in activations]
     hooks += [each.register_forward_pre_hook(look) for each in activations]
@@ -110,6 +116,20 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _autocast(device: torch.device) -> dict[str, Any]:
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return {"device_type": kind, "enabled": enabled, "dtype": dtype, "cache_enabled": False}
+
+
+def _view(x: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return x.size(), x.stride(), int(x.storage_offset())
 
 
 # LayerNorm

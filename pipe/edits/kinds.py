@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ def _nothing(name: str, module: nn.Module, root: nn.Module, **given: Any) -> Non
     pass
 
 
-class Kind(NamedTuple):
+class EditKind(NamedTuple):
     """A row of the table. Functions take (name, module, whole model, what the edit says by name).
 
     Arguments:
@@ -53,7 +54,7 @@ class Kind(NamedTuple):
 # checkpoint
 
 
-def _check_operators(name: str, module: nn.Module, root: nn.Module, *, keep: Sequence[str]) -> None:
+def _check_operators(name: str, module: nn.Module, root: nn.Module, *, keep: Sequence[str] = ()) -> None:
     for each in keep:
         _operator(each)
 
@@ -160,7 +161,9 @@ def _take_over(name: str, old: nn.Module, new: nn.Module) -> None:
 # compile
 
 
-def _check_backend(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
+def _check_backend(
+    name: str, module: nn.Module, root: nn.Module, *, backend: str = "inductor", gate: bool = True
+) -> None:
     if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(sorted(known))}")
 
@@ -215,14 +218,39 @@ def _keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> N
     keep_less(what, name, module)
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, EditKind] = MappingProxyType(
     {
-        "checkpoint": Kind(_check_operators, option=_recompute, excludes=("keep_less",)),
-        "shard": Kind(_check_names, option=_tensor_parallel),
-        "cut": Kind(option=_cut),
-        "replace": Kind(_check_part, _replace),
-        "compile": Kind(_check_backend, _compile, excludes=("keep_less",)),
-        "dtype": Kind(_check_own, _convert),
-        "keep_less": Kind(_check_what, _keep_less),
+        "checkpoint": EditKind(_check_operators, option=_recompute, excludes=("keep_less",)),
+        "shard": EditKind(_check_names, option=_tensor_parallel),
+        "cut": EditKind(option=_cut),
+        "replace": EditKind(_check_part, _replace),
+        "compile": EditKind(_check_backend, _compile, excludes=("keep_less",)),
+        "dtype": EditKind(_check_own, _convert),
+        "keep_less": EditKind(_check_what, _keep_less),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One edit.
+
+    Arguments:
+        pattern: names that it is for, in which `*` stands for one part between dots; "" for the model.
+        word: one of KINDS.
+        given: arguments of the method of that name.
+    """
+
+    pattern: str
+    word: str
+    given: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.pattern or 'the model'}: {self.call}"
+
+    @property
+    def call(self) -> str:
+        """Its method with what was given."""
+        usual = inspect.signature(KINDS[self.word].check).parameters
+        shown = [f"{name}={value!r}" for name, value in self.given.items() if value != usual[name].default]
+        return f"{self.word}({', '.join(shown)})"

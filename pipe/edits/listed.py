@@ -9,11 +9,10 @@ PipelineModule(edits, ...)              or edits.build() for a plain model
 
 from __future__ import annotations
 
-import inspect
+import copy
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +24,10 @@ from ..guards.randomness import Seeder
 from ..shards.patterns import match
 from ..stage.recompute import Recompute, RecomputedModules
 from ..stage.reruns import CheckpointedModules
-from .kinds import KINDS
+from .beside import verify
+from .kinds import KINDS, Edit
 
 _FORMAT = "stagewright-edits-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One edit.
-
-    Arguments:
-        pattern: names that it is for, in which `*` stands for one part between dots; "" for the model.
-        word: one of KINDS.
-        given: arguments of the method of that name.
-    """
-
-    pattern: str
-    word: str
-    given: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return f"{self.pattern or 'the model'}: {self.call}"
-
-    @property
-    def call(self) -> str:
-        """Its method with what was given."""
-        usual = inspect.signature(getattr(At, self.word)).parameters
-        shown = [f"{name}={value!r}" for name, value in self.given.items() if value != usual[name].default]
-        return f"{self.word}({', '.join(shown)})"
 
 
 class Edits:
@@ -79,7 +54,9 @@ class Edits:
         return len(self._edits)
 
     def __str__(self) -> str:
-        rows = [(each.pattern or "the model", each.call, count(len(self.find(each.pattern)), "module")) for each in self]
+        rows = [
+            (each.pattern or "the model", each.call, count(len(self.find(each.pattern)), "module")) for each in self
+        ]
         first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
         lines = (f"{name:<{first}}  {what:<{second}}  {number}" for name, what, number in rows)
         return "\n".join([f"{type(self.model).__name__}, {count(len(rows), 'edit')}", *lines])
@@ -123,11 +100,25 @@ class Edits:
         Returns what was not run or taken back. Raises VerificationError, a ValueError, for the first edit whose
         numbers depart.
         """
-        from .beside import verify
-
         self.refuse_applied()
-        said, self._edits = verify(self, example, mesh=mesh, seed=seed)
-        return said
+
+        def edited(edits: Sequence[Edit]) -> nn.Module:
+            other = Edits(copy.deepcopy(self.model))
+            other._edits = list(edits)
+            return other.build(mesh)
+
+        without = [] if mesh is not None else [each for each in self if each.word == "shard"]
+        run = [each for each in self if each not in without]
+        slower = verify(run, edited, example, seed=seed)
+        back = [each for each, _ in slower]
+        self._edits = [each for each in self if each not in back]
+        return [
+            *(f"not run: {each}: expected verify(..., mesh=), of the tensor group" for each in without),
+            *(
+                f"taken back: {each}: {times:.2f} times as long as without; gate=False keeps it"
+                for each, times in slower
+            ),
+        ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list as JSON, for `load` on a model with the same names. ValueError for edits that are code."""
@@ -137,9 +128,7 @@ class Edits:
             try:
                 json.dumps(record[-1])
             except TypeError:
-                raise ValueError(
-                    f"{each} is code, which no file of edits holds: expected it in the script"
-                ) from None
+                raise ValueError(f"{each} is code, which no file of edits holds: expected it in the script") from None
         Path(path).write_text(json.dumps({"format": _FORMAT, "edits": record}, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | os.PathLike[str]) -> None:

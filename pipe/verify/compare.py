@@ -87,7 +87,7 @@ def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str)
         if what:
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
-        what = name in plain.buffers and differs(plain.buffers[name], ours, tolerance=tolerance)
+        what = differs(plain.buffers[name], ours, tolerance=tolerance) if name in plain.buffers else None
         if what:
             return name, f"after the batch, buffer {{name}} {what}"
     return None

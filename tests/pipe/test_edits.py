@@ -184,7 +184,9 @@ class Detached(nn.Linear):
         return super().forward(x.detach())
 
 
-@pytest.mark.parametrize(("kind", "told"), [(Louder, "output 0 "), (Detached, "'10.bias' has no gradient with this edit")])
+@pytest.mark.parametrize(
+    ("kind", "told"), [(Louder, "output 0 "), (Detached, "'10.bias' has no gradient with this edit")]
+)
 def test_the_first_edit_that_departs_is_named(kind: type[nn.Linear], told: str) -> None:
     edits = edit(make_model("lstm"))
     edits["3"].checkpoint()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from support.inside import less
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import edit
 
@@ -36,17 +34,11 @@ def kept_bytes(model: nn.Module, *inputs: Tensor, **options: Any) -> int:
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, Tensor] = {}
 
-    class Counted(saved_tensors_hooks):
-        def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-            def noted(x: Tensor) -> Any:
-                kept = pack(x)
-                tensor = kept if isinstance(kept, Tensor) else kept.made.source
-                held[tensor.untyped_storage().data_ptr()] = tensor
-                return kept
+    def note(x: Tensor) -> Tensor:
+        held[x.untyped_storage().data_ptr()] = x
+        return x
 
-            super().__init__(noted, unpack)
-
-    with mock.patch.object(less, "saved_tensors_hooks", Counted), Counted(lambda x: x, lambda x: x):
+    with saved_tensors_hooks(note, lambda x: x):
         output = model(*inputs, **options)
         assert output is not None
         return sum(x.untyped_storage().nbytes() for at, x in held.items() if at not in own)
@@ -117,6 +109,41 @@ def test_inputs_that_change_are_not_taken_for_what_they_were() -> None:
     doubling = edit(Block(DoublingGELU()))
     doubling["mlp"].keep_less("gelu")
     assert doubling.verify((torch.randn(B, S, H),)) == []
+
+
+class Composed(nn.Module):
+    """As transformers write it: under autocast its power is computed in float32, and so is the rest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+class ComposedGELU(Composed):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_it_runs_again_as_it_ran(dtype: torch.dtype | None) -> None:
+    """Under autocast, and within an activation checkpoint or hooks of saved tensors of another's."""
+    torch.manual_seed(0)
+    plain, x = Block(ComposedGELU()), torch.randn(B, S, H)
+    edits = edit(copy.deepcopy(plain))
+    edits["mlp"].keep_less("gelu")
+    edited = edits.build()
+    packed: list[Tensor] = []
+
+    def loss(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            y = checkpoint(model, x, use_reentrant=False)
+            with saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):  # type: ignore[func-returns-value]
+                y = model(y)
+        y.float().square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for theirs, ours in zip(loss(plain), loss(edited), strict=True):
+        assert torch.equal(theirs, ours)
+    assert packed
 
 
 def test_a_norm_with_a_weight_near_zero_is_refused() -> None:

@@ -268,7 +268,6 @@ _ALIKE = {
 # Whole modules, whose attributes tests replace.
 _MODULES = {
     "beside": "pipe.edits.beside",
-    "less": "pipe.edits.keep_less",
     "failures": "comm.failures",
     "process_group": "comm.process_group",
     "reach": "comm.rendezvous",
