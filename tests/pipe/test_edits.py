@@ -323,6 +323,15 @@ def test_a_compiled_module_that_is_slower_is_taken_back(monkeypatch: pytest.Monk
     assert list(map(str, edits)) == ["5: cut()", "3.project: compile(backend='eager', gate=False)"]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor imports it
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_modules_compute_the_same(backend: str) -> None:
+    torch.manual_seed(0)
+    edits = edit(nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)))
+    edits["1"].compile(backend, gate=False)
+    assert edits.verify((torch.randn(6, 8),)) == []
+
+
 class Unsummed(ColwiseParallel):
     """Each member's gradient of the input is taken for the whole one."""
 
