@@ -36,12 +36,10 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     given = mapped(example, fresh)
     model.zero_grad()
     torch.manual_seed(seed)
-    output = model(**given) if isinstance(given, Mapping) else model(*given)
-    outputs = [x for x in _tensors(output) if x.is_floating_point()]
-    trained = [x for x in outputs if x.requires_grad]
+    outputs = _tensors(model(**given) if isinstance(given, Mapping) else model(*given))
+    tolerance = tolerance_of(graph_of(outputs))
     torch.manual_seed(seed + 1)
-    tolerance = tolerance_of(graph_of(trained))
-    torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
+    random_backward(outputs)
     own = list(model.named_parameters(remove_duplicate=False))
     same: dict[int, set[str]] = {}
     for name, p in own:
@@ -57,10 +55,17 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     return outcome, tolerance, [names for names in same.values() if len(names) > 1]
 
 
+def random_backward(output: Any) -> None:
+    """The backward that begins with a random gradient of each tensor in a model's output."""
+    trained = [x for x in _tensors(output) if x.requires_grad]
+    torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
+
+
 def _tensors(value: Any) -> list[Tensor]:
+    """Those with a floating type."""
     found: list[Tensor] = []
     mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
+    return [x for x in found if x.is_floating_point()]
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -114,6 +114,7 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
         with saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
     finally:
+        made.clear()  # autograd holds `pack` for as long as what it packed
         for hook in hooks:
             hook.remove()
 

@@ -13,12 +13,14 @@ import copy
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...partition.strict import count as count_of
 from ...schedules.wording import count
 from ..guards.randomness import Seeder
 from ..shards.patterns import match
@@ -26,6 +28,7 @@ from ..stage.recompute import Recompute, RecomputedModules
 from ..stage.reruns import CheckpointedModules
 from .beside import verify
 from .kinds import KINDS, Edit
+from .memory import explain
 
 _FORMAT = "stagewright-edits-1"
 
@@ -101,15 +104,9 @@ class Edits:
         numbers depart.
         """
         self.refuse_applied()
-
-        def edited(edits: Sequence[Edit]) -> nn.Module:
-            other = Edits(copy.deepcopy(self.model))
-            other._edits = list(edits)
-            return other.build(mesh)
-
         without = [] if mesh is not None else [each for each in self if each.word == "shard"]
         run = [each for each in self if each not in without]
-        slower = verify(run, edited, example, seed=seed)
+        slower = verify(run, partial(self._copy, mesh), example, seed=seed)
         back = [each for each, _ in slower]
         self._edits = [each for each in self if each not in back]
         return [
@@ -119,6 +116,22 @@ class Edits:
                 for each, times in slower
             ),
         ]
+
+    def memory(self, example: Any, *, limit: str, in_flight: int = 1, state: float = 2.0) -> str:
+        """A table of what the edits save, one more a row, and the largest microbatch that fits with them.
+
+        Measured on copies of the model with the example and half of it, in one process; edits that a tensor group
+        makes are left out.
+
+        Arguments:
+            example: a tuple of arguments, or a dict of keywords, of one microbatch with at least 2 samples.
+            limit: a device's memory, such as "16GiB".
+            in_flight: microbatches whose activations are held at once, as many as stages on the first one under 1F1B.
+            state: bytes of the optimizer's state for each byte of weights; Adam's 2.
+        """
+        count_of("in_flight", in_flight)
+        edits = [each for each in self if each.word not in ("shard", "cut")]
+        return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list as JSON, for `load` on a model with the same names. ValueError for edits that are code."""
@@ -195,6 +208,13 @@ class Edits:
     def find(self, pattern: str) -> Mapping[str, nn.Module]:
         """Modules by name. Raises ValueError, with near matches, where there is none."""
         return {"": self.model} if pattern == "" else match(pattern, self.model, option=f"edits[{pattern!r}]")
+
+    def _copy(self, mesh: Any, edits: Sequence[Edit]) -> nn.Module:
+        """A copy of the model with these edits."""
+        self.refuse_applied()
+        other = Edits(copy.deepcopy(self.model))
+        other._edits = list(edits)
+        return other.build(mesh)
 
     def refuse_applied(self) -> None:
         if self._is_built:

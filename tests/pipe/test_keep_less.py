@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import edit_memory as inside_memory
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from stagewright.pipe import edit
+from stagewright.pipe import PipelineModule, edit
+from stagewright.schedules import MemoryPart, StageBytes, memory_curves
 
 B, S, H = 2, 6, 16
 T4 = 4  # bytes of a float32; a norm also keeps its mean
@@ -198,3 +200,64 @@ def test_models_of_transformers_take_the_same_list(name: str, again: str, mlps: 
     edits[norms].keep_less("layernorm")
     edits[again].checkpoint()
     assert edits.verify(case.batch()) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_peak_of_a_stage_falls_by_what_all_microbatches_in_flight_kept(num_ranks: int) -> None:
+    """1F1B: the first stage holds as many microbatches as there are stages, the last one. A backward makes more anew."""
+    x = torch.randn(4 * B, S, H)
+
+    def activations(kept_less: bool) -> tuple[list[float], tuple[StageBytes, ...]]:
+        torch.manual_seed(0)
+        edits = edit(nn.Sequential(*(Block() for _ in range(2 * num_ranks))))
+        if kept_less:
+            edits["*.mlp"].keep_less("gelu")
+        with PipelineModule(
+            edits,
+            mesh={"pipe": num_ranks},
+            num_microbatches=4,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.SGD,
+        ) as pipe:
+            pipe.train_step(x, x)
+            with pipe.watch_memory() as memory:
+                result = pipe.train_step(x, x)
+            stages = pipe.stage_bytes(memory)
+            curves = memory_curves(result.timeline(), stages)
+        return [max(curve.parts[MemoryPart.ACTIVATIONS]) for curve in curves], stages
+
+    (before, plain), (after, less) = activations(False), activations(True)
+    saved = 2 * 16 * B * S * H  # in two blocks
+    assert [one.activations - other.activations for one, other in zip(plain, less, strict=True)] == [saved] * num_ranks
+    anew = [other.again - one.again for one, other in zip(plain, less, strict=True)]
+    drops = [one - other + more for one, other, more in zip(before, after, anew, strict=True)]
+    assert drops == [(num_ranks - rank) * saved for rank in range(num_ranks)]
+
+
+def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    edits = edit(model)
+    edits["*.mlp"].keep_less("gelu")
+    edits["*.norm"].keep_less("layernorm")
+    edits["1"].cut()
+    limit, in_flight = 2_000_000, 3
+    lines = edits.memory((torch.randn(32, S, H),), limit="2MB", in_flight=in_flight).splitlines()
+    assert lines[0].split("  ")[-1].strip() == "largest microbatch in 2MB"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["no edit", *map(str, list(edits)[:2])]
+    found = [int(line.split()[-1]) for line in lines[1:]]
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    for number, most in enumerate(found):
+        other = edit(copy.deepcopy(model))
+        for what, pattern in [("gelu", "*.mlp"), ("layernorm", "*.norm")][:number]:
+            other[pattern].keep_less(what)
+        other.build()
+        for samples in (most, most + 1):
+            kept, peak = inside_memory.measure(other.model, (torch.randn(samples, S, H),))
+            assert (3 * weights + (in_flight - 1) * kept + peak <= limit) is (samples == most)
+    assert found[0] < found[1] < found[2]
+    assert "none: 1 takes " in edits.memory((torch.randn(4, S, H),), limit="1KB")
+    with pytest.raises(ValueError, match=r"memory: an example of 1 samples: expected at least 2"):
+        edits.memory((torch.randn(1, S, H),), limit="2MB")
+    with pytest.raises(ValueError, match=r"limit: '6 GB': expected a number and a unit"):
+        edits.memory((torch.randn(4, S, H),), limit="6 GB")

@@ -268,6 +268,7 @@ _ALIKE = {
 # Whole modules, whose attributes tests replace.
 _MODULES = {
     "beside": "pipe.edits.beside",
+    "edit_memory": "pipe.edits.memory",
     "failures": "comm.failures",
     "process_group": "comm.process_group",
     "reach": "comm.rendezvous",
