@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.mesh import AXES
 from ..partition.plans.plan import Plan
 from .batch.model_loss import LossWeight
-from .edits import Edits
 from .options import AUTO, PlanLike, ScheduleLike
 from .shards.tensor_option import TensorParallelLike
 from .update.delay_correction import ErrorFeedback
@@ -217,12 +216,15 @@ _MEANT = {
 }
 
 
-def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(
+    given: Mapping[str, Any], old: Mapping[str, Any], edits: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Every option by its own name, as `read_options` takes them.
 
     Arguments:
-        given: the arguments of PipelineModule.
+        given: the arguments of PipelineModule; for Edits, their model.
         old: others, by names that it had one release ago.
+        edits: options that edits of the model became.
 
     Raises TypeError for a name that it never had, ValueError for what is no record and stands for none.
     """
@@ -236,8 +238,10 @@ def read_arguments(given: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str
         options |= {"model": None, "stages": list(model)}
     options |= _mesh_options(given["mesh"]) | _schedule_options(given["schedule"])
     options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
-    if isinstance(model, Edits):
-        options |= _edit_options(model, options)
+    for name, said in (("recompute", "recompute="), ("split_points", "cut="), ("tensor_parallel", "tensor_parallel=")):
+        if name in (edits or {}) and options[name] not in (None, "none"):
+            raise ValueError(f"{said} beside edits that say the same: expected one of them")
+    options |= edits or {}
     for name, value in old.items():
         if name not in _RENAMED:
             meant = [own for own, others in _MEANT.items() if name in others.split()]
@@ -283,14 +287,6 @@ def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
 
 def _is_torchs(kind: object) -> bool:
     return isinstance(kind, type) and kind.__module__.startswith("torch.distributed.pipelining")
-
-
-def _edit_options(edits: Edits, others: Mapping[str, Any]) -> dict[str, Any]:
-    found = edits.options()
-    for name, said in (("recompute", "recompute="), ("split_points", "cut="), ("tensor_parallel", "tensor_parallel=")):
-        if name in found and others[name] not in (None, "none"):
-            raise ValueError(f"{said} beside edits that say the same: expected one of them")
-    return {**found, "model": edits.model}
 
 
 def _is_called(module: nn.Module) -> bool:

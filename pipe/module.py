@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -142,11 +142,12 @@ class PipelineModule(RunFigures):
         **old: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
-        options = read_options(read_arguments(given, old))
-        make_layout = choose_layout(options.layout)
-        if isinstance(model, Edits):
-            model.apply()
-            model = model.model
+        with ExitStack() as stack:
+            edits = stack.enter_context(model.applied()) if isinstance(model, Edits) else None
+            if isinstance(model, Edits):
+                given["model"] = model = model.model
+            options = read_options(read_arguments(given, old, edits))
+            make_layout = choose_layout(options.layout)
         self._settings = options.settings
         self._name = "stages" if options.model is None else type(model).__name__
         self._calls = options.calls

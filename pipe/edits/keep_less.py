@@ -10,6 +10,7 @@ attention   softmax(q k) and its dropout       fused (scaled_dot_product_attenti
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
+from ..stage.calls import Calls
 from ..stage.reruns import in_checkpoint
 
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
@@ -73,12 +76,34 @@ class _Again(NamedTuple):
             return self.run(source).as_strided(*self.view)
 
 
+def _has_gelu(module: nn.Module) -> bool:
+    """Whether it is one, of no weights, or its forward calls torch's function."""
+    try:
+        calls = "gelu(" in inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        calls = False
+    return _is_gelu(module) or calls
+
+
 def _is_gelu(module: nn.Module) -> bool:
     return "gelu" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
-def _without_activations(module: nn.Module, activations: list[nn.Module]) -> None:
-    module.forward = partial(_keeping_sources, activations, module.forward)
+class _Gelus(TorchFunctionMode):
+    """Within: calls of torch's function go through another."""
+
+    def __init__(self, through: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._through = through
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.gelu and args:
+            return self._through(partial(func, **(kwargs or {})), args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _without_activations(module: nn.Module, found: list[nn.Module]) -> None:
+    module.forward = partial(_keeping_sources, [each for each in found if _is_gelu(each)], module.forward)
 
 
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,17 +112,14 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_itself, _itself)
     # By address: the result itself, so that no other tensor gets its place.
     made: dict[int, tuple[Tensor, _Again]] = {}
-    versions: dict[nn.Module, int] = {}
 
-    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        versions[module] = inputs[0]._version
-
-    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        source = inputs[0]
-        if source._version == versions[module]:  # one that changes its input can run once alone
-            kept = keep(source.detach())
-            again = _Again(module.forward, kept, source._version, _autocast(source.device), _view(output))
+    def run(function: Callable[[Tensor], Tensor], source: Tensor) -> Tensor:
+        version = source._version
+        output = function(source)
+        if source._version == version:  # one that changes its input can run once alone
+            again = _Again(function, keep(source.detach()), version, _autocast(source.device), _view(output))
             made[output.untyped_storage().data_ptr()] = output, again
+        return output
 
     def pack(x: Tensor) -> Any:
         output, again = made.get(x.untyped_storage().data_ptr(), (None, None))
@@ -108,15 +130,11 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     def unpack(kept: Any) -> Tensor:
         return kept.made(give) if isinstance(kept, _Again) else give(kept)
 
-    hooks = [each.register_forward_hook(note) for each in activations]
-    hooks += [each.register_forward_pre_hook(look) for each in activations]
     try:
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, unpack), _Gelus(run), Calls(dict.fromkeys(activations, run)).through():
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
-        for hook in hooks:
-            hook.remove()
 
 
 def _itself(x: Any) -> Any:
@@ -206,7 +224,7 @@ def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 WHAT: Mapping[str, _What] = MappingProxyType(
     {
-        "gelu": _What(_is_gelu, _without_activations, "a module with a GELU and what follows it, such as an MLP"),
+        "gelu": _What(_has_gelu, _without_activations, "a module with a GELU and what follows it, such as an MLP"),
         "layernorm": _What(_is_norm, _from_outputs, "an nn.LayerNorm with weights, or a module with such"),
         "attention": _What(_is_eager, _fused, "nn.MultiheadAttention, or eager attention of transformers"),
     }

@@ -13,6 +13,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,38 +173,54 @@ class Edits:
         shards = [each for each in self if each.word == "shard"]
         if shards and mesh is None:
             raise ValueError(f"{shards[0]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)")
-        options = self.options()
-        self.apply()
-        # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
-        rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
+        with self.applied() as options:
+            # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
+            rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         CheckpointedModules(rules, Seeder(0, device, runs_again=True)).begin()
-        for each in shards:
-            _parallelize(self.find(each.pattern), each.given["plan"], mesh)
+        if shards:
+            _parallelize(self.model, options["tensor_parallel"], mesh)
         return self.model
 
-    def options(self) -> dict[str, Any]:
-        """Edits that PipelineModule makes itself, as its options."""
-        found: dict[str, Any] = {}
-        for each in self:
-            make = KINDS[each.word].option
-            for name in self.find(each.pattern) if make is not None else ():
-                key, value = make(name, **each.given)  # type: ignore[misc]
-                found[key] = [*found.get(key, []), *value] if isinstance(value, list) else found.get(key, {}) | value
-        return found
+    @contextmanager
+    def applied(self) -> Iterator[dict[str, Any]]:
+        """The model is changed by all edits but those that are options of PipelineModule, which this gives.
 
-    def apply(self) -> None:
-        """Change the model, by all edits but those that `options` are for; where one fails, nothing is changed."""
+        Where an edit fails, or what is done within, all is as it was.
+        """
         self.refuse_applied()
         put_back = _remember(self.model)
+        meant = [(each, self.find(each.pattern)) for each in self]
+        self._is_built = True
         try:
-            for each in self:
+            for each, _ in meant:
                 for name, module in self.find(each.pattern).items():
                     KINDS[each.word].apply(name, module, self.model, **each.given)
+            yield self._options(meant)
         except BaseException:
             put_back()
+            self._is_built = False
             raise
-        self._is_built = True
+
+    def _options(self, meant: Sequence[tuple[Edit, Mapping[str, nn.Module]]]) -> dict[str, Any]:
+        """Options of PipelineModule by the names that modules have now, where others may stand around them."""
+        found: dict[str, Any] = {}
+        now = dict(self._named())
+        names = {module: name for name, module in now.items()}
+        for each, modules in meant:
+            make = KINDS[each.word].option
+            for name, module in modules.items() if make is not None else ():
+                below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
+                known = [
+                    at
+                    for at in (name, names.get(module))
+                    if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}
+                ]
+                if not known:
+                    raise ValueError(f"{each}: {name!r} is there no more, behind a replace: expected one of them")
+                key, value = make(known[0], **each.given)  # type: ignore[misc]
+                found[key] = [*found.get(key, []), *value] if isinstance(value, list) else found.get(key, {}) | value
+        return found
 
     def find(self, pattern: str) -> Mapping[str, nn.Module]:
         """Modules by name. Raises ValueError, with near matches, where there is none."""
@@ -295,11 +312,9 @@ def edit(model: nn.Module) -> Edits:
     return Edits(model)
 
 
-def _parallelize(modules: Mapping[str, nn.Module], plan: Mapping[str, Any], mesh: Any) -> None:
+def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     words = {"column": ColwiseParallel, "row": RowwiseParallel}
-    styles = {name: words[how]() if isinstance(how, str) else how for name, how in plan.items()}
-    for module in modules.values():
-        for name, style in styles.items():
-            parallelize_module(module.get_submodule(name), mesh, style)
+    for name, style in plan.items():
+        parallelize_module(model.get_submodule(name), mesh, words[style]() if isinstance(style, str) else style)

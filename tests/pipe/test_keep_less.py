@@ -19,6 +19,18 @@ B, S, H = 2, 6, 16
 T4 = 4  # bytes of a float32; a norm also keeps its mean
 
 
+class Functional(nn.Module):
+    """An MLP that calls the function."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.up, self.down, self.approximate = nn.Linear(H, 4 * H), nn.Linear(4 * H, H), approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(nn.functional.gelu(self.up(x), approximate=self.approximate))
+        return made
+
+
 class Block(nn.Module):
     """[B, S, H] -> [B, S, H]."""
 
@@ -71,6 +83,17 @@ def test_what_is_not_kept_is_made_again(what: str, saved: int, tolerance: float)
     with torch.no_grad():
         assert torch.equal(edited(x), plain(x))
     assert torch.equal(copy.deepcopy(edited)(x), plain(x))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_function_is_known_as_well(approximate: str) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Sequential(Functional(approximate))), torch.randn(B, S, H)
+    edited = edit(copy.deepcopy(plain))
+    edited["*"].keep_less("gelu")
+    assert kept_bytes(plain, x) - kept_bytes(edited.build(), x) == 16 * B * S * H
+    for theirs, ours in zip(gradients(plain, x), gradients(edited.model, x), strict=True):
+        assert torch.equal(theirs, ours)
 
 
 class CopyingGELU(nn.GELU):
@@ -204,7 +227,7 @@ def test_models_of_transformers_take_the_same_list(name: str, again: str, mlps: 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_peak_of_a_stage_falls_by_what_all_microbatches_in_flight_kept(num_ranks: int) -> None:
-    """1F1B: the first stage holds as many microbatches as there are stages, the last one. A backward makes more anew."""
+    """1F1B: the first stage holds as many microbatches as there are stages. A backward makes more anew."""
     x = torch.randn(4 * B, S, H)
 
     def activations(kept_less: bool) -> tuple[list[float], tuple[StageBytes, ...]]:
