@@ -28,24 +28,18 @@ from ..stage.reruns import in_checkpoint
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
 
 
-class _What(NamedTuple):
-    """A word of keep_less: which modules in one it is about, and what is done to each (or to the one around them)."""
-
-    is_one: Callable[[nn.Module], bool]
-    change: Callable[[nn.Module, list[nn.Module]], None]
-    expected: str
-
-    def find(self, name: str, module: nn.Module) -> list[nn.Module]:
-        """The modules concerned. Raises ValueError where there is none."""
-        found = [each for each in module.modules() if self.is_one(each)]
-        if not found:
-            raise ValueError(f"keep_less of {name!r}, a {type(module).__name__}: expected {self.expected}")
-        return found
+def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
+    """The modules in one that a word is about. Raises ValueError where there is none."""
+    is_one, _, expected = WHAT[what]
+    found = [each for each in module.modules() if is_one(each)]
+    if not found:
+        raise ValueError(f"keep_less of {name!r}, a {type(module).__name__}: expected {expected}")
+    return found
 
 
 def keep_less(what: str, name: str, module: nn.Module) -> None:
     """Change a module so that its backward keeps less."""
-    WHAT[what].change(module, WHAT[what].find(name, module))
+    WHAT[what][1](module, find(what, name, module))
 
 
 # GELU
@@ -222,10 +216,13 @@ def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return forward(*args, **{**kwargs, "need_weights": False})
 
 
-WHAT: Mapping[str, _What] = MappingProxyType(
-    {
-        "gelu": _What(_has_gelu, _without_activations, "a module with a GELU and what follows it, such as an MLP"),
-        "layernorm": _What(_is_norm, _from_outputs, "an nn.LayerNorm with weights, or a module with such"),
-        "attention": _What(_is_eager, _fused, "nn.MultiheadAttention, or eager attention of transformers"),
-    }
+# By word: whether a module is concerned; what is done to the one around those, or to each; and what was expected.
+WHAT: Mapping[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module, list[nn.Module]], None], str]] = (
+    MappingProxyType(
+        {
+            "gelu": (_has_gelu, _without_activations, "a module with a GELU and what follows it, such as an MLP"),
+            "layernorm": (_is_norm, _from_outputs, "an nn.LayerNorm with weights, or a module with such"),
+            "attention": (_is_eager, _fused, "nn.MultiheadAttention, or eager attention of transformers"),
+        }
+    )
 )

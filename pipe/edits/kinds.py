@@ -25,7 +25,7 @@ from torch import nn
 
 from ..stage.nested import mapped
 from ..stage.recompute import Rule
-from .keep_less import WHAT, keep_less
+from .keep_less import WHAT, find, keep_less
 
 _AROUND = ("_forward", "_backward", "_is_full_backward", "_non_full_backward")  # hooks that run around a module
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -211,7 +211,7 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 def _check_what(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
     if what not in WHAT:
         raise ValueError(f"keep_less({what!r}): expected one of {', '.join(map(repr, WHAT))}")
-    WHAT[what].find(name, module)
+    find(what, name, module)
 
 
 def _keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
