@@ -2,7 +2,7 @@
 
 from .attention import Experts, Heads
 from .style import Style, StyleError
-from .styles import Column, Local, Row, Sequence, SummedGradients
+from .styles import Column, Local, Row, Samples, Sequence, SummedGradients
 from .tensor_option import TensorStyles, read_tensor_parallel
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Heads",
     "Local",
     "Row",
+    "Samples",
     "Sequence",
     "Style",
     "StyleError",

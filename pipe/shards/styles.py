@@ -15,13 +15,14 @@ messages).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided, numbers_of, shard_of
@@ -195,6 +196,31 @@ class Sequence(Style):
         with _gradients_summed(module, group):
             out = plain.forward(module, *args, **kwargs)
         return gather(out, group, dim=self.dim)
+
+
+class Samples(Style):
+    """Each member computes its part of a microbatch's samples, with whole weights; gradients of the weights are summed.
+
+    For modules with few weights beside their activations, as convolutions in front of large linear layers
+    (Krizhevsky 2014, arXiv 1404.5997). All tensors among the arguments and results have the samples along dimension 0.
+    """
+
+    def check(self, name: str, module: nn.Module, count: int) -> None:
+        for inner, each in module.named_modules():
+            if isinstance(each, nn.modules.batchnorm._NormBase | nn.RNNBase):
+                why = "keeps its weights in a list" if isinstance(each, nn.RNNBase) else "has all samples in its mean"
+                raise StyleError(
+                    f"module {f'{name}.{inner}'.strip('.')!r} ({type(each).__name__}) {why}, and cannot be cut by "
+                    f"'samples': expected modules that treat each sample by itself, such as convolutions"
+                )
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: split(x, group, dim=0), (args, kwargs))
+        with ExitStack() as stack:
+            for each in module.modules():
+                stack.enter_context(_gradients_summed(each, group))
+            value = plain.forward(module, *args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda x: gather(x, group, dim=0), value)
 
 
 class SummedGradients(Style):

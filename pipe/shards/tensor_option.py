@@ -26,12 +26,12 @@ from .attention import Experts, Heads
 from .patterns import match, matches
 from .recognise import HEADS, Recogniser, Region
 from .style import Style, StyleError, not_divided
-from .styles import Column, Local, Row, Sequence, SharedKey, Summed, SummedGradients, sizes_of
+from .styles import Column, Local, Row, Samples, Sequence, SharedKey, Summed, SummedGradients, sizes_of
 
 AUTO = "auto"
 TensorParallelLike = str | Mapping[str, str | ParallelStyle]
 
-_WORDS = ("column", "row", "sequence")
+_WORDS = ("column", "row", "sequence", "samples")
 SENDS = ("auto", "parts", "whole")
 
 # Words of the plans that models of transformers bring along, `config.base_model_tp_plan`.
@@ -275,13 +275,13 @@ def _rotary_width(at: str, base: nn.Module) -> int:
 
 def _by_patterns(patterns: Mapping[str, str | ParallelStyle], model: nn.Module, count: int) -> dict[str, ParallelStyle]:
     recogniser, words = Recogniser(count), _words(patterns, model)
-    plain = {"column": Column(), "row": Row(), "sequence": Sequence()}
+    plain = {"column": Column(), "row": Row(), "sequence": Sequence(), "samples": Samples()}
     styles: dict[str, ParallelStyle] = {}
     for name, word in words.items():
         parent, _, child = name.rpartition(".")
         if isinstance(word, ParallelStyle):
             styles[name] = word
-        elif word == "sequence":
+        elif word in ("sequence", "samples"):
             styles[name] = plain[word]
         elif isinstance(model.get_submodule(name), nn.MultiheadAttention):
             raise StyleError(f"module {name!r} is a MultiheadAttention: expected Heads(), or 'auto', for {word!r}")
@@ -296,6 +296,13 @@ def _by_patterns(patterns: Mapping[str, str | ParallelStyle], model: nn.Module, 
                 styles.update(_of_region(name, word, parent, region, words))
     styles = _adapted(styles, model)
     _check_all(styles, model, count)
+    for name in styles:
+        outer = next((each for each in styles if f"{name}.".startswith(f"{each}.") and each != name), "")
+        if isinstance(styles.get(outer), Samples):
+            raise StyleError(
+                f"module {name!r} is cut inside {outer!r}, of which each member computes other samples ('samples'): "
+                f"expected one of them"
+            )
     for name, word in words.items():
         if word == "column" and not isinstance(model.get_submodule(name), nn.Embedding):
             _refuse_alone(name, model, styles)

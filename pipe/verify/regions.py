@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from ..shards.attention import Experts, Heads
 from ..shards.shard import Shard
-from ..shards.styles import Local, Row
+from ..shards.styles import Local, Row, Samples
 from ..shards.styles import Sequence as Positions
 from ..shards.tensor_option import describe
 from ..stage.calls import Calls
@@ -150,7 +150,7 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
     for name, style in styles.items():
         if isinstance(style, Local) or not name:
             continue
-        whole = isinstance(style, Positions | Heads | Experts) or getattr(style, "gather_output", False)
+        whole = isinstance(style, Positions | Samples | Heads | Experts) or getattr(style, "gather_output", False)
         parent = name.rpartition(".")[0]
         above = model.get_submodule(parent)
         if whole or isinstance(model.get_submodule(name), nn.Embedding):

@@ -209,6 +209,19 @@ def adapted() -> nn.Module:
     return model
 
 
+class SplitBrain(nn.Module):
+    """Convolutions in front of large linear layers, whose filters two paths share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.MaxPool2d(2))
+        self.up, self.down = nn.Linear(54, 40), nn.Linear(40, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.features(x) + self.features(x.flip(-1))
+        return self.down(F.relu(self.up(both.flatten(1)))) + self.features[0].weight.sum()
+
+
 WORDS: TensorParallelLike = {
     "words": "row",
     "places": "column",
@@ -249,6 +262,12 @@ CASES = {
             "tgt_is_causal": True,
         },
         num_cut=6,
+    ),
+    "samples": Case(
+        make=SplitBrain,
+        inputs=lambda: {"x": numbers(4, 3, 8, 8)},
+        option={"features": "samples", "up": "column", "down": "row"},
+        num_cut=3,
     ),
     "words": Case(make=Words, inputs=lambda: {"x": tokens(3, 8)}, option=WORDS, num_cut=2 + 9 + 3 + 2),
 }
@@ -359,10 +378,12 @@ class Strange(nn.Module):
         ("autom", "tensor_parallel='autom': expected 'auto', or"),
         (["up"], "tensor_parallel=['up']: expected 'auto', or"),
         ({"upp": "column"}, "{'upp': ...} matches no module: .* such as 'up'"),
-        ({"up": "columns"}, "{'up': 'columns'}: expected 'column', 'row', 'sequence', or a ParallelStyle"),
+        ({"up": "columns"}, "{'up': 'columns'}: expected 'column', 'row', 'sequence', 'samples', or a ParallelStyle"),
         ({"up": "column", "u*": "row"}, "has 'up' and 'u*' for module 'up': expected one pattern"),
         ({"norm": "column"}, "module 'norm' (LayerNorm) cannot be cut by 'column': expected a torch.nn.Linear"),
         ({"batch": "sequence"}, "module 'batch' (BatchNorm1d) cannot be cut by 'sequence': expected a module that"),
+        ({"batch": "samples"}, "module 'batch' (BatchNorm1d) has all samples in its mean, and cannot be cut by 'samp"),
+        ({"strange": "samples", "strange.out": RowwiseParallel()}, "'strange.out' is cut inside 'strange', of which"),
         ({"strange": "sequence"}, "module 'strange' (Strange) cannot be cut by 'sequence'"),
         ({"odd": "column"}, "module 'odd' has 9 outputs, over 2 tensor ranks: expected a multiple of 2, such as 8"),
         ({"up": "column"}, "module 'up' is cut by 'column' and no module beside it by 'row'"),
