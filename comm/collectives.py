@@ -28,7 +28,8 @@ class Collectives:
     """All-reduce, broadcast and gather over all processes, or over some of them. Alone, they do nothing.
 
     Ranks are those of the schedule: what is done over ranks is done in each plane, that is among the processes of one
-    tensor coordinate. What is done over the tensor group is done among the processes of this rank.
+    tensor coordinate; where tensor groups differ in size, their first members speak for them. What is done over the
+    tensor group is done among the processes of this rank.
 
     Making it is collective: it makes groups of its own, so that their time-out is the run's. So is `subgroup`. `groups`
     makes those of the links, too.
@@ -61,17 +62,16 @@ class Collectives:
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.behind = ""
         self._everyone = tuple(range(self.size))
-        planes, tensor_groups = place.planes(), place.mesh.groups("tensor")
-        self._plane = _own(self.rank, planes)
-        self.tensor_members = _own(self.rank, tensor_groups)
-        self._make(self._everyone, *planes, *(tensor_groups if len(self.tensor_members) > 1 else ()))
+        tensor_groups = [place.mesh.members(rank) for rank in range(place.mesh.num_ranks)]
+        self.tensor_members = (0,) if self.alone else _own(self.rank, tensor_groups)
+        self._make(self._everyone, *(group for group in tensor_groups if len(group) > 1))
 
     def name_of(self, process: int) -> str:
         return self._place.name_of(process)
 
     def subgroup(self, ranks: Sequence[int]) -> None:
-        """Make a group of these ranks in each plane, if there is none yet."""
-        self._make(*self._place.planes(ranks))
+        """Make groups for what is done over these ranks, if there are none yet."""
+        self._make(*self._place.groups(ranks))
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, largest: bool = False) -> None:
         """Sum `tensor` in place over all processes; or take the largest value of each element, which no NaN may be."""
@@ -100,6 +100,8 @@ class Collectives:
         if ranks is None and self.alone:
             return lambda: None
         processes = self._everyone if ranks is None else self._processes(ranks)
+        if ranks is not None and self._place.is_uneven(ranks) and not self.is_first_member:
+            tensor.zero_()  # what all members of its group hold counts once
         options = dist.AllreduceOptions()  # of a sum
         limit = self._in_the_background(options)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -112,10 +114,10 @@ class Collectives:
         return wait
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
-        """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""
+        """`tensor` of rank `source`, its first process, on every process; elsewhere it gives shape and type."""
         if self.alone:
             return tensor
-        return self._broadcast(tensor, self._place.process_of(source), self._plane, what)
+        return self._broadcast(tensor, self._place.process_of(source, tensor=0), self._everyone, what)
 
     def gather(self, mine: T, *, what: str) -> list[T]:
         """[size] what every process gives, on every process. ValueError on all of them unless all are at the same
@@ -125,7 +127,7 @@ class Collectives:
     def gather_ranks(self, mine: T, *, what: str) -> list[T]:
         """[R] by rank, what the first process of its tensor group gives, on every process. One rank a process."""
         everyone = self.gather(mine, what=what)
-        return [everyone[process] for process in self._place.planes()[0]]
+        return [everyone[self._place.process_of(rank, tensor=0)] for rank in range(self._place.mesh.num_ranks)]
 
     @property
     def is_first_member(self) -> bool:
@@ -244,7 +246,7 @@ class Collectives:
         self.groups.close()
 
     def _processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(self._place.process_of(rank) for rank in ranks))
+        return _own(self.rank, self._place.groups(ranks))
 
     def _make(self, *wanted: Sequence[int]) -> None:
         if self.alone:

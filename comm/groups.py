@@ -157,29 +157,35 @@ class Groups:
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
 
 
-def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, Lanes]:
-    """The groups of each directed link that this process is part of. Collective: all processes give the same links.
+def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes, ...]]:
+    """The lanes of each directed link that this process is part of, one to each process that takes what it sends, or
+    from the one that it receives from. Collective: all processes give the same links.
 
-    Each plane of the mesh has links of its own between its processes.
+    Each member of a receiving tensor group receives from one of the sending one (see `mesh`).
 
     gloo: GLOO_LANES groups for each direction (to a higher rank, to a lower one), shared by all links. With one group,
     a thread that is preempted inside a gloo call holds the pair's lock, and gloo's own thread spins on it for a
-    scheduler slice. NCCL: a communicator a directed link, made in the same order everywhere.
+    scheduler slice. NCCL: a communicator a directed pair of processes, made in the same order everywhere.
     """
-    lanes: dict[Link, Lanes] = {}
     place, me = groups.place, groups.world.rank
+    members = place.mesh.members
+    pairs = [
+        (link, (place.process_of(link[0], tensor=t), process))
+        for link in sorted(links)
+        for t, process in enumerate(members(link[1]))
+    ]
+    ways: list[tuple[tuple[dist.ProcessGroup, ...], Sequence[int]]]  # by pair: groups, and the processes in them
     if backend_for(groups.device) == "gloo":
-        both = groups.make(*[range(groups.world.size)] * (2 * GLOO_LANES))
+        everyone = range(groups.world.size)
+        both = groups.make(*[everyone] * (2 * GLOO_LANES))
         up, down = tuple(both[:GLOO_LANES]), tuple(both[GLOO_LANES:])
-        for sender, receiver in links:
-            ends = place.process_of(sender), place.process_of(receiver)
-            if me in ends:
-                peer = ends[1] if me == ends[0] else ends[0]
-                lanes[sender, receiver] = Lanes(up if sender < receiver else down, peer, peer)
-        return lanes
-    ordered = [(link, sorted(pair)) for link in sorted(links) for pair in place.planes(link)]
-    for (link, pair), group in zip(ordered, groups.make(*(pair for _, pair in ordered)), strict=True):
+        ways = [(up if sender < receiver else down, everyone) for (sender, receiver), _ in pairs]
+    else:
+        ends = [sorted(pair) for _, pair in pairs]
+        ways = [((group,), pair) for group, pair in zip(groups.make(*ends), ends, strict=True)]
+    lanes: dict[Link, tuple[Lanes, ...]] = {link: () for link in links if me in (*members(link[0]), *members(link[1]))}
+    for (link, pair), (over, processes) in zip(pairs, ways, strict=True):
         if me in pair:
             peer = pair[1] if me == pair[0] else pair[0]
-            lanes[link] = Lanes((group,), pair.index(peer), peer)
+            lanes[link] += (Lanes(over, processes.index(peer), peer),)
     return lanes

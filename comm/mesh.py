@@ -6,15 +6,27 @@
     coordinates    0,0,0  0,0,1  0,1,0  0,1,1  1,0,0  1,0,1  1,1,0  1,1,1      (pipe, data, tensor)
     schedule rank  0      0      1      1      2      2      3      3
 
+    ProcessMesh(pipe=3, tensor=(2, 1, 1)), whose tensor groups differ in size:
+
+    process        0      1      2      3
+    schedule rank  0      0      1      2
+
+Member t of a group of T receives from member t mod S of a group of S, whichever is larger:
+
+    2 -> 1    member 0 ──> member 0    (nobody takes what member 1 has: it is the same)
+    1 -> 2    member 0 ─┬> member 0
+                        └> member 1
+
 A process is what the launcher started. A schedule's rank is a row of the schedule: a position along the pipeline in one
 of its replicas. The processes of a tensor group run the same rank; in one process all ranks run.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 AXES = ("pipe", "data", "tensor")
@@ -44,6 +56,7 @@ class Coordinates(NamedTuple):
 class ProcessMesh:
     """Sizes of the axes: `pipe` ranks along the pipeline, `data` replicas of it, `tensor` processes of each rank.
 
+    tensor: a number for each rank, where they differ; then the ranks are of one replica, in order.
     order: the axes from the slowest to the fastest as process numbers grow.
 
     >>> ProcessMesh(pipe=2, data=2).coordinates(3), ProcessMesh(pipe=2, data=2).process_at(Coordinates(1, 0))
@@ -52,16 +65,24 @@ class ProcessMesh:
 
     pipe: int
     data: int = 1
-    tensor: int = 1
+    tensor: int | tuple[int, ...] = 1
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order={self.order!r}: expected {', '.join(AXES)}, each once, the slowest first")
+        plain = self.data == 1 and self.order == AXES and len(self.tensor_sizes) == self.pipe
+        if not isinstance(self.tensor, int) and not plain:
+            raise ValueError(f"{self}: expected a tensor size for each of {self.pipe} ranks, data=1 and no order=")
+
+    @property
+    def tensor_sizes(self) -> tuple[int, ...]:
+        """[R] processes of each rank."""
+        return (self.tensor,) * self.num_ranks if isinstance(self.tensor, int) else self.tensor
 
     @property
     def num_processes(self) -> int:
-        return self.num_ranks * self.tensor
+        return sum(self.tensor_sizes)
 
     @property
     def num_ranks(self) -> int:
@@ -75,11 +96,17 @@ class ProcessMesh:
 
     def coordinates(self, process: int) -> Coordinates:
         found = {}
+        if not isinstance(self.tensor, int):
+            ends = [*accumulate(self.tensor)]
+            rank = bisect_right(ends, process)
+            return Coordinates(pipe=rank, tensor=process - ends[rank] + self.tensor[rank])
         for axis in reversed(self.order):
             process, found[axis] = divmod(process, self._size(axis))
         return Coordinates(**found)
 
     def process_at(self, at: Coordinates) -> int:
+        if not isinstance(self.tensor, int):
+            return sum(self.tensor[: at.pipe]) + at.tensor
         process = 0
         for axis in self.order:
             process = process * self._size(axis) + getattr(at, axis)
@@ -90,24 +117,17 @@ class ProcessMesh:
         at = self.coordinates(process)
         return at.pipe * self.data + at.data
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of processes that differ along `axis` alone; they cover all processes, each once.
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The processes that run a rank together, its tensor group.
 
-        >>> ProcessMesh(pipe=2, data=2).groups("pipe")
-        ((0, 2), (1, 3))
+        >>> ProcessMesh(pipe=3, tensor=(2, 1, 1)).members(0)
+        (0, 1)
         """
-        others = [each for each in AXES if each != axis]
-        sizes = [range(self._size(each)) for each in others]
-        return tuple(
-            tuple(
-                self.process_at(Coordinates(**dict(zip(others, fixed, strict=True)), **{axis: along}))
-                for along in range(self._size(axis))
-            )
-            for fixed in product(*sizes)
-        )
+        pipe, data = divmod(rank, self.data)
+        return tuple(self.process_at(Coordinates(pipe, data, t)) for t in range(self.tensor_sizes[rank]))
 
     def _size(self, axis: str) -> int:
-        return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}[axis]
+        return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor_sizes[0]}[axis]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +158,36 @@ class MeshPlace:
     @property
     def tensor(self) -> tuple[int, int]:
         """(number, count) in the tensor group of this process; (0, 1) in one process."""
-        return (self._coordinates.tensor, self.mesh.tensor) if self.world.distributed else (0, 1)
+        if not self.world.distributed:
+            return 0, 1
+        return self._coordinates.tensor, self.mesh.tensor_sizes[self.mesh.rank_of(self.world.rank)]
 
     def process_of(self, rank: int, *, tensor: int | None = None) -> int:
         """The process that runs rank `rank` in a plane.
 
         Arguments:
-            tensor: coordinate of the plane; None: that of this process, whose messages stay in it.
+            tensor: coordinate of the plane; None: that of this process. Smaller groups are in several planes.
         """
         if not self.world.distributed:
             return 0
-        pipe, data = divmod(rank, self.mesh.data)
-        return self.mesh.process_at(Coordinates(pipe, data, self._coordinates.tensor if tensor is None else tensor))
+        members = self.mesh.members(rank)
+        return members[(self._coordinates.tensor if tensor is None else tensor) % len(members)]
 
-    def planes(self, ranks: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-        """[T] the processes of these ranks (None: of all), by tensor coordinate.
+    def groups(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """Groups of the processes that do together what is done over these ranks: by plane, or, where the sizes of
+        their tensor groups differ, all in one.
 
-        >>> MeshPlace(world=World(rank=0, size=4), mesh=ProcessMesh(pipe=2, tensor=2)).planes()
-        [(0, 2), (1, 3)]
+        >>> place = MeshPlace(world=World(rank=0, size=5), mesh=ProcessMesh(pipe=3, tensor=(2, 2, 1)))
+        >>> place.groups((0, 1)), place.groups((0, 2))
+        ([(0, 2), (1, 3)], [(0, 1, 4)])
         """
-        some = range(self.mesh.num_ranks) if ranks is None else ranks
-        return [tuple(self.process_of(rank, tensor=t) for rank in some) for t in range(self.mesh.tensor)]
+        members = [self.mesh.members(rank) for rank in ranks]
+        return [tuple(chain(*members))] if self.is_uneven(ranks) else list(zip(*members, strict=True))
+
+    def is_uneven(self, ranks: Sequence[int] | None = None) -> bool:
+        """Whether the tensor groups of these ranks (None: of all) differ in size."""
+        sizes = self.mesh.tensor_sizes
+        return len({*sizes} if ranks is None else {sizes[rank] for rank in ranks}) > 1
 
     def name_of(self, process: int) -> str:
         """A process for people: its rank, and more where that is not all.
@@ -168,8 +197,9 @@ class MeshPlace:
         """
         if self.mesh.is_line:
             return f"rank {process}"
-        also = f", tensor {self.mesh.coordinates(process).tensor}" if self.mesh.tensor > 1 else ""
-        return f"process {process} (rank {self.mesh.rank_of(process)}{also})"
+        rank = self.mesh.rank_of(process)
+        also = f", tensor {self.mesh.coordinates(process).tensor}" if self.mesh.tensor_sizes[rank] > 1 else ""
+        return f"process {process} (rank {rank}{also})"
 
     def names_of(self, processes: Sequence[int]) -> str:
         if self.mesh.is_line:

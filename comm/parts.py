@@ -31,7 +31,7 @@ class PartsTransport(ProcessGroupTransport):
     def __init__(
         self,
         rank: int,
-        lanes: Mapping[Link, Lanes],
+        lanes: Mapping[Link, Sequence[Lanes]],
         collectives: Collectives,
         *,
         peers: Collection[int],

@@ -56,20 +56,23 @@ class ProcessGroupTransport(Transport):
     """One rank's end over real processes.
 
     Arguments:
+        lanes: see `link_lanes`: what is received comes over one of a link, what is sent goes over all.
         timeout: for sends whose receipt is known, which should be through at once [s].
     """
 
     def __init__(
         self,
         rank: int,
-        lanes: Mapping[Link, Lanes],
+        lanes: Mapping[Link, Sequence[Lanes]],
         *,
         device: torch.device,
         timeout: float,
     ) -> None:
         super().__init__(rank)
         self._lanes = lanes
-        self._process_of = {sender + receiver - rank: lane.process for (sender, receiver), lane in lanes.items()}
+        self._processes: dict[int, set[int]] = {}  # by peer
+        for (sender, receiver), each in lanes.items():
+            self._processes.setdefault(sender + receiver - rank, set()).update(lane.process for lane in each)
         self._device = device
         self._timeout = timeout
         self._blocking = device.type != "cuda"
@@ -86,7 +89,7 @@ class ProcessGroupTransport(Transport):
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Make buffers and post the receives, one a tensor."""
-        group, index = self._next_lane((peer, self.rank))
+        ((group, index),) = self._next_lanes((peer, self.rank))
         buffers, works = [], []
         for spec in specs:
             buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
@@ -98,7 +101,7 @@ class ProcessGroupTransport(Transport):
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Start the sends; what they read is kept until their receipt is known."""
-        group, index = self._next_lane((self.rank, peer))
+        lanes = self._next_lanes((self.rank, peer))
         kept, works = [], []
         for tensor, spec in zip(tensors, specs, strict=True):
             whole = tensor
@@ -107,7 +110,7 @@ class ProcessGroupTransport(Transport):
                 whole.copy_(tensor)
             kept.append(whole)
             tag = self._next_tag((self.rank, peer), spec)
-            if whole.numel():
+            for group, index in lanes if whole.numel() else ():
                 works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
         self._sent[message] = (peer, kept, works)
 
@@ -138,7 +141,8 @@ class ProcessGroupTransport(Transport):
 
     def abort(self) -> None:
         """After an error: close this rank's links, so that nobody waits for it any longer, and drop all messages."""
-        for group in {id(group): group for lanes in self._lanes.values() for group in lanes.groups}.values():
+        lanes = [lane for each in self._lanes.values() for lane in each]
+        for group in {id(group): group for lane in lanes for group in lane.groups}.values():
             break_group(group, self._device)
         self._posted.clear()
         self._sent.clear()
@@ -161,10 +165,9 @@ class ProcessGroupTransport(Transport):
             for work in works:
                 self._finish(work, message, peer, timeout, _receipt)
 
-    def _next_lane(self, link: Link) -> tuple[dist.ProcessGroup, int]:
-        lanes = self._lanes[link]
-        turn = self._turns[link] = (self._turns[link] + 1) % len(lanes.groups)
-        return lanes.groups[turn], lanes.peer
+    def _next_lanes(self, link: Link) -> list[tuple[dist.ProcessGroup, int]]:
+        turn = self._turns[link] = self._turns[link] + 1
+        return [(lane.groups[turn % len(lane.groups)], lane.peer) for lane in self._lanes[link]]
 
     def _next_tag(self, link: Link, spec: TensorSpec) -> int:
         count = self._counts[link] = (self._counts[link] + 1) % _COUNTS
@@ -177,7 +180,7 @@ class ProcessGroupTransport(Transport):
             return operation([_wire(tensor)], index, tag)
         except RuntimeError as error:
             story = f"lost the connection to rank {peer} before the {message} ({short_reason(error)})"
-            raise PeerLost(story, peers=[self._process_of[peer]]) from error
+            raise PeerLost(story, peers=sorted(self._processes[peer])) from error
 
     def _finish(
         self, work: dist.Work, message: Message, peer: int, timeout: float, tell: Callable[[Message, int], str]
@@ -191,11 +194,13 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:
             waited, what = time.monotonic() - started, tell(message, peer)
             if "timed out" in str(error).lower() or waited >= timeout:
-                raise PipelineTimeout(f"waited {waited:.1f} s for {what}", peers=[self._process_of[peer]]) from error
+                raise PipelineTimeout(
+                    f"waited {waited:.1f} s for {what}", peers=sorted(self._processes[peer])
+                ) from error
             story = (
                 f"lost the connection to rank {peer} after waiting {waited:.1f} s for {what} ({short_reason(error)})"
             )
-            raise PeerLost(story, peers=[self._process_of[peer]]) from error
+            raise PeerLost(story, peers=sorted(self._processes[peer])) from error
 
 
 _open: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()

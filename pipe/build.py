@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,8 +29,8 @@ from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
 from .run.training import Training
 from .run.worker import TrainingWorker
-from .shards.member_shards import divide_over_group, refuse_divided
-from .shards.tensor_option import read_tensor_parallel
+from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
+from .shards.tensor_option import TensorStyles, read_tensor_parallel
 from .stage.build import CutModel, cut_model
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
@@ -179,30 +181,31 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     layout, settings, root = run.layout, run.settings, run.root
     together = run.collectives, run.guard
     microbatch = Signature.of(example)
-    same = None if run.collectives.alone else SamePrograms(*together, microbatch)
-    by_name = same is not None and same(
+    count, is_uneven = layout.place.tensor[1], layout.place.is_uneven()
+    by_name = not run.collectives.alone and SamePrograms(*together, "")(
         lambda: modules(root), lambda: sorted(modules(root))
     )  # a ModuleDict of a set has another order in each process
+    same = None if run.collectives.alone else SamePrograms(*together, (str(microbatch), count))
     cut = partial(cut_model, run, example, same)
 
-    # 3. Outputs of the model that is whole, where members of a tensor group send parts of them
+    # 3. Outputs of the model that is whole, where members of a tensor group send parts of them, or groups differ
     peers = layout.tensor.peers_in_parts(layout.place, run.collectives)
     undivided = agreed(
-        lambda: _whole_outputs(cut, microbatch) if peers else (None, None), *together, what="cutting the model"
+        lambda: _whole_outputs(cut, microbatch) if peers or is_uneven else (None, None),
+        *together,
+        what="cutting the model",
     )
 
-    # 4. The model divided over the tensor group
-    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1], example=example)
-    if tensor.styles and layout.place.world.rank == 0:
-        _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
-    regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
-    group = divide_over_group(run, tensor.styles)
-    with group.undone_on_error():
+    with ExitStack() as stack:
+        # 4. The model divided over the tensor group
+        tensor, regions, group = agreed(partial(_divided, run, stack, example), *together, what="dividing the model")
+
         # 5. Cut, wired, the same on all ranks
-        parts, train, evaluate = agreed(
-            partial(_cut_and_wired, run, cut, undivided, microbatch), *together, what="cutting the model"
+        parts, train, evaluate, layouts = agreed(
+            partial(_cut_and_wired, run, cut, undivided, microbatch, group), *together, what="cutting the model"
         )
-        _agree(run, parts, microbatch, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
+        how = f"{layouts or tensor}, sends {layout.tensor.sends}" if layouts or tensor.styles else "none"
+        _agree(run, parts, microbatch, tensor=how)
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
@@ -227,14 +230,79 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     )
 
 
+def _divided(run: Run, stack: ExitStack, example: Arguments) -> tuple[TensorStyles, Regions | None, MemberShards]:
+    """Which modules are cut how, over the tensor group; an error within `stack` leaves the model whole."""
+    layout, root = run.layout, run.root
+    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1], example=example)
+    mesh = layout.place.mesh
+    if tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]:
+        _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
+    regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
+    return tensor, regions, stack.enter_context(divide_over_group(run, tensor.styles).undone_on_error())
+
+
 def _cut_and_wired(
-    run: Run, cut: Callable[[], CutModel], undivided: Sequence[OutputSpecs | None], microbatch: Signature
-) -> tuple[CutModel, Mode, Mode]:
-    """The divided model, and how it trains and evaluates; before, its outputs in both modes were `undivided`."""
+    run: Run,
+    cut: Callable[[], CutModel],
+    undivided: Sequence[OutputSpecs | None],
+    microbatch: Signature,
+    group: MemberShards,
+) -> tuple[CutModel, Mode, Mode, str]:
+    """The divided model, how it trains and evaluates, and what travels between tensor groups that differ in size.
+
+    Before it was divided, its outputs in both modes were `undivided`.
+    """
     parts, schedule = cut(), run.layout.schedule
     train = Mode(schedule, parts.train, microbatch, undivided=undivided[0])
     evaluate = Mode(schedule.forward_only(), parts.evaluate, microbatch, undivided=undivided[1])
-    return parts, train, evaluate
+    layouts = ""
+    if run.layout.place.is_uneven():
+        _refuse_divided_ties(run, parts, group)
+        layouts = "; ".join(
+            _uneven_layouts(run, mode, microbatch, whole)
+            for mode, whole in zip((train, evaluate), undivided, strict=True)
+        )
+    return parts, train, evaluate, f"{zlib.crc32(layouts.encode()):08x} between groups" if layouts else ""
+
+
+def _uneven_layouts(run: Run, mode: Mode, microbatch: Signature, undivided: OutputSpecs | None) -> str:
+    """Layouts of what travels between tensor groups that differ in size.
+
+    Raises ValueError for a tensor of which the members hold parts: a group of another size could not take them.
+    """
+    place, owners, inferred = run.layout.place, mode.schedule.owners, mode.inference.of(microbatch)
+    found = []
+    for wire in mode.wires:
+        stage, ends = wire.producer, (wire.producer, *wire.consumers)
+        if not place.is_uneven([rank for each in ends for rank in owners[each]]):
+            continue
+        for slot in mode.slots[wire]:
+            if undivided is None or inferred.specs[stage][slot] != undivided[stage][slot]:
+                sizes = " and ".join(str(place.mesh.tensor_sizes[owners[each][0]]) for each in ends)
+                raise ValueError(
+                    f"output {slot} of stage {stage} ({mode.inference.stages[stage].name}) goes between tensor groups "
+                    f"of {sizes} processes, and their members hold parts of it: expected a cut where each of them "
+                    f"holds the whole tensor, such as between two blocks, or a plan with one tensor size"
+                )
+        found.append(f"{wire} {mode.message_specs(wire.message(0), inferred)}")
+    return "; ".join(found)
+
+
+def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None:
+    """ValueError for a weight of several stages, of which tensor groups that differ in size hold other parts."""
+    place, owners = run.layout.place, run.layout.schedule.owners
+    held: dict[int, set[int]] = {}
+    for stage, each in enumerate(parts.train.stages):
+        for parameter in each.module.parameters():
+            held.setdefault(id(parameter), set()).update(owners[stage])
+    for name, parameter in parts.root.named_parameters(remove_duplicate=False):
+        ranks = sorted(held.get(id(parameter), ()))
+        if ranks and group.is_divided(name) and place.is_uneven(ranks):
+            raise ValueError(
+                f"{name!r} is divided over a tensor group, and ranks {' and '.join(map(str, ranks))}, which hold it, "
+                f"have groups of {' and '.join(str(place.mesh.tensor_sizes[rank]) for rank in ranks)} processes: "
+                f"expected tensor_parallel= without it, one stage that holds it, or a plan with one tensor size"
+            )
 
 
 def _whole_outputs(cut: Callable[[], CutModel], microbatch: Signature) -> tuple[OutputSpecs | None, OutputSpecs | None]:

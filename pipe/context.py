@@ -162,10 +162,17 @@ def layout_of_plan(
             f"the plan splits tensors over {plan.tensor} ranks, which are processes: expected {plan.num_devices} of "
             f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with tensor=1"
         )
-    if over := plan.num_devices % plan.tensor:
+    sizes = tuple(map(len, plan.tensor_groups))
+    if over := plan.num_devices - sum(sizes):
         raise ValueError(
             f"the plan splits tensors over groups of {plan.tensor} of its {plan.num_devices} ranks, which leaves "
             f"{over} in no group: expected a number that {plan.tensor} divides (plan(runnable=True) finds such alone)"
+        )
+    is_even = len({*sizes}) == 1
+    if not is_even and schedule.is_asynchronous:
+        raise ValueError(
+            f"the plan splits tensors over {' and '.join(map(str, sorted({*sizes})))} ranks under the asynchronous "
+            f"schedule {schedule.name!r}: expected one size for all stages, or a flush schedule such as '1f1b'"
         )
     if plan.tensor > 1 and tensor.parallel is None:
         tensor = replace(tensor, parallel=AUTO)
@@ -182,7 +189,7 @@ def layout_of_plan(
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
         sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
         # Replicas share one batch: no axis of data.
-        place=MeshPlace(world=world, mesh=ProcessMesh(pipe=schedule.num_ranks, tensor=plan.tensor)),
+        place=MeshPlace(world=world, mesh=ProcessMesh(pipe=len(sizes), tensor=sizes[0] if is_even else sizes)),
         tensor=tensor,
     )
 

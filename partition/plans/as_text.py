@@ -60,12 +60,12 @@ def describe(plan: PlanRecord) -> str:
     width = len(plan.stages) // plan.num_chunks
     counts = plan.replicas[:width]
     config = "-".join(map(str, counts)) if len(counts) <= 16 else f"{len(counts)} stages"
-    tensor = max(stage.tensor for stage in plan.stages)
+    tensor = [stage.tensor for stage in plan.stages[:width]]
     parts = [f"{config} on {count(plan.num_devices, 'device')}"]
     if plan.num_chunks > 1:
         parts.append(f"{plan.num_chunks} chunks a rank")
-    if tensor > 1:
-        parts.append(f"tensors over {tensor}")
+    if max(tensor) > 1:
+        parts.append(f"tensors over {'-'.join(map(str, tensor)) if len({*tensor}) > 1 else tensor[0]}")
     if plan.microbatch_size is not None:
         parts.append(f"microbatches of {plan.microbatch_size}")
     if plan.cost_model == "pipedream":

@@ -26,7 +26,7 @@ class PlanStage:
     Arguments:
         nodes: names, each behind what it needs.
         ranks: that run it: replicas, each of `tensor` ranks in a row; microbatch k runs on replica `k % replicas`.
-        tensor: ranks over which each of its matrices is split.
+        tensor: ranks over which each of its matrices is split; stages may have other sizes.
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
         spread: of an action's seconds, relative (half the interquartile range over the median); 0 when unknown.
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
@@ -232,10 +232,11 @@ class PlanRecord:
         _refuse_twice("node", [node for stage in self.stages for node in stage.nodes])
         width = len(self.stages) // self.num_chunks
         for number, (stage, place) in enumerate(zip(self.stages, self.positions, strict=True)):
-            if stage.ranks != self.stages[place].ranks:
+            first = self.stages[place]
+            if (stage.ranks, stage.tensor) != (first.ranks, first.tensor):
                 raise ValueError(
-                    f"stage {number} on ranks {stage.ranks} and stage {place}, of another chunk, on "
-                    f"{self.stages[place].ranks}: expected the same ranks"
+                    f"stage {number} on ranks {stage.ranks} with tensor={stage.tensor} and stage {place}, of another "
+                    f"chunk, on {first.ranks} with tensor={first.tensor}: expected the same ranks in the same groups"
                 )
         ranks = [rank for stage in self.stages[:width] for rank in stage.ranks]
         _refuse_twice("rank", ranks)
@@ -271,6 +272,31 @@ class PlanRecord:
     def tensor(self) -> int:
         """T, the largest number of ranks over which a stage's matrices are split."""
         return max(stage.tensor for stage in self.stages)
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """By rank of `schedule_of`, the plan's ranks that run it together: T in a row, from a multiple of T on.
+
+        Where stages have tensor sizes of their own, the groups of the stages in a row, and each idle rank alone. Fewer
+        than T at the end of a plan of one size are in none. ValueError for ranks of a group that are not in a row.
+        """
+        size, is_even = self.tensor, len({stage.tensor for stage in self.stages}) == 1
+        rows = [
+            stage.ranks[begin : begin + stage.tensor]
+            for stage in self.stages[: len(self.stages) // self.num_chunks]
+            for begin in range(0, len(stage.ranks), stage.tensor)
+        ]
+        for row in rows:
+            if row != tuple(range(row[0], row[0] + len(row))) or (is_even and row[0] % size):
+                begin, from_a = min(row) // size * size if is_even else min(row), f" from a multiple of {size} on"
+                raise ValueError(
+                    f"the plan splits tensors over the ranks {row}: expected groups of {len(row)} in a row"
+                    f"{from_a if is_even else ''}, such as {tuple(range(begin, begin + len(row)))}"
+                )
+        if is_even:
+            return tuple(tuple(range(at, at + size)) for at in range(0, self.num_devices - size + 1, size))
+        used = {rank for row in rows for rank in row}
+        return tuple(sorted([*rows, *((rank,) for rank in range(self.num_devices) if rank not in used)]))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -337,8 +363,8 @@ class PlanRecord:
         return {rank: stage.memory_limit for stage in stages for rank in stage.ranks if stage.memory_limit is not None}
 
     def by_group(self, figures: Mapping[int, float]) -> tuple[float, ...] | None:
-        """Figures by rank of `schedule_of`: of each group of T ranks that of its first; None where one is missing."""
-        firsts = range(0, self.num_devices - self.tensor + 1, self.tensor)
+        """Figures by rank of `schedule_of`: of each tensor group that of its first; None where one is missing."""
+        firsts = [group[0] for group in self.tensor_groups]
         found = tuple(figures[rank] for rank in firsts if rank in figures)
         return found if len(found) == len(firsts) else None
 

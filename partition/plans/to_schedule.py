@@ -9,7 +9,7 @@ from ...schedules.check import check
 from ...schedules.families.registry import build, canonical_name, family
 from ...schedules.ir import Action, Schedule, ScheduleError
 from ...schedules.transform import on_ranks, replicate
-from .record import PlanRecord, PlanStage
+from .record import PlanRecord
 
 DEFAULT_SCHEDULE = "1f1b"
 
@@ -17,14 +17,14 @@ DEFAULT_SCHEDULE = "1f1b"
 def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Schedule:
     """The plan's schedule; ranks that it leaves idle have an empty program.
 
-    A rank of the schedule is a rank of the plan, or, of a plan that splits tensors over T, a group of T in a row: rank
-    r of the schedule is run by the plan's ranks r T to r T + T - 1 together. Fewer than T at the end are none.
+    A rank of the schedule is a rank of the plan, or, of a plan that splits tensors, a group of its ranks that run it
+    together (`tensor_groups`).
 
     Arguments:
         num_microbatches: M of the whole batch, where the plan leaves it open.
 
     Raises ValueError where M is missing or contradicts the plan, for replicas that the schedule does not know, and for
-    groups that are not in a row or differ in size.
+    groups that are not in a row.
     """
     wanted = plan.num_microbatches
     if wanted is None:
@@ -36,14 +36,15 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
     if wanted is None:
         raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= beside it")
     first = plan.stages[: len(plan.stages) // plan.num_chunks]
-    groups = [group for stage in first for group in sorted(_groups(plan, stage))]
+    rank_of = {rank: number for number, group in enumerate(plan.tensor_groups) for rank in group}
+    groups = [rank_of[rank] for stage in first for rank in sorted(stage.ranks[:: stage.tensor])]
     counts = tuple(stage.replicas for stage in first)
     if plan.order:
         schedule = replicate(one_pipeline(plan, num_microbatches=wanted), counts[0])
     else:
         name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
         schedule = _over_replicas(name, counts, plan.num_chunks, wanted)
-    return on_ranks(schedule, groups, num_ranks=plan.num_devices // plan.tensor)
+    return on_ranks(schedule, groups, num_ranks=len(plan.tensor_groups))
 
 
 def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
@@ -85,25 +86,6 @@ def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
             f"{num_microbatches} microbatches on {replicas} replicas under schedule {name!r}: expected a multiple of "
             f"{replicas}"
         )
-
-
-def _groups(plan: PlanRecord, stage: PlanStage) -> list[int]:
-    """The schedule's ranks of a stage: numbers of its tensor groups."""
-    size = plan.tensor
-    if stage.tensor != size:
-        raise ValueError(
-            f"the plan splits tensors over {size} ranks and over {stage.tensor}: expected one size for all stages, "
-            f"since members of a group send to those of the same number"
-        )
-    rows = [stage.ranks[begin : begin + size] for begin in range(0, len(stage.ranks), size)]
-    for row in rows:
-        if row[0] % size or row != tuple(range(row[0], row[0] + size)):
-            begin = min(row) // size * size
-            raise ValueError(
-                f"the plan splits tensors over the ranks {row}: expected groups of {size} in a row from a multiple of "
-                f"{size} on, such as {tuple(range(begin, begin + size))}"
-            )
-    return [row[0] // size for row in rows]
 
 
 def _over_replicas(name: str, counts: tuple[int, ...], num_chunks: int, num_microbatches: int) -> Schedule:

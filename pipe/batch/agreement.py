@@ -14,7 +14,6 @@ from ...comm import Collectives, Guard, MeshPlace
 from ...partition.model.recorded.words import digest
 from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
-from ..stage.shapes import Signature
 from .batches import Batch
 from .checksum import UNKNOWN, Identity, checksum
 
@@ -127,13 +126,13 @@ class SamePrograms:
     """Compares what all processes are to run; see `Agree`.
 
     Arguments:
-        microbatch: processes whose microbatches have these shapes are compared.
+        alike: processes that give the same here are compared.
     """
 
-    def __init__(self, collectives: Collectives, guard: Guard, microbatch: Signature) -> None:
+    def __init__(self, collectives: Collectives, guard: Guard, alike: object) -> None:
         self._collectives: Collectives | None = collectives
         self._guard = guard
-        self._microbatch = str(microbatch)
+        self._alike = str(alike)
         self._differed: dict[bool, bool] = {}  # by mode: training or evaluation
 
     def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
@@ -143,11 +142,11 @@ class SamePrograms:
             return self._differed.get(training, False)
         steps = own()
         digests = digest(steps), digest(steps if canonical is None else canonical())
-        given = gathered((self._microbatch, *digests), together, self._guard)
-        first = {microbatch: digests for microbatch, *digests in reversed(given)}
-        self._differed[training] = any(its != first[microbatch][0] for microbatch, its, _ in given)
-        if any(its != first[microbatch][1] for microbatch, _, its in given):
-            everyone = gathered((self._microbatch, steps), together, self._guard)
+        given = gathered((self._alike, *digests), together, self._guard)
+        first = {alike: digests for alike, *digests in reversed(given)}
+        self._differed[training] = any(its != first[alike][0] for alike, its, _ in given)
+        if any(its != first[alike][1] for alike, _, its in given):
+            everyone = gathered((self._alike, steps), together, self._guard)
             raise self._guard.spared(ValueError(_first_difference(everyone, together)))
         return self._differed[training]
 
@@ -157,9 +156,9 @@ class SamePrograms:
 
 
 def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collectives: Collectives) -> str:
-    by_microbatch: dict[str, tuple[int, Sequence[Step]]] = {}
-    for process, (microbatch, theirs) in enumerate(everyone):
-        one, steps = by_microbatch.setdefault(microbatch, (process, theirs))
+    firsts: dict[str, tuple[int, Sequence[Step]]] = {}
+    for process, (key, theirs) in enumerate(everyone):
+        one, steps = firsts.setdefault(key, (process, theirs))
         pairs = enumerate(zip_longest(steps, theirs, fillvalue=Step("nothing more")))
         at, (mine, other) = next(((i, pair) for i, pair in pairs if pair[0].text != pair[1].text), (0, (None, None)))
         if mine is not None and other is not None:

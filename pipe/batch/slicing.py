@@ -48,7 +48,7 @@ def check_slicing(layout: Layout, settings: Settings) -> None:
         )
     if settings.compile is not None:
         raise ValueError(f"compile= under {what}: expected compile=False, since keys and values are kept in Python")
-    if layout.place.tensor[1] > 1:
+    if max(layout.place.mesh.tensor_sizes) > 1:
         raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
 
 

@@ -54,6 +54,7 @@ class Training:
         self._reader = reader
         self._guard = run.guard
         self._collectives = run.collectives
+        self._has_groups = max(run.layout.place.mesh.tensor_sizes) > 1
         self.unchanged = unchanged
         self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
         self._clocks = clocks
@@ -191,7 +192,7 @@ class Training:
         """ValueError where nobody could hand back the gradients that a batch wants."""
         what, instead = "a batch that wants gradients", "x.detach(), or what makes the batch as a part of the model"
         self._update.refuse_users_gradients(what, instead=instead)
-        if self._update.loss_scale is not None or batch.replica[1] > 1 or len(self._collectives.tensor_members) > 1:
+        if self._update.loss_scale is not None or batch.replica[1] > 1 or self._has_groups:
             raise ValueError(
                 f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )

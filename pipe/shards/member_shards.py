@@ -89,10 +89,10 @@ class MemberShards:
             self._comparisons = before
 
     @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
+    def undone_on_error(self) -> Iterator[MemberShards]:
         """Within, an error leaves the user's model as it was before it was divided."""
         try:
-            yield
+            yield self
         except BaseException:
             if self._undo is not None:
                 self._undo()

@@ -72,22 +72,27 @@ class TensorAxis:
         return _LEAST_BYTES if self.sends == "auto" else 0
 
     def check(self, place: MeshPlace) -> None:
-        if place.tensor[1] > 1 and self.parallel is None:
+        most = max(place.mesh.tensor_sizes) if place.world.distributed else 1
+        if most > 1 and self.parallel is None:
             raise ValueError(
-                f"a tensor group of {place.tensor[1]} processes without tensor_parallel=: each of them would do the "
+                f"a tensor group of {most} processes without tensor_parallel=: each of them would do the "
                 f"same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
             )
 
     def peers_in_parts(self, place: MeshPlace, collectives: Collectives) -> frozenset[int]:
-        """Ranks to and from which this process sends in parts, the same for all members of a group. Collective."""
-        if place.tensor[1] == 1 or self.sends == "whole":
+        """Ranks to and from which this process sends in parts, the same for all members of a group. Collective.
+
+        Groups of another size have other parts: to those it sends whole tensors.
+        """
+        sizes = place.mesh.tensor_sizes
+        if max(sizes) == 1 or self.sends == "whole":
             return frozenset()
         (own,) = place.local_ranks
-        others = [rank for rank in range(place.mesh.num_ranks) if rank != own]
+        others = [rank for rank, size in enumerate(sizes) if rank != own and size == sizes[own] > 1]
         if self.sends == "parts":
             return frozenset(others)
         hosts = collectives.gather(socket.gethostname(), what="finding the hosts of all ranks")
-        by_rank = [{hosts[process] for process in members} for members in zip(*place.planes(), strict=True)]
+        by_rank = [{hosts[process] for process in place.mesh.members(rank)} for rank in range(len(sizes))]
         return frozenset(
             rank for rank in others if len(by_rank[rank]) == len(by_rank[own]) == 1 and by_rank[rank] != by_rank[own]
         )

@@ -135,8 +135,10 @@ def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
     """ValueError unless each stage holds as many bytes of parameters as in the plan; in plans of older profiles those
     that a stage before holds, too, count with that one alone.
 
-    Where the plan splits tensors over T ranks, its bytes may be those of one of them, or of some parameters whole.
+    Where the plan splits tensors over up to T ranks, its bytes may be those of one of them, or of some parameters
+    whole, and so may those that are here.
     """
+    most = plan.tensor
     seen: set[int] = set()
     for number, (planned, module) in enumerate(zip(plan.stages, stages, strict=True)):
         own = list(module.parameters())
@@ -144,7 +146,7 @@ def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
         fresh = sum(p.numel() * p.element_size() for p in own if id(p) not in seen)
         seen.update(map(id, own))
         told = planned.parameter_bytes
-        if told is not None and not any(each - 0.5 <= told <= each * planned.tensor + 0.5 for each in (held, fresh)):
+        if told is not None and not any(each / most - 0.5 <= told <= each * most + 0.5 for each in (held, fresh)):
             raise ValueError(
                 f"the plan is for another model: stage {number} ({planned.nodes[0]} .. {planned.nodes[-1]}) has "
                 f"{told:,.0f} bytes of parameters in the plan and {held:,} in the model. Expected a "

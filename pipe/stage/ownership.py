@@ -158,10 +158,21 @@ class Ownership:
             if first != name and first in full:
                 full[name] = full[first]
                 continue
-            source = self._owners[self.stages[name][0]][0]
-            value = collectives.broadcast(tensor.detach(), source, what=f"gathering {name!r} from rank {source}")
-            full[name] = self.group.gather(name, value).cpu().clone()
+            full[name] = self.whole(name, tensor.detach(), collectives, what="gathering").cpu().clone()
         return full
+
+    def whole(self, name: str, tensor: torch.Tensor, collectives: Collectives, *, what: str) -> torch.Tensor:
+        """The full tensor that a parameter or buffer, or its gradient, is to its first holder, on every process.
+
+        Collective over the processes.
+
+        Arguments:
+            tensor: this process's part; where it holds none, it gives the type.
+        """
+        stage = self.stages[name][0]
+        is_here, source = stage in self._local, self._owners[stage][0]
+        full = self.group.gather(name, tensor) if is_here else tensor.new_empty(self.group.shard(name, tensor).full)
+        return collectives.broadcast(full, source, what=f"{what} {name!r} from rank {source}")
 
     def spread_from_first_owners(self, collectives: Collectives) -> None:
         """Give all processes that hold a tensor what the first of them has: the first rank's first. Collective."""

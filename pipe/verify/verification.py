@@ -313,12 +313,10 @@ class Verifier:
         for name, parameter in self._ownership.parameters():
             gathered[name] = None
             if name in present:
-                source = self._schedule.owners[self._ownership.stages[name][0]][0]
                 mine = own.get(name)
                 tensor = parameter.detach() if mine is None else mine
                 tensor = tensor.to_dense() if tensor.is_sparse else tensor
-                value = self._collectives.broadcast(tensor, source, what=f"gathering the gradient of {name!r}")
-                value = self._ownership.group.gather(name, value)
+                value = self._ownership.whole(name, tensor, self._collectives, what="gathering the gradient of")
                 gathered[name] = value.clone() if self._plain is not None else value.new_empty(0)
         return gathered
 
