@@ -72,7 +72,7 @@ class TensorAxis:
         return _LEAST_BYTES if self.sends == "auto" else 0
 
     def check(self, place: MeshPlace) -> None:
-        most = max(place.mesh.tensor_sizes) if place.world.distributed else 1
+        most = max(place.mesh.tensor_sizes)
         if most > 1 and self.parallel is None:
             raise ValueError(
                 f"a tensor group of {most} processes without tensor_parallel=: each of them would do the "

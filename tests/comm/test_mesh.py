@@ -38,15 +38,29 @@ def test_processes_and_coordinates_are_one_to_one(order: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("order", list(permutations(AXES)))
-@pytest.mark.parametrize("axis", AXES)
-def test_groups_of_an_axis_cover_all_processes_once(axis: str, order: tuple[str, ...]) -> None:
+def test_tensor_groups_cover_all_processes_once(order: tuple[str, ...]) -> None:
     mesh = ProcessMesh(pipe=2, data=3, tensor=4, order=order)
-    groups = mesh.groups(axis)
+    groups = [mesh.members(rank) for rank in range(6)]
     assert sorted(process for group in groups for process in group) == list(range(24))
-    for group in groups:
+    for rank, group in enumerate(groups):
         places = [mesh.coordinates(process) for process in group]
-        assert [getattr(place, axis) for place in places] == list(range(len(group)))
-        assert len({place._replace(**{axis: 0}) for place in places}) == 1
+        assert [place.tensor for place in places] == list(range(4))
+        assert {(place.pipe * 3 + place.data, mesh.rank_of(p)) for place, p in zip(places, group, strict=True)} == {
+            (rank, rank)
+        }
+
+
+def test_tensor_groups_of_different_sizes() -> None:
+    mesh = ProcessMesh(pipe=4, tensor=(2, 1, 3, 1))
+    assert [mesh.members(rank) for rank in range(4)] == [(0, 1), (2,), (3, 4, 5), (6,)]
+    assert [mesh.rank_of(process) for process in range(7)] == [0, 0, 1, 2, 2, 2, 3]
+    assert [mesh.process_at(mesh.coordinates(process)) for process in range(7)] == list(range(7))
+    last = MeshPlace(world=World(rank=5, size=7), mesh=mesh)
+    assert last.tensor == (2, 3)
+    assert [last.process_of(rank) for rank in range(4)] == [0, 2, 5, 6]
+    assert last.groups((1, 3)) == [(2, 6)]
+    assert last.groups((0, 2)) == [(0, 1, 3, 4, 5)]
+    assert (last.name_of(4), last.name_of(6)) == ("process 4 (rank 2, tensor 1)", "process 6 (rank 3)")
 
 
 def test_the_processes_of_a_tensor_group_run_the_same_rank() -> None:
@@ -77,6 +91,9 @@ def test_a_mesh_that_is_none() -> None:
         ProcessMesh(pipe=2, order=("pipe", "pipe", "data"))
     with pytest.raises(ValueError, match=r"for 2 processes: expected 4 of them"):
         MeshPlace(world=World(rank=0, size=2), mesh=BACKWARDS)
+    for wrong in ({"pipe": 3}, {"pipe": 1, "data": 2}, {"pipe": 2, "order": ("tensor", "pipe", "data")}):
+        with pytest.raises(ValueError, match="expected a tensor size for each of"):
+            ProcessMesh(**wrong, tensor=(2, 1))
 
 
 # --- over gloo ---

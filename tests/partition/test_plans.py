@@ -103,6 +103,30 @@ def test_ranks_of_the_schedule_are_tensor_groups() -> None:
     assert schedule.programs[3] == ()
 
 
+def test_stages_with_tensor_sizes_of_their_own() -> None:
+    """On ranks 3 to 5, on 0 to 1, on 7; ranks 2 and 6 are idle, each a group alone."""
+    stages = (replace(stage("a", 3, 4, 5), tensor=3), replace(stage("b", 0, 1), tensor=2), stage("c", 7))
+    uneven = replace(PLAN, stages=stages, num_devices=8, schedule="1f1b", num_microbatches=4)
+    assert uneven.tensor_groups == ((0, 1), (2,), (3, 4, 5), (6,), (7,))
+    schedule = uneven.build_schedule()
+    assert (schedule.owners, schedule.num_ranks) == (((2,), (0,), (4,)), 5)
+    assert uneven.by_group(dict(enumerate("abcdefgh"))) == ("a", "c", "d", "g", "h")  # type: ignore[arg-type]
+    assert Plan.from_json(uneven.to_json()) == uneven
+    lines = uneven.explain().splitlines()
+    assert "tensors over 3-2-1" in " ".join(lines)
+    assert "a, tensor 3" in lines[2] + lines[3] + lines[4]
+    with pytest.raises(
+        ValueError, match=r"over the ranks \(3, 5, 4\): expected groups of 3 in a row, such as \(3, 4, 5"
+    ):
+        _ = replace(uneven, stages=(replace(stages[0], ranks=(3, 5, 4)), *stages[1:])).tensor_groups
+    with pytest.raises(ValueError, match=r"of another chunk, on .* with tensor=2: expected the same ranks in the same"):
+        replace(PLAN, stages=(stages[1], stage("c", 0, 1)), num_chunks=2)
+    record = json.loads(uneven.to_json())
+    record["stages"][0]["tensor"] = 1.5
+    with pytest.raises(ValueError, match=r"q\.json: stages\[0\]: tensor: 1\.5"):
+        Plan.from_json(json.dumps(record), source="q.json")
+
+
 def test_explain_shows_what_is_split_and_the_choice_first() -> None:
     split = replace(stage("ab", 0, 1, 2, 3), tensor=2, optimizer_shards=2, memory=MemoryUse(parameters=5e6))
     lines = replace(PLAN, stages=(split,), notes=("chosen: pipe 1 x data 2", "a note")).explain().splitlines()

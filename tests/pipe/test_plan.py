@@ -192,8 +192,8 @@ BAD = {
         r"puts '1' on stage 1 and '2', which follows it, on stage 0: expected stages of an nn.Sequential in order",
     ),
     "tensor sizes": (
-        {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},
-        r"splits tensors over 2 ranks and over 1: expected one size for all stages",
+        {"plan": plan_of(stage("0 1", 0, 2, tensor=2), stage("2 3", 1), num_devices=3)},
+        r"splits tensors over the ranks \(0, 2\): expected groups of 2 in a row, such as \(0, 1\)",
     ),
     "tensor group": (
         {"plan": plan_of(stage("0 1", 0, 3, tensor=2), stage("2 3", 1, 2, tensor=2), num_devices=4)},

@@ -1,44 +1,61 @@
-"""Plans whose stages have tensor groups of their own sizes: against one plain process, in float64."""
+"""Plans whose stages have tensor groups of different sizes: against one plain process, in float64."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.grids import nightly
 from support.pool import Pool
-from support.tensor_models import loss_fn, make_batch, make_model, make_pipe
+from support.tensor_models import WIDTH, loss_fn, make_batch, make_model, make_pipe
+from torch import Tensor, nn
 
 from stagewright.partition import Plan, PlanStage
+from stagewright.pipe import PipelineModule
 from stagewright.schedules import Costs
 
-NODES = {
-    2: (("embed", "blocks.0"), ("blocks.1", "norm", "head")),
-    3: (("embed", "blocks.0"), ("blocks.1",), ("norm", "head")),
-}
+pytestmark = pytest.mark.concerns("comm", "partition/plans", "pipe/build.py", "pipe/context.py", "pipe/shards")
+
+NODES = {2: ("embed blocks.0", "blocks.1 norm head"), 3: ("embed blocks.0", "blocks.1", "norm head")}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adam": partial(torch.optim.Adam, lr=0.01),
 }
 
 
-def plan_of(*sizes: int, **fields: Any) -> Plan:
-    """A stage for each size of tensor group, on ranks in a row."""
-    begins = [sum(sizes[:number]) for number in range(len(sizes))]
-    stages = [
-        PlanStage(nodes=nodes, ranks=tuple(range(begin, begin + size)), tensor=size, step_seconds=3.0)
-        for nodes, begin, size in zip(NODES[len(sizes)], begins, sizes, strict=True)
-    ]
-    settings: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4, "num_devices": sum(sizes)}
+def stage(nodes: str, *ranks: int, tensor: int | None = None, **fields: Any) -> PlanStage:
+    """A stage of one replica, unless its tensor size says otherwise."""
+    size = len(ranks) if tensor is None else tensor
+    return PlanStage(nodes=tuple(nodes.split()), ranks=ranks, tensor=size, step_seconds=3.0, **fields)
+
+
+def plan_of(*stages: PlanStage, **fields: Any) -> Plan:
+    ranks = {rank for each in stages for rank in each.ranks}
+    settings: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4, "num_devices": max(ranks) + 1}
     return Plan(
-        stages=tuple(stages),
+        stages=stages,
         costs=Costs(forward=1.0, backward=2.0),
         cost_model="default",
         predicted_step_time=3,
         bound=3,
         **(settings | fields),
     )
+
+
+def in_a_row(*sizes: int, nodes: tuple[str, ...] = (), **fields: Any) -> Plan:
+    """A stage for each size of tensor group, on ranks in a row."""
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    ranks = [range(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+    pairs = zip(nodes or NODES[len(sizes)], ranks, strict=True)
+    return plan_of(*(stage(names, *own) for names, own in pairs), **fields)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](parameters)  # type: ignore[no-any-return]
 
 
 def train(plan: Plan, optimizer: str = "sgd", **options: Any) -> dict[str, Any]:
@@ -49,7 +66,7 @@ def train(plan: Plan, optimizer: str = "sgd", **options: Any) -> dict[str, Any]:
             "norms": [one.grad_norm for one in results],
             "eval": pipe.eval_step(*make_batch(3, size=5)).loss,
             "state": pipe.full_state_dict(),
-            "held": sum(p.numel() for p in pipe.parameters()),
+            "makespan": results[-1].timeline().makespan,
         }
 
 
@@ -69,25 +86,192 @@ def train_plain(optimizer: str = "sgd") -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "eval": loss_fn(model(x), y).item(), "state": model.state_dict()}
 
 
-def check(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-12) -> None:
-    for what in ("losses", "norms", "eval"):
-        assert found[what] == pytest.approx(wanted[what], abs=tolerance), what
-    for name, value in wanted["state"].items():
-        torch.testing.assert_close(found["state"][name], value, rtol=0, atol=tolerance)
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
+
+
+# The weight of embedding and head is on stages with groups of equal sizes in 1-2-1, and of different ones elsewhere.
+CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
+    "2-1": (in_a_row(2, 1), {"verify": True}),
+    "1-2-1": (in_a_row(1, 2, 1, schedule="zb-h1"), {"optimizer": "adam"}),
+    "1-1-2": (in_a_row(1, 1, 2), {"tensor_sends": "parts"}),
+    "2-1-1": (in_a_row(2, 1, 1, schedule="gpipe"), {}),
+    "post-validation": (in_a_row(1, 2, 1, schedule="zb-h2"), {"post_validation": True}),
+    "backwards": (plan_of(stage("embed blocks.0", 2, 3), stage("blocks.1", 1), stage("norm head", 0)), {}),
+    "idle": (plan_of(stage("embed blocks.0", 0), stage("blocks.1 norm head", 2, 3)), {}),
+    "chunks": (
+        plan_of(
+            stage("embed", 0, 1),
+            stage("blocks.0", 2, recompute="full"),
+            stage("blocks.1", 0, 1, recompute="selective"),
+            stage("norm head", 2),
+            num_chunks=2,
+            schedule="interleaved",
+        ),
+        {},
+    ),
+    "2-2-1": (in_a_row(2, 2, 1), {"tensor_sends": "parts"}),
+    "replicas": (
+        plan_of(
+            stage("embed blocks.0", 0, 1, tensor=1, optimizer_shards=2),
+            stage("blocks.1 norm head", 2, 3),
+        ),
+        {},
+    ),
+}
+DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
+def test_it_equals_one_process(gloo: Pool, case: str) -> None:
+    plan, options = CASES[case]
+    wanted = train_plain(options.get("optimizer", "sgd"))
+    tolerance = 1e-10 if "optimizer" in options else 1e-12
+    for found in gloo.run(train, ranks=plan.num_devices, args=(plan,), kwargs=options):
+        for what in ("losses", "norms", "eval"):
+            assert found[what] == pytest.approx(wanted[what], abs=tolerance), what
+        assert_same(found["state"], wanted["state"], tolerance)
+        assert found["makespan"] > 0.0
+
+
+# --- dropout, and from plan to plan ---
+
+
+def drop(**options: Any) -> PipelineModule:
+    """A pipeline over a model that drops out of what all members hold."""
+    model = make_model()
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda mlp, _, out: F.dropout(out, 0.5, mlp.training))
+    return make_pipe(model, optimizer=OPTIMIZERS["adam"], **options)
+
+
+def drop_over_plans(folder: str) -> tuple[list[float | None], dict[str, Tensor]]:
+    losses = []
+    for step, plan in enumerate((in_a_row(2, 1, 1), in_a_row(1, 1, 2), in_a_row(1, 2, 1))):
+        with drop(num_microbatches=None, plan=plan) as pipe:
+            if step:
+                pipe.load(f"{folder}/{step - 1}")
+            losses.append(pipe.train_step(*make_batch(step)).loss)
+            pipe.save(f"{folder}/{step}")
+            state = pipe.full_state_dict()
+    return losses, state
+
+
+@pytest.mark.gloo
+def test_masks_are_those_of_one_process_and_checkpoints_go_from_plan_to_plan(gloo: Pool, tmp_path: Path) -> None:
+    alone = drop(mesh={"pipe": 1})
+    losses = [alone.train_step(*make_batch(step)).loss for step in range(3)]
+    for found, state in gloo.run(drop_over_plans, ranks=4, args=(str(tmp_path),)):
+        assert found == pytest.approx(losses, abs=1e-10)
+        assert_same(state, alone.full_state_dict(), 1e-10)
+
+
+# --- what goes past a stage ---
+
+
+class Skips(nn.Module):
+    """Three MLPs; integers and an activation go past the one in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (
+            nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH)) for _ in range(3)
+        )
+        self.embed = nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        h = self.first(x)
+        words = words % 5
+        out: Tensor = self.last(self.middle(h) + x) + h + self.embed(words)
+        return out
+
+
+def skip(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    divided = {f"{mlp}.{i}": word for mlp in ("first", "middle", "last") for i, word in ((0, "column"), (2, "row"))}
+    generator = torch.Generator().manual_seed(1)
+    parts = {"optimizer": sgd, "loss_fn": F.mse_loss, "tensor_parallel": divided if "plan" in options else None}
+    with make_pipe(Skips().double(), **(parts | options)) as pipe:
+        losses = []
+        for _ in range(3):
+            x, y = (torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+            words = torch.randint(0, 99, (8,), generator=generator)
+            losses.append(pipe.train_step(x, words, y).loss)
+        return losses, pipe.full_state_dict()
+
+
+SKIPS = ("first.0 first.2", "middle.0 middle.2", "last.0 last.2 embed")
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("sizes", "optimizer", "options"),
-    [
-        ((2, 1), "sgd", {"verify": True}),
-        ((2, 1, 1), "sgd", {}),
-        ((1, 2, 1), "adam", {}),
-        ((1, 1, 2), "sgd", {}),
-    ],
-    ids=str,
+    "sizes",
+    [(2, 1, 1), nightly((1, 1, 2)), nightly((1, 3)), nightly((3, 1))],
+    ids=lambda sizes: "-".join(map(str, sizes)),
 )
-def test_it_equals_one_process(gloo: Pool, sizes: tuple[int, ...], optimizer: str, options: dict[str, Any]) -> None:
-    wanted = train_plain(optimizer)
-    for found in gloo.run(train, ranks=sum(sizes), args=(plan_of(*sizes), optimizer), kwargs=options):
-        check(found, wanted, 1e-10 if optimizer == "adam" else 1e-12)
+def test_skips_and_integers(gloo: Pool, sizes: tuple[int, ...]) -> None:
+    nodes = SKIPS if len(sizes) == 3 else (f"{SKIPS[0]} {SKIPS[1]}", SKIPS[2])
+    losses, state = skip({"mesh": {"pipe": 1}})
+    options = {"plan": in_a_row(*sizes, nodes=nodes), "num_microbatches": None, "verify": True}
+    for found, same in gloo.run(skip, ranks=4, args=(options,)):
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert_same(same, state)
+
+
+# --- what is refused ---
+
+
+class Twice(nn.Module):
+    """One MLP in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        self.middle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.middle(self.mlp(x)))
+        return out
+
+
+def refuse() -> list[str]:
+    told = []
+    x = torch.ones(8, WIDTH, dtype=torch.float64)
+    columns = {"0": "column", "2": "row"}
+    cases: list[tuple[nn.Module, Plan, Any]] = [
+        (make_model(), in_a_row(1, 2, schedule="2bw"), None),
+        (make_model(), in_a_row(1, 2), {"blocks.*.mlp.upp": "column"}),
+        (
+            nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH)).double(),
+            in_a_row(2, 1, nodes=("0 1", "2")),
+            columns,
+        ),
+        (
+            Twice().double(),
+            in_a_row(1, 2, nodes=("mlp.0 mlp.2 middle", "mlp.0#2 mlp.2#2")),
+            {f"mlp.{name}": word for name, word in columns.items()},
+        ),
+    ]
+    for model, plan, divided in cases:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        batch = make_batch(0) if not isinstance(model, nn.Sequential | Twice) else (x, x)
+        with pytest.raises(ValueError, match="expected|Expected") as error:
+            make_pipe(model, num_microbatches=None, plan=plan, tensor_parallel=divided).build(*batch)
+        told.append(str(error.value))
+        assert_same(model.state_dict(), before)
+    return told
+
+
+@pytest.mark.gloo
+def test_what_is_refused(gloo: Pool) -> None:
+    for told in gloo.run(refuse, ranks=3):
+        assert "over 1 and 2 ranks under the asynchronous schedule '2bw': expected one size for all stages" in told[0]
+        assert "dividing the model failed on process 1 (rank 1, tensor 0)" in told[1]
+        assert "'blocks.*.mlp.upp': ...} matches no module" in told[1]
+        assert "output 0 of stage 0 (0 .. 1) goes between tensor groups of 2 and 1 processes" in told[2]
+        assert "expected a cut where each of them holds the whole tensor, such as between two blocks" in told[2]
+        assert "'mlp.0.weight' is divided over a tensor group, and ranks 0 and 1, which hold it, have groups" in told[3]
