@@ -259,7 +259,7 @@ def refuse() -> list[str]:
     for model, plan, divided in cases:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         batch = make_batch(0) if not isinstance(model, nn.Sequential | Twice) else (x, x)
-        with pytest.raises(ValueError, match="expected|Expected") as error:
+        with pytest.raises(ValueError, match="xpected") as error:
             make_pipe(model, num_microbatches=None, plan=plan, tensor_parallel=divided).build(*batch)
         told.append(str(error.value))
         assert_same(model.state_dict(), before)
