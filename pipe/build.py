@@ -30,7 +30,7 @@ from .run.ranks import RankLinks, Ranks, links_of
 from .run.training import Training
 from .run.worker import TrainingWorker
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
-from .shards.tensor_option import TensorStyles, read_tensor_parallel
+from .shards.tensor_option import read_tensor_parallel
 from .stage.build import CutModel, cut_model
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
@@ -197,15 +197,11 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     )
 
     with ExitStack() as stack:
-        # 4. The model divided over the tensor group
-        tensor, regions, group = agreed(partial(_divided, run, stack, example), *together, what="dividing the model")
-
-        # 5. Cut, wired, the same on all ranks
-        parts, train, evaluate, layouts = agreed(
-            partial(_cut_and_wired, run, cut, undivided, microbatch, group), *together, what="cutting the model"
+        # 4. and 5. Divided over the tensor group, cut, wired, the same on all ranks
+        group, regions, parts, train, evaluate, tensor = agreed(
+            partial(_divided_and_cut, run, stack, cut, undivided, example), *together, what="cutting the model"
         )
-        how = f"{layouts or tensor}, sends {layout.tensor.sends}" if layouts or tensor.styles else "none"
-        _agree(run, parts, microbatch, tensor=how)
+        _agree(run, parts, microbatch, tensor=tensor)
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
@@ -230,39 +226,37 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     )
 
 
-def _divided(run: Run, stack: ExitStack, example: Arguments) -> tuple[TensorStyles, Regions | None, MemberShards]:
-    """Which modules are cut how, over the tensor group; an error within `stack` leaves the model whole."""
-    layout, root = run.layout, run.root
+def _divided_and_cut(
+    run: Run,
+    stack: ExitStack,
+    cut: Callable[[], CutModel],
+    undivided: Sequence[OutputSpecs | None],
+    example: Arguments,
+) -> tuple[MemberShards, Regions | None, CutModel, Mode, Mode, str]:
+    """The divided model, and how it trains and evaluates; in a line, who divides what, for `_agree`.
+
+    Before it was divided, its outputs in both modes were `undivided`. An error within `stack` leaves it whole.
+    """
+    # 4. The model divided over the tensor group
+    layout, root, microbatch, mesh = run.layout, run.root, Signature.of(example), run.layout.place.mesh
     tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1], example=example)
-    mesh = layout.place.mesh
     if tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
-    return tensor, regions, stack.enter_context(divide_over_group(run, tensor.styles).undone_on_error())
+    group = stack.enter_context(divide_over_group(run, tensor.styles).undone_on_error())
 
-
-def _cut_and_wired(
-    run: Run,
-    cut: Callable[[], CutModel],
-    undivided: Sequence[OutputSpecs | None],
-    microbatch: Signature,
-    group: MemberShards,
-) -> tuple[CutModel, Mode, Mode, str]:
-    """The divided model, how it trains and evaluates, and what travels between tensor groups that differ in size.
-
-    Before it was divided, its outputs in both modes were `undivided`.
-    """
-    parts, schedule = cut(), run.layout.schedule
+    # 5. Cut, wired
+    parts, schedule = cut(), layout.schedule
     train = Mode(schedule, parts.train, microbatch, undivided=undivided[0])
     evaluate = Mode(schedule.forward_only(), parts.evaluate, microbatch, undivided=undivided[1])
-    layouts = ""
-    if run.layout.place.is_uneven():
+    how = str(tensor) if tensor.styles else "none"
+    if layout.place.is_uneven():
         _refuse_divided_ties(run, parts, group)
-        layouts = "; ".join(
-            _uneven_layouts(run, mode, microbatch, whole)
-            for mode, whole in zip((train, evaluate), undivided, strict=True)
-        )
-    return parts, train, evaluate, f"{zlib.crc32(layouts.encode()):08x} between groups" if layouts else ""
+        modes = zip((train, evaluate), undivided, strict=True)
+        between = "; ".join(_uneven_layouts(run, mode, microbatch, whole) for mode, whole in modes)
+        how = f"groups of different sizes, and between them {zlib.crc32(between.encode()):08x}"
+    sends = "" if how == "none" else f", sends {layout.tensor.sends}"
+    return group, regions, parts, train, evaluate, f"{how}{sends}"
 
 
 def _uneven_layouts(run: Run, mode: Mode, microbatch: Signature, undivided: OutputSpecs | None) -> str:

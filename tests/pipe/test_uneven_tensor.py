@@ -270,7 +270,7 @@ def refuse() -> list[str]:
 def test_what_is_refused(gloo: Pool) -> None:
     for told in gloo.run(refuse, ranks=3):
         assert "over 1 and 2 ranks under the asynchronous schedule '2bw': expected one size for all stages" in told[0]
-        assert "dividing the model failed on process 1 (rank 1, tensor 0)" in told[1]
+        assert "cutting the model failed on process 1 (rank 1, tensor 0)" in told[1]
         assert "'blocks.*.mlp.upp': ...} matches no module" in told[1]
         assert "output 0 of stage 0 (0 .. 1) goes between tensor groups of 2 and 1 processes" in told[2]
         assert "expected a cut where each of them holds the whole tensor, such as between two blocks" in told[2]
