@@ -124,7 +124,8 @@ class ProcessMesh:
         (0, 1)
         """
         pipe, data = divmod(rank, self.data)
-        return tuple(self.process_at(Coordinates(pipe, data, t)) for t in range(self.tensor_sizes[rank]))
+        size = self.tensor if isinstance(self.tensor, int) else self.tensor[rank]
+        return tuple(self.process_at(Coordinates(pipe, data, t)) for t in range(size))
 
     def _size(self, axis: str) -> int:
         return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor_sizes[0]}[axis]
@@ -186,8 +187,8 @@ class MeshPlace:
 
     def is_uneven(self, ranks: Sequence[int] | None = None) -> bool:
         """Whether the tensor groups of these ranks (None: of all) differ in size."""
-        sizes = self.mesh.tensor_sizes
-        return len({*sizes} if ranks is None else {sizes[rank] for rank in ranks}) > 1
+        sizes = self.mesh.tensor
+        return not isinstance(sizes, int) and len({*sizes} if ranks is None else {sizes[rank] for rank in ranks}) > 1
 
     def name_of(self, process: int) -> str:
         """A process for people: its rank, and more where that is not all.

@@ -46,12 +46,14 @@ def plan_of(*stages: PlanStage, **fields: Any) -> Plan:
     )
 
 
-def in_a_row(*sizes: int, nodes: tuple[str, ...] = (), **fields: Any) -> Plan:
-    """A stage for each size of tensor group, on ranks in a row."""
+def in_a_row(
+    *sizes: int, nodes: tuple[str, ...] = (), num_bytes: tuple[float | None, ...] = (None,) * 3, **fields: Any
+) -> Plan:
+    """A stage for each size of tensor group, on ranks in a row, with so many bytes of parameters on one of them."""
     begins = [sum(sizes[:number]) for number in range(len(sizes))]
     ranks = [range(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
-    pairs = zip(nodes or NODES[len(sizes)], ranks, strict=True)
-    return plan_of(*(stage(names, *own) for names, own in pairs), **fields)
+    each = zip(nodes or NODES[len(sizes)], ranks, num_bytes, strict=False)
+    return plan_of(*(stage(names, *own, parameter_bytes=size) for names, own, size in each), **fields)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -95,7 +97,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
 # The weight of embedding and head is on stages with groups of equal sizes in 1-2-1, and of different ones elsewhere.
 CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "2-1": (in_a_row(2, 1), {"verify": True}),
-    "1-2-1": (in_a_row(1, 2, 1, schedule="zb-h1"), {"optimizer": "adam"}),
+    "1-2-1": (in_a_row(1, 2, 1, schedule="zb-h1", num_bytes=(7744.0, 3680.0, 896.0)), {"optimizer": "adam"}),
     "1-1-2": (in_a_row(1, 1, 2), {"tensor_sends": "parts"}),
     "2-1-1": (in_a_row(2, 1, 1, schedule="gpipe"), {}),
     "post-validation": (in_a_row(1, 2, 1, schedule="zb-h2"), {"post_validation": True}),
@@ -263,6 +265,10 @@ def refuse() -> list[str]:
             make_pipe(model, num_microbatches=None, plan=plan, tensor_parallel=divided).build(*batch)
         told.append(str(error.value))
         assert_same(model.state_dict(), before)
+    words, plan = torch.ones(8, dtype=torch.long), in_a_row(1, 2, nodes=(f"{SKIPS[0]} {SKIPS[1]}", SKIPS[2]))
+    told_of_inputs = pytest.raises(ValueError, match=r"a batch that wants gradients .* or a tensor group divide it")
+    with make_pipe(Skips().double(), num_microbatches=None, plan=plan, loss_fn=F.mse_loss) as pipe, told_of_inputs:
+        pipe.train_step(x.clone().requires_grad_(), words, x)
     return told
 
 
