@@ -224,6 +224,36 @@ def test_skips_and_integers(gloo: Pool, sizes: tuple[int, ...]) -> None:
         assert_same(same, state)
 
 
+class Heads(nn.Module):
+    """Attention in the model's own forward, whose record has the number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.o, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
+        out: Tensor = self.last(self.o(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)) + x)
+        return out
+
+
+def attend(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    with make_pipe(Heads().double(), loss_fn=F.mse_loss, **options) as pipe:
+        x = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return [pipe.train_step(x, x).loss for _ in range(3)], pipe.full_state_dict()
+
+
+@pytest.mark.gloo
+def test_programs_may_differ_with_the_size_of_the_group(gloo: Pool) -> None:
+    losses, state = attend({"mesh": {"pipe": 1}})
+    options = {"plan": in_a_row(2, 1, nodes=("q k v o", "last")), "num_microbatches": None}
+    for found, same in gloo.run(attend, ranks=3, args=(options,)):
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert_same(same, state)
+
+
 # --- what is refused ---
 
 
