@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -72,35 +74,32 @@ def _cuda_peaks(actions: Sequence[Callable[[], object]], device: torch.device) -
     return found
 
 
-_MARK = "stagewright action "
+MARK = "stagewright action"
 
 
 def _cpu_peaks(actions: Sequence[Callable[[], object]]) -> list[tuple[int, int]]:
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
-        for number, action in enumerate(actions):
-            with record_function(f"{_MARK}{number}"):
+    with cpu_peaks() as found:
+        for action in actions:
+            with record_function(MARK):
                 kept = action()
             del kept
+    return found
+
+
+@contextmanager
+def cpu_peaks() -> Iterator[list[tuple[int, int]]]:
+    """Within: looks at each `record_function(MARK)`; behind it, the list has what `peaks` says, as they began."""
+    found: list[tuple[int, int]] = []
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        yield found
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
-    spans: dict[int, tuple[int, int]] = {}
-    changes: list[tuple[int, int]] = []
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif event.name().startswith(_MARK):
-            spans[int(event.name().removeprefix(_MARK))] = (event.start_ns(), event.end_ns())
-    changes.sort(key=lambda change: change[0])  # stable: those of one moment stay in order
-    found = []
-    for number in range(len(actions)):
-        begin, end = spans[number]
-        level = most = 0
-        for moment, change in changes:
-            if begin <= moment <= end:
-                level += change
-                most = max(most, level)
-        found.append((most, level))
-    return found
+    events = recorded.profiler.kineto_results.events()
+    changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
+    changes.sort(key=itemgetter(0))  # stable: those of one moment stay in order
+    for begin, end in sorted((each.start_ns(), each.end_ns()) for each in events if each.name() == MARK):
+        levels = [0, *accumulate(change for moment, change in changes if begin <= moment <= end)]
+        found.append((max(levels), levels[-1]))
 
 
 @contextmanager
@@ -126,35 +125,39 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         level: what is there above what was there at the start [bytes]; `settle` brings it up to date.
         most: the highest level so far [bytes].
+        alive: by `_cdata` each storage, its bytes and a label: "" of what was there, None of others until they get one.
+        at_most: the same when the level was highest.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.level = self.most = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.alive: dict[int, list[Any]] = {}
+        self.at_most: dict[int, list[Any]] = {}
         for tensor in known:
             self._note(tensor, is_new=False)
 
     def settle(self) -> None:
         """Take off what has been let go of."""
-        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:  # type: ignore[no-untyped-call]
-            self.level -= self._alive.pop(key)[1]
+        for key in [key for key, (storage, *_) in self.alive.items() if storage.expired()]:
+            self.level -= self.alive.pop(key)[1]
 
     def _note(self, tensor: torch.Tensor, *, is_new: bool) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive:  # a weak reference keeps the address from being used again
+        if key in self.alive:  # a weak reference keeps the address from being used again
             return
         size = storage.nbytes()
-        self._alive[key] = StorageWeakRef(storage), size  # type: ignore[no-untyped-call]
+        self.alive[key] = [StorageWeakRef(storage), size, None if is_new else ""]  # type: ignore[no-untyped-call]
         if not is_new:
             return
         self.level += size
         if self.level > self.most:
             self.settle()
-            self.most = max(self.most, self.level)
+            if self.level > self.most:
+                self.most, self.at_most = self.level, self.alive.copy()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -9,7 +9,8 @@ level |        ______            kept:  the level behind a forward, less that in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +19,17 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from ...partition.model.forms import Tensors
-from ...partition.profiler.memory import LiveBytes, bytes_of
-from ...schedules import Action, Message, MessageKind, Op, StageBytes
+from ...partition.profiler.memory import MARK, LiveBytes, bytes_of
+from ...schedules import Action, MemoryPart, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
+from ..batch.results import Known
 from ..build import Pipeline
 from ..update.gradients import buckets_of
+
+Parts = dict[tuple[int, MemoryPart], int]  # bytes by stage and use
 
 
 @dataclass(slots=True)
@@ -47,12 +52,15 @@ class ActionMemory:
 
     Attributes:
         peak_bytes: the most that the process held at once, with what it held at the start [bytes].
+        moments: on the CPU, of each action and update: when most was there, what that was; how far it rose [bytes].
     """
 
-    def __init__(self, device: torch.device, live: LiveBytes | None, *, held: int) -> None:
+    def __init__(self, pipeline: Pipeline, device: torch.device, live: LiveBytes | None, *, held: int) -> None:
         self.peak_bytes = self._held = held
-        self._device, self._live = device, live
+        self.moments: list[tuple[Action, Parts, int]] = []
+        self._pipeline, self._device, self._live = pipeline, device, live
         self._stages: dict[int, _Seen] = {}
+        self.update = Action(min(pipeline.state.run.local_stages, default=0), Op.U, 0)
 
     def _level(self) -> int:
         """Above what was held at the start."""
@@ -65,25 +73,31 @@ class ActionMemory:
         """The highest level since the last action began."""
         return torch.cuda.max_memory_allocated(self._device) - self._held if self._live is None else self._live.most
 
-    def run(self, run: Callable[[Action], None], action: Action) -> None:
+    def run(self, run: Callable[[Action], Known | None], action: Action) -> Known | None:
         self.note_peak()
         before = self._level()
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._live.most = before
-        run(action)
+            self._live.most, self._live.at_most = before, self._live.alive.copy()
+            self._label(self.update.stage, MemoryPart.MESSAGES)  # what was made between two actions
+        with record_function(MARK):
+            result = run(action)
         after, most = self._level(), self._most()
+        if self._live is not None:
+            self.moments.append((action, self._parts(self._live, action), most - before))
         seen = self._stages.setdefault(action.stage, _Seen())
         if action.op is Op.F:
             seen.kept.append(after - before)
             seen.forward.append(most - max(before, after))
         elif action.op in BACKWARD_OPS:
             seen.backward.append(most - before)
+        return result
 
     def put(self, put: Callable[[Message, Tensors], None], message: Message, tensors: Tensors) -> None:
         if message.kind is MessageKind.ACT:
             self._stages.setdefault(message.dst, _Seen()).received[message] = bytes_of(tensors)
+            self._give((message.dst, MemoryPart.ACTIVATIONS), tensors)
         put(message, tensors)
 
     def take(self, take: Callable[[Message], Tensors], message: Message) -> Tensors:
@@ -92,6 +106,26 @@ class ActionMemory:
             seen = self._stages.setdefault(message.src, _Seen())
             seen.sent = max(seen.sent, bytes_of(tensors))
         return tensors
+
+    def _give(self, label: tuple[int, MemoryPart], tensors: Iterable[torch.Tensor | None]) -> None:
+        for tensor in tensors:
+            if self._live is not None and tensor is not None and tensor.layout == torch.strided:
+                self._live.alive.get(tensor.untyped_storage()._cdata, [None] * 3)[2] = label
+
+    def _label(self, stage: int, part: MemoryPart) -> None:
+        for seen in () if self._live is None else self._live.alive.values():
+            seen[2] = (stage, part) if seen[2] is None else seen[2]
+
+    def _parts(self, live: LiveBytes, action: Action) -> Parts:
+        for stage, part, tensors in _at_rest(self._pipeline):
+            self._give((stage, part), tensors)
+        # What it leaves; all else that it made is let go of.
+        self._label(action.stage, MemoryPart.MESSAGES if action.op is Op.B else MemoryPart.ACTIVATIONS)
+        parts: Parts = defaultdict(int)
+        for _, size, label in live.at_most.values():
+            if label != "":
+                parts[label or (action.stage, MemoryPart.WORKSPACE)] += size
+        return parts
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._held + self._most())
@@ -120,10 +154,11 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     """Within: the actions of a pipeline are watched. On the CPU that makes each operation slower."""
     is_cuda = device.type == "cuda"
     held = torch.cuda.memory_allocated(device) if is_cuda else pipeline.state.held_bytes()
-    gradients = [p.grad for p in pipeline.parts.root.parameters() if p.grad is not None]  # they may go within
-    live = None if is_cuda else LiveBytes(gradients)
-    memory = ActionMemory(device, live, held=held)
+    live = None if is_cuda else LiveBytes(x for *_, each in _at_rest(pipeline) for x in each if x is not None)
+    memory, step = ActionMemory(pipeline, device, live, held=held), pipeline.state.update.step
     with ExitStack() as stack:
+        update = patch.object(pipeline.state.update, "step", lambda: memory.run(lambda _: step(), memory.update))
+        stack.enter_context(update)
         for worker in (local.worker for local in pipeline.engine.ranks):
             for name in ("run", "put", "take"):
                 watched = partial(getattr(memory, name), getattr(worker, name))
@@ -132,6 +167,17 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
             stack.enter_context(live)
         yield memory
     memory.note_peak()
+
+
+def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> Parts:
+    """What this process held at its most [bytes]; `found`: of `cpu_peaks()` around, which sees inside operations, too.
+
+    Tensors count by what they are: parameters, gradients, ..., messages. Of others, activations are what actions leave
+    and what came for a forward, workspace what an action makes and lets go of.
+    """
+    for (action, parts, rose), (most, _) in zip(watched.moments, found, strict=True):
+        parts[action.stage, MemoryPart.WORKSPACE] += max(0, most - rose)
+    return max((parts for _, parts, _ in watched.moments), key=lambda parts: sum(parts.values()))
 
 
 def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, ...]:
@@ -146,6 +192,21 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
             for name, size in figures.items():
                 merged[stage][name] = max(size, merged[stage].get(name, 0.0))
     return tuple(StageBytes(**merged[stage]) for stage in range(schedule.num_stages))
+
+
+def _at_rest(pipeline: Pipeline) -> Iterator[tuple[int, MemoryPart, Iterable[torch.Tensor | None]]]:
+    """All that this process holds between two actions for itself, by stage."""
+    update, local = pipeline.state.update, pipeline.state.run.local_stages
+    yield min(local, default=0), MemoryPart.WEIGHTS, update.shards.tensors()
+    for one in update.stages:
+        yield one.stage, MemoryPart.OPTIMIZER, one.tensors()
+        for x in () if one.versions is None else one.versions.tensors():
+            yield one.stage, MemoryPart.WEIGHTS if x.requires_grad else MemoryPart.GRADIENTS, [x]
+    for stage in local:
+        module = pipeline.parts.train.stages[stage].module
+        yield stage, MemoryPart.WEIGHTS, module.parameters()
+        yield stage, MemoryPart.BUFFERS, module.buffers()
+        yield stage, MemoryPart.GRADIENTS, (parameter.grad for parameter in module.parameters())
 
 
 def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
