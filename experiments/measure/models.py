@@ -168,7 +168,7 @@ def image_problem(size: int, *, batch: int) -> WholeProblem:
     """`convolutions` on random images [batch, 3, size, size]."""
     generator = torch.Generator().manual_seed(_SEED)
     return WholeProblem(
-        make_model=lambda: _seeded(lambda: convolutions(size)),
+        make_model=lambda: seeded(lambda: convolutions(size)),
         inputs=torch.randn(batch, 3, size, size, generator=generator),
         target=torch.randint(IMAGE_CLASSES, (batch,), generator=generator),
         loss_fn=F.cross_entropy,
@@ -181,7 +181,7 @@ def gpt_problem(size: GPTConfig, *, batch: int) -> WholeProblem:
     generator = torch.Generator().manual_seed(_SEED)
     shape = (batch, size.length)
     return WholeProblem(
-        make_model=lambda: _seeded(lambda: GPT(size)),
+        make_model=lambda: seeded(lambda: GPT(size)),
         inputs=torch.randint(size.vocabulary, shape, generator=generator),
         target=torch.randint(size.vocabulary, shape, generator=generator),
         loss_fn=loss_fn,
@@ -212,7 +212,7 @@ def convolutions(size: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(_SEED)
     return make()
 

@@ -115,7 +115,8 @@ def strict_fake_mode() -> FakeTensorMode:
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = getattr(func, "overloadpacket", None)
         if operation in _PRODUCTS or operation in _NORMS:
-            kinds = dict.fromkeys(x.dtype for x in args if isinstance(x, torch.Tensor))
+            valued = args[:2] + args[3:] if operation is _aten.index_add else args  # without the index
+            kinds = dict.fromkeys(x.dtype for x in valued if isinstance(x, torch.Tensor))
             if len(kinds) > 1 and (operation in _PRODUCTS or kinds.keys().isdisjoint(_REDUCED)):
                 raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
         return carry_out(func, types, args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -74,30 +74,45 @@ def _cuda_peaks(actions: Sequence[Callable[[], object]], device: torch.device) -
     return found
 
 
-MARK = "stagewright action"
+_MARK = "stagewright action"
 
 
 def _cpu_peaks(actions: Sequence[Callable[[], object]]) -> list[tuple[int, int]]:
-    with cpu_peaks() as found:
+    with cpu_peaks() as (found, mark):
         for action in actions:
-            with record_function(MARK):
+            with mark():
                 kept = action()
             del kept
     return found
 
 
 @contextmanager
-def cpu_peaks() -> Iterator[list[tuple[int, int]]]:
-    """Within: looks at each `record_function(MARK)`; behind it, the list has what `peaks` says, as they began."""
+def _mark() -> Iterator[None]:
+    torch.autograd._enable_record_function(True)
+    with record_function(_MARK):
+        torch.autograd._enable_record_function(False)
+        yield
+
+
+@contextmanager
+def cpu_peaks() -> Iterator[tuple[list[tuple[int, int]], Callable[[], AbstractContextManager[None]]]]:
+    """Within, each `with` of the second is looked at; behind it, the first has what `peaks` says of them, in order.
+
+    Nothing else is recorded: gloo's work, which may end later, would write to a profiler that is gone.
+    """
     found: list[tuple[int, int]] = []
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
-        yield found
+        torch.autograd._enable_record_function(False)
+        try:
+            yield found, _mark
+        finally:
+            torch.autograd._enable_record_function(True)
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
     events = recorded.profiler.kineto_results.events()
     changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
     changes.sort(key=itemgetter(0))  # stable: those of one moment stay in order
-    for begin, end in sorted((each.start_ns(), each.end_ns()) for each in events if each.name() == MARK):
+    for begin, end in sorted((each.start_ns(), each.end_ns()) for each in events if each.name() == _MARK):
         levels = [0, *accumulate(change for moment, change in changes if begin <= moment <= end)]
         found.append((max(levels), levels[-1]))
 

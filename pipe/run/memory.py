@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, median_low
@@ -19,10 +19,9 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from ...partition.model.forms import Tensors
-from ...partition.profiler.memory import MARK, LiveBytes, bytes_of
+from ...partition.profiler.memory import LiveBytes, bytes_of
 from ...schedules import Action, MemoryPart, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
 from ..batch.results import Known
@@ -52,6 +51,7 @@ class ActionMemory:
 
     Attributes:
         peak_bytes: the most that the process held at once, with what it held at the start [bytes].
+        mark: is around each action and the update.
         moments: on the CPU, of each action and update: when most was there, what that was; how far it rose [bytes].
     """
 
@@ -60,6 +60,7 @@ class ActionMemory:
         self.moments: list[tuple[Action, Parts, int]] = []
         self._pipeline, self._device, self._live = pipeline, device, live
         self._stages: dict[int, _Seen] = {}
+        self.mark: Callable[[], AbstractContextManager[None]] = nullcontext
         self.update = Action(min(pipeline.state.run.local_stages, default=0), Op.U, 0)
 
     def _level(self) -> int:
@@ -81,7 +82,7 @@ class ActionMemory:
         else:
             self._live.most, self._live.at_most = before, self._live.alive.copy()
             self._label(self.update.stage, MemoryPart.MESSAGES)  # what was made between two actions
-        with record_function(MARK):
+        with self.mark():
             result = run(action)
         after, most = self._level(), self._most()
         if self._live is not None:
@@ -170,7 +171,7 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
 
 
 def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> Parts:
-    """What this process held at its most [bytes]; `found`: of `cpu_peaks()` around, which sees inside operations, too.
+    """What this process held at its most [bytes]; `found`: by `mark` of `cpu_peaks()`, which sees inside operations.
 
     Tensors count by what they are: parameters, gradients, ..., messages. Of others, activations are what actions leave
     and what came for a forward, workspace what an action makes and lets go of.
