@@ -16,17 +16,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ... import __version__
 from ..backends.records import Nodes, Outcome, Work
 from ..host import num_cores, processor
-from ..jobs.declaration import Declaration, Part
+from ..jobs.declaration import Declaration, Part, find_declaration
 from ..jobs.figure import Figure, Judged, Spread, Target, read_figures
-from ..jobs.job import jobs_of
-from ..jobs.runner import JobProgress, intend, run_jobs
+from ..jobs.job import Job, jobs_of
+from ..jobs.report import write_report
+from ..jobs.results import gather
+from ..jobs.runner import JobProgress, alone, intend, run_jobs
 from ..jobs.status import State
 from ..launcher import launch
 from ..options import check_known, read
+from ..works.suite import PARTS, PEAK, SHARE, SPEED, told
 from .tables import table
 
 CASES = {
@@ -73,8 +77,12 @@ class BenchOptions:
 
 def run(argv: Sequence[str]) -> int:
     """Run the cases and print; 1 if a process failed. A missed target is a result, not a failure."""
+    if argv[:1] == ["suite"]:
+        return run_suite(argv[1:])
     listed = "\n".join(f"  {name:<21} {summary}" for name, summary in CASES.items())
-    description = f"{BenchOptions.__doc__}\n\ncases:\n{listed}"
+    description = (
+        f"{BenchOptions.__doc__}\n\n`bench suite`: five models, profiled, planned and run.\n\ncases:\n{listed}"
+    )
     options = read(BenchOptions, argv, "bench", description=description)
     for name in options.only:
         check_known("--only: unknown case", name, CASES, listed="cases")
@@ -96,18 +104,81 @@ def run(argv: Sequence[str]) -> int:
 
 def _measured(names: Sequence[str], options: BenchOptions, folder: Path) -> tuple[list[Figure], str]:
     """Figures of all jobs, and why one of them failed, behind which none was begun."""
-    figures: list[Figure] = []
     declaration = Declaration.load(DECLARATION)
     parts = tuple(parts_for(declaration.parts, names, options, folder))
-    jobs = sorted(jobs_of(replace(declaration, parts=parts)), key=lambda job: job.nodes is not None)
+    return _ran(sorted(jobs_of(replace(declaration, parts=parts)), key=lambda job: job.nodes is not None), folder)
+
+
+def _ran(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], str]:
+    figures: list[Figure] = []
     with JobProgress(total=len(jobs), stream=sys.stderr) as progress:
         for job in jobs:
-            intent = intend(job, folder / job.name)
+            intent = intend(job, folder / job.name, fresh=True)
             (status,) = run_jobs([intent], progress=progress, make_backend=lambda name: LaunchedRanks(), workers=1)
             if status.state is not State.DONE:
                 return figures, f"{job.name}: {status.state.value}: {status.reason}"
             figures += read_figures(folder / job.name / "figures.jsonl")
     return figures, ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteOptions:
+    """Profile, plan and run five models on this machine: throughput, utilisation, and memory of each stage."""
+
+    models: str = ""
+    """Some of gpt,lstm,cnn,unet,moe (default: all)."""
+    ranks: int = 2
+    """Processes, a stage each."""
+    folder: Path = Path("runs/experiments")
+    """Figures and a picture go to FOLDER/suite/report."""
+    json: bool = False
+    """Print one JSON object; progress goes to the standard error."""
+
+
+def run_suite(argv: Sequence[str]) -> int:
+    """Run the experiment `suite` anew, for all models or some, and print one table; 1 if a process failed."""
+    options, declared = read(SuiteOptions, argv, "bench suite"), find_declaration("suite")
+    (part,) = declared.parts
+    models = [case.text("model") for case in part.cases]
+    chosen = options.models.split(",") if options.models else models
+    for name in chosen:
+        check_known("--models: unknown model", name, models, listed="models")
+    cases = tuple(case.also(ranks=options.ranks) for case in part.cases if case.text("model") in chosen)
+    declaration, folder = replace(declared, parts=(replace(part, cases=cases),)), options.folder / "suite"
+    with alone(folder):
+        figures, failed = _ran(jobs_of(declaration), folder / "jobs")
+        if failed:
+            print(f"stagewright bench suite: {failed}", file=sys.stderr)
+            return 1
+        path = write_report(declaration, gather(declaration, folder / "jobs"), folder / "report")
+    if options.json:
+        print(json.dumps({"ranks": options.ranks, "report": str(path), "models": told(figures)}))
+    else:
+        show_suite(told(figures), path.with_name("suite.png"))
+    return 0
+
+
+_SUITE_LEGEND = """/s, plan: tokens or images, measured and planned. comp, link: % of a step in which
+a rank computes, and is seen to send or receive. MB at its peak: weights, gradients,
+optimizer, activations, workspace, communication; peak: all, by the allocator."""
+
+
+def show_suite(models: Sequence[Mapping[str, Any]], picture: Path) -> None:
+    """Print a row a stage, in 80 columns, and where the picture is."""
+    from rich.console import Console
+
+    numbers = ("/s", "plan", "comp", "link", "wght", "grad", "opt", "act", "work", "comm", "peak", "act%")
+    rows = table("", ("model", ""), numbers)
+    rows.collapse_padding = True
+    for each in models:
+        for stage in each["stages"]:
+            shown = [f"{each[SPEED]:,.0f}", f"{each[f'planned {SPEED}']:,.0f}", f"{100 * each[SHARE]:.0f}"]
+            name, *speeds, share = [each["model"], *shown] if stage["stage"] == 0 else [""] * 4
+            shares = [f"{100 * stage[name]:.0f}" for name in ("compute", "links")]
+            sizes = [f"{stage[name] / 1e6:.1f}" for name in (*PARTS, PEAK)]
+            rows.add_row(name, str(stage["stage"]), *speeds, *shares, *sizes, share)
+    Console(highlight=False, width=80).print(rows)
+    print(f"{_SUITE_LEGEND}\n{picture}")
 
 
 def parts_for(declared: Sequence[Part], names: Sequence[str], options: BenchOptions, folder: Path) -> Iterator[Part]:

@@ -1,101 +1,78 @@
-"""Five models on this machine, each profiled, planned and run: what a step does with time, links and memory, and where.
+"""Five models on this machine, each profiled, planned and run with a stage a rank (after TBD, Zhu et al., 2018).
 
-After TBD (Zhu et al., 2018), "Benchmarking and Analyzing Deep Neural Network Training". Of a rank in a measured step:
-
-    compute     share of the step in F, B, I and W
-    links       share in which a message that somebody waited for, or a sum, came or went: one that came while its
-                receiver computed is not seen to travel
-    parts       bytes by stage at the rank's peak, each tensor by what it is (`parts_at_peak`); buffers are with weights
-    peak        by the allocator over the whole step, whatever the parts say
+compute    share of a step in F, B, I and W
+links      share in which a message that somebody waited for came or went; others were not seen to travel
+parts      bytes at the peak of a stage, each tensor by what it is (`parts_at_peak`); buffers are with the weights
+peak       bytes by the allocator over the step, whatever the parts say
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...schedules import MemoryPart, Timeline
 from ...viz.palette import MEMORY_HUES, SERIES_HUES
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How, Target, repeated
+from ..jobs.figure import Figure, How, repeated
 
-if TYPE_CHECKING:
-    from ..measure.sides import OurSide
-
-PARTS = {
-    "weights": (MemoryPart.WEIGHTS, MemoryPart.BUFFERS),
-    "gradients": (MemoryPart.GRADIENTS,),
-    "activations": (MemoryPart.ACTIVATIONS,),
-    "optimizer": (MemoryPart.OPTIMIZER,),
-    "workspace": (MemoryPart.WORKSPACE,),
-    "communication": (MemoryPart.MESSAGES,),
-}
-_ADD_UP = 0.05  # parts beside the peak
-_WARM_UP = 3
+_NAMES = {MemoryPart.BUFFERS: "weights", MemoryPart.MESSAGES: "communication"}  # of others their own
+PARTS = {_NAMES.get(part, str(part)): hue for part, hue in MEMORY_HUES.items() if part is not MemoryPart.BUFFERS}
+SPEED, SHARE, PEAK = "throughput", "share of activations", "peak"
 
 
 def trained(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Figures of a `model` in `microbatches` of so many `samples`; a repetition is a step. Runs on all ranks."""
-    import torch
+    """Figures of a `model` in `microbatches` of so many `samples`, a repetition a step; runs on all ranks."""
     import torch.distributed as dist
 
     from ...partition.plans.as_text import describe
     from ...partition.plans.simulated import expected
     from ..measure.sides import OurSide
-    from ..measure.suite import TASKS
+    from ..measure.suite import make_problem
     from ..measure.timing import say, timed
     from .bench_plans import plan_by_measuring
 
-    M, P = case.count("microbatches"), dist.get_world_size()
-    torch.manual_seed(1)
-    task = TASKS[case.text("model")](M * case.count("samples"))
+    M, ranks = case.count("microbatches"), dist.get_world_size()
+    problem, unit, per_sample = make_problem(case.text("model"), M * case.count("samples"))
     say(f"{case.text('model')}: profiling and planning")
-    plan = plan_by_measuring(task.problem, num_microbatches=M, pipeline_sizes=(P,), data_sizes=(1,))
+    restrictions = {"pipeline_sizes": (ranks,), "data_sizes": (1,), "schedules": ("1f1b", "zb-h1")}
+    plan = plan_by_measuring(problem, num_microbatches=M, **restrictions)
     planned = expected(plan)
     assert planned is not None
-    side = OurSide.of_model(task.problem, schedule=plan)
-    for _ in range(_WARM_UP):
+    side = OurSide.of_model(problem, schedule=plan)
+    for _ in range(3):  # the first ones take longer
         side.step()
     seconds, lines = [], []
     for _ in range(repetitions):
         seconds.append(timed(side.step))
         lines.append(side.timeline)
-    mine = _memory(side)
-    ranks = [mine] * P
-    dist.all_gather_object(ranks, mine)
-    schedule = side.pipe.schedule
+    held: list[Any] = [None] * ranks
+    dist.all_gather_object(held, memory(side))
     side.pipe.close()
 
-    work = len(task.problem.inputs) * task.per_sample
-    speed: dict[str, Any] = {"name": "throughput", "unit": task.unit, "note": f"{schedule.name} {describe(plan)}"}
-    yield from repeated([work / each for each in seconds], case=case, how=How.MEASURED, **speed)
-    yield Figure(case=case, value=work / planned[0], how=How.SIMULATED, **speed)
-    for rank, (parts, peak) in enumerate(ranks):
-        own: dict[str, Any] = {"case": case.also(rank=rank), "how": How.MEASURED}
-        yield from repeated(
-            [each.ranks[rank].busy / each.batch_seconds for each in lines], name="compute", unit="fraction", **own
-        )
-        yield from repeated([on_links(each, rank) for each in lines], name="links", unit="fraction", **own)
-        yield Figure(name="peak", value=peak, unit="bytes", **own)
-        yield Figure(name="peak", value=plan.memory_bytes[rank], unit="bytes", **{**own, "how": How.SIMULATED})
-        yield Figure(
-            name="parts / peak", value=sum(parts.values()) / peak, unit="ratio", target=Target(limit=1 + _ADD_UP), **own
-        )
-        for stage in schedule.placement[rank]:
-            for name, kinds in PARTS.items():
-                value = sum(parts.get((stage, kind), 0) for kind in kinds)
-                yield Figure(name=name, value=value, unit="bytes", **{**own, "case": case.also(rank=rank, stage=stage)})
-    everything = sum(sum(parts.values()) for parts, _ in ranks)
-    kept = sum(size for parts, _ in ranks for (_, part), size in parts.items() if part is MemoryPart.ACTIVATIONS)
-    share = kept / everything
-    yield Figure(case=case, name="share of activations", value=share, unit="fraction", how=How.MEASURED)
+    work = len(problem.inputs) * per_sample
+    whole: dict[str, Any] = {"case": case, "how": How.MEASURED}
+    speed = {**whole, "name": SPEED, "unit": unit, "note": describe(plan)}
+    yield from repeated([work / each for each in seconds], **speed)
+    yield Figure(**{**speed, "value": work / planned[0], "how": How.SIMULATED})
+    share = sum(parts["activations"] for parts, _ in held) / sum(sum(parts.values()) for parts, _ in held)
+    yield Figure(name=SHARE, value=share, unit="fraction", **whole)
+    for stage, (parts, peak) in enumerate(held):
+        own = {**whole, "case": case.also(stage=stage)}
+        busy = [each.ranks[stage].busy / each.batch_seconds for each in lines]
+        yield from repeated(busy, name="compute", unit="fraction", **own)
+        yield from repeated((on_links(each, stage) for each in lines), name="links", unit="fraction", **own)
+        for name, size in {**parts, PEAK: peak}.items():
+            yield Figure(name=name, value=size, unit="bytes", **own)
+        yield Figure(name=PEAK, value=plan.memory_bytes[stage], unit="bytes", **{**own, "how": How.SIMULATED})
+        yield Figure(name="parts / peak", value=sum(parts.values()) / peak, unit="ratio", **own)
 
 
-def _memory(side: OurSide) -> tuple[Mapping[tuple[int, MemoryPart], int], int]:
-    """Parts and peak of this process in one more step."""
+def memory(side: Any) -> tuple[dict[str, int], int]:
+    """Parts and peak of this process in one more step of an OurSide."""
     from ...partition.profiler.memory import cpu_peaks
     from ...pipe.run.memory import parts_at_peak
 
@@ -103,21 +80,77 @@ def _memory(side: OurSide) -> tuple[Mapping[tuple[int, MemoryPart], int], int]:
     with cpu_peaks() as (found, mark), side.pipe.watch_memory() as watched, mark():
         watched.mark = mark
         side.step()
-    return parts_at_peak(watched, found[1:]), held + found[0][0]
+    parts = dict.fromkeys(PARTS, 0)
+    for (_, part), size in parts_at_peak(watched, found[1:]).items():
+        parts[_NAMES.get(part, str(part))] += size
+    return parts, held + found[0][0]
 
 
 def on_links(timeline: Timeline, rank: int) -> float:
-    """Share of the step in which something comes to this rank or goes from it, seen as the module says."""
-    owner, lines = timeline.schedule.owner, timeline.ranks
-    spans = [(each.start, each.end) for each in (*lines[rank].comm, *lines[rank].collectives)]
-    spans += [
-        (start, end)
-        for other in lines
-        for message, start, end in other.comm
-        if owner(message.src, message.index) == rank
-    ]
-    busy, until = 0.0, 0.0
+    """Share of the step in which something is seen to come to this rank or to go from it."""
+    owner, ranks = timeline.schedule.owner, timeline.ranks
+    spans = [(start, end) for _, start, end in (*ranks[rank].comm, *ranks[rank].collectives)]
+    spans += [(start, end) for each in ranks for what, start, end in each.comm if owner(what.src, what.index) == rank]
+    busy = until = 0.0
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy / timeline.batch_seconds
+
+
+def told(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Medians by model, and in `stages` by stage, as JSON; what was simulated is "planned ..."."""
+    samples: dict[tuple[str, Any, str], list[float]] = defaultdict(list)
+    models: dict[str, dict[str, Any]] = {}
+    for each in figures:
+        model, name = each.case.text("model"), f"planned {each.name}" if each.how is How.SIMULATED else each.name
+        samples[model, each.case.get("stage"), name].append(each.value)
+        if each.name == SPEED:
+            models[model] = {"model": model, "unit": each.unit, "plan": each.note, "stages": []}
+    for (model, stage, name), values in samples.items():
+        stages = models[model]["stages"]
+        if stage == len(stages):
+            stages.append({"stage": stage})
+        (models[model] if stage is None else stages[stage])[name] = median(values)
+    return list(models.values())
+
+
+def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
+    """A row a stage: throughput beside the plan's, shares of the step, and bytes upon each other with the peak."""
+    from matplotlib.figure import Figure as Picture
+
+    models = told(figures)
+    rows = [(number, each, stage) for number, each in enumerate(models) for stage in each["stages"]]
+    at = [row + 0.6 * number for row, (number, *_) in enumerate(rows)]  # a gap between models
+    picture = Picture(figsize=(11.0, 1.3 + 0.34 * (at[-1] + 1)), dpi=120, layout="constrained")
+    speeds, shares, sizes = picture.subplots(1, 3, sharey=True, width_ratios=(1.1, 0.9, 1.7))
+    middles = [
+        median(y for y, (number, *_) in zip(at, rows, strict=True) if number == own) for own in range(len(models))
+    ]
+    parts = [100 * each[SPEED] / each[f"planned {SPEED}"] for each in models]
+    speeds.barh(middles, parts, 0.76, color=SERIES_HUES[5], label="measured")
+    for y, part, each in zip(middles, parts, models, strict=True):
+        speeds.text(max(part, 100) + 5, y, f"{each[SPEED]:,.0f} {each['unit']}", va="center", fontsize=9)
+    speeds.axvline(100, color="#202020", linestyle="--", linewidth=1, label="planned")
+    speeds.set_xlim(0, 1.75 * max(100, *parts))
+    for shift, name, hue in ((-0.2, "compute", SERIES_HUES[0]), (0.2, "links", SERIES_HUES[1])):
+        shares.barh([y + shift for y in at], [100 * s[name] for *_, s in rows], 0.38, color=hue, label=name)
+    shares.set_xlim(0, 100)
+    left = [0.0] * len(rows)
+    for name, hue in PARTS.items():
+        widths = [stage[name] / 1e6 for *_, stage in rows]
+        sizes.barh(at, widths, 0.76, left=left, color=hue, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    peaks = [stage[PEAK] / 1e6 for *_, stage in rows]
+    sizes.plot(peaks, at, "|", color="#202020", markersize=15, markeredgewidth=2, label="measured peak")
+    words = ("throughput [% of the plan's]", "share of a step [%]", "memory at the peak [MB]")
+    for axes, label, columns in zip((speeds, shares, sizes), words, (2, 2, 4), strict=True):
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, frameon=False, fontsize=8)
+    speeds.set_yticks(at, [f"{each['model']}, stage {stage['stage']}" for _, each, stage in rows])
+    speeds.invert_yaxis()
+    picture.savefig(folder / "suite.png", metadata={"Software": None})
+    return [("Throughput, utilisation and memory of five models, stage by stage", "suite.png")]

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -57,7 +56,14 @@ def peaks(actions: Sequence[Callable[[], object]], device: torch.device) -> list
 
     CPU: from the allocator's events, by torch.profiler. CUDA: from the allocator's counters.
     """
-    return _cuda_peaks(actions, device) if device.type == "cuda" else _cpu_peaks(actions)
+    if device.type == "cuda":
+        return _cuda_peaks(actions, device)
+    with cpu_peaks() as (found, mark):
+        for action in actions:
+            with mark():
+                kept = action()
+            del kept
+    return found
 
 
 def _cuda_peaks(actions: Sequence[Callable[[], object]], device: torch.device) -> list[tuple[int, int]]:
@@ -77,41 +83,29 @@ def _cuda_peaks(actions: Sequence[Callable[[], object]], device: torch.device) -
 _MARK = "stagewright action"
 
 
-def _cpu_peaks(actions: Sequence[Callable[[], object]]) -> list[tuple[int, int]]:
-    with cpu_peaks() as (found, mark):
-        for action in actions:
-            with mark():
-                kept = action()
-            del kept
-    return found
-
-
 @contextmanager
 def _mark() -> Iterator[None]:
-    torch.autograd._enable_record_function(True)
+    torch._C._autograd._enable_record_function(True)
     with record_function(_MARK):
-        torch.autograd._enable_record_function(False)
+        torch._C._autograd._enable_record_function(False)
         yield
 
 
 @contextmanager
 def cpu_peaks() -> Iterator[tuple[list[tuple[int, int]], Callable[[], AbstractContextManager[None]]]]:
-    """Within, each `with` of the second is looked at; behind it, the first has what `peaks` says of them, in order.
-
-    Nothing else is recorded: gloo's work, which may end later, would write to a profiler that is gone.
-    """
+    """Within, each `with` of the second is looked at; behind it, the first has what `peaks` says of them, in order."""
     found: list[tuple[int, int]] = []
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
-        torch.autograd._enable_record_function(False)
+        torch._C._autograd._enable_record_function(False)  # gloo's work may end behind the profiler, and write to it
         try:
             yield found, _mark
         finally:
-            torch.autograd._enable_record_function(True)
+            torch._C._autograd._enable_record_function(True)
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
     events = recorded.profiler.kineto_results.events()
     changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
-    changes.sort(key=itemgetter(0))  # stable: those of one moment stay in order
+    changes.sort(key=lambda change: change[0])  # stable: those of one moment stay in order
     for begin, end in sorted((each.start_ns(), each.end_ns()) for each in events if each.name() == _MARK):
         levels = [0, *accumulate(change for moment, change in changes if begin <= moment <= end)]
         found.append((max(levels), levels[-1]))
@@ -166,10 +160,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size = storage.nbytes()
         self.alive[key] = [StorageWeakRef(storage), size, None if is_new else ""]  # type: ignore[no-untyped-call]
-        if not is_new:
-            return
-        self.level += size
-        if self.level > self.most:
+        self.level += size * is_new
+        if is_new and self.level > self.most:
             self.settle()
             if self.level > self.most:
                 self.most, self.at_most = self.level, self.alive.copy()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ...schedules import MemoryPart
 from ..run.training import Training
 from ..shards.shard import Shard
 from ..stage.weights import WeightVersions
@@ -138,14 +139,22 @@ class State(Contents):
         if text and self.run.collectives.rank == 0:
             warnings.warn(text, stacklevel=4)
 
-    def held_bytes(self) -> int:
-        tensors = list(self.ownership.state_dict().values())
-        tensors += [p.grad for _, p in self.ownership.named_parameters() if p.grad is not None]
+    def at_rest(self) -> Iterator[tuple[int, MemoryPart, torch.Tensor]]:
+        """Tensors that lie here between two actions, by stage and use; some more than once."""
+        local = self.run.local_stages
+        for name, tensor in self.ownership.state_dict().items():
+            stage = next(s for s in self.ownership.stages[name] if s in local)
+            yield stage, MemoryPart.WEIGHTS if isinstance(tensor, nn.Parameter) else MemoryPart.BUFFERS, tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield stage, MemoryPart.GRADIENTS, tensor.grad
         for one in self.update.stages:
-            tensors += one.versions.tensors() if one.versions is not None else ()
-            tensors += one.tensors()
-        tensors += self.update.shards.tensors()
-        dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
+            yield from ((one.stage, MemoryPart.OPTIMIZER, tensor) for tensor in one.tensors())
+            for tensor in () if one.versions is None else one.versions.tensors():
+                yield one.stage, MemoryPart.WEIGHTS if tensor.requires_grad else MemoryPart.GRADIENTS, tensor
+        yield from ((local[0], MemoryPart.WEIGHTS, tensor) for tensor in self.update.shards.tensors())
+
+    def held_bytes(self) -> int:
+        dense = [part for *_, x in self.at_rest() for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())
 

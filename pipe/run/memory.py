@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, median_low
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,11 +25,8 @@ from ...partition.model.forms import Tensors
 from ...partition.profiler.memory import LiveBytes, bytes_of
 from ...schedules import Action, MemoryPart, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
-from ..batch.results import Known
 from ..build import Pipeline
 from ..update.gradients import buckets_of
-
-Parts = dict[tuple[int, MemoryPart], int]  # bytes by stage and use
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class ActionMemory:
 
     def __init__(self, pipeline: Pipeline, device: torch.device, live: LiveBytes | None, *, held: int) -> None:
         self.peak_bytes = self._held = held
-        self.moments: list[tuple[Action, Parts, int]] = []
+        self.moments: list[tuple[Action, dict[tuple[int, MemoryPart], int], int]] = []
         self._pipeline, self._device, self._live = pipeline, device, live
         self._stages: dict[int, _Seen] = {}
         self.mark: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -74,7 +72,7 @@ class ActionMemory:
         """The highest level since the last action began."""
         return torch.cuda.max_memory_allocated(self._device) - self._held if self._live is None else self._live.most
 
-    def run(self, run: Callable[[Action], Known | None], action: Action) -> Known | None:
+    def run(self, run: Callable[[Action], Any], action: Action) -> Any:
         self.note_peak()
         before = self._level()
         if self._live is None:
@@ -108,21 +106,21 @@ class ActionMemory:
             seen.sent = max(seen.sent, bytes_of(tensors))
         return tensors
 
-    def _give(self, label: tuple[int, MemoryPart], tensors: Iterable[torch.Tensor | None]) -> None:
+    def _give(self, label: tuple[int, MemoryPart], tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if self._live is not None and tensor is not None and tensor.layout == torch.strided:
+            if self._live is not None and tensor.layout == torch.strided:
                 self._live.alive.get(tensor.untyped_storage()._cdata, [None] * 3)[2] = label
 
     def _label(self, stage: int, part: MemoryPart) -> None:
         for seen in () if self._live is None else self._live.alive.values():
             seen[2] = (stage, part) if seen[2] is None else seen[2]
 
-    def _parts(self, live: LiveBytes, action: Action) -> Parts:
-        for stage, part, tensors in _at_rest(self._pipeline):
-            self._give((stage, part), tensors)
+    def _parts(self, live: LiveBytes, action: Action) -> dict[tuple[int, MemoryPart], int]:
+        for stage, part, tensor in self._pipeline.state.at_rest():
+            self._give((stage, part), [tensor])
         # What it leaves; all else that it made is let go of.
         self._label(action.stage, MemoryPart.MESSAGES if action.op is Op.B else MemoryPart.ACTIVATIONS)
-        parts: Parts = defaultdict(int)
+        parts: dict[tuple[int, MemoryPart], int] = defaultdict(int)
         for _, size, label in live.at_most.values():
             if label != "":
                 parts[label or (action.stage, MemoryPart.WORKSPACE)] += size
@@ -153,13 +151,12 @@ class ActionMemory:
 @contextmanager
 def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     """Within: the actions of a pipeline are watched. On the CPU that makes each operation slower."""
-    is_cuda = device.type == "cuda"
-    held = torch.cuda.memory_allocated(device) if is_cuda else pipeline.state.held_bytes()
-    live = None if is_cuda else LiveBytes(x for *_, each in _at_rest(pipeline) for x in each if x is not None)
-    memory, step = ActionMemory(pipeline, device, live, held=held), pipeline.state.update.step
+    is_cuda, state = device.type == "cuda", pipeline.state
+    held = torch.cuda.memory_allocated(device) if is_cuda else state.held_bytes()
+    live = None if is_cuda else LiveBytes(tensor for *_, tensor in state.at_rest())
+    memory, step = ActionMemory(pipeline, device, live, held=held), state.update.step
     with ExitStack() as stack:
-        update = patch.object(pipeline.state.update, "step", lambda: memory.run(lambda _: step(), memory.update))
-        stack.enter_context(update)
+        stack.enter_context(patch.object(state.update, "step", lambda: memory.run(lambda _: step(), memory.update)))
         for worker in (local.worker for local in pipeline.engine.ranks):
             for name in ("run", "put", "take"):
                 watched = partial(getattr(memory, name), getattr(worker, name))
@@ -170,12 +167,9 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     memory.note_peak()
 
 
-def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> Parts:
-    """What this process held at its most [bytes]; `found`: by `mark` of `cpu_peaks()`, which sees inside operations.
-
-    Tensors count by what they are: parameters, gradients, ..., messages. Of others, activations are what actions leave
-    and what came for a forward, workspace what an action makes and lets go of.
-    """
+def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> dict[tuple[int, MemoryPart], int]:
+    """What this process held at its most, by stage [bytes]: activations are what actions leave and what came for a
+    forward, workspace what an action makes and lets go of, within operations, too, as `cpu_peaks` has `found` it."""
     for (action, parts, rose), (most, _) in zip(watched.moments, found, strict=True):
         parts[action.stage, MemoryPart.WORKSPACE] += max(0, most - rose)
     return max((parts for _, parts, _ in watched.moments), key=lambda parts: sum(parts.values()))
@@ -193,21 +187,6 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
             for name, size in figures.items():
                 merged[stage][name] = max(size, merged[stage].get(name, 0.0))
     return tuple(StageBytes(**merged[stage]) for stage in range(schedule.num_stages))
-
-
-def _at_rest(pipeline: Pipeline) -> Iterator[tuple[int, MemoryPart, Iterable[torch.Tensor | None]]]:
-    """All that this process holds between two actions for itself, by stage."""
-    update, local = pipeline.state.update, pipeline.state.run.local_stages
-    yield min(local, default=0), MemoryPart.WEIGHTS, update.shards.tensors()
-    for one in update.stages:
-        yield one.stage, MemoryPart.OPTIMIZER, one.tensors()
-        for x in () if one.versions is None else one.versions.tensors():
-            yield one.stage, MemoryPart.WEIGHTS if x.requires_grad else MemoryPart.GRADIENTS, [x]
-    for stage in local:
-        module = pipeline.parts.train.stages[stage].module
-        yield stage, MemoryPart.WEIGHTS, module.parameters()
-        yield stage, MemoryPart.BUFFERS, module.buffers()
-        yield stage, MemoryPart.GRADIENTS, (parameter.grad for parameter in module.parameters())
 
 
 def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
