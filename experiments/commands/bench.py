@@ -145,8 +145,9 @@ def run_suite(argv: Sequence[str]) -> int:
         check_known("--models: unknown model", name, models, listed="models")
     cases = tuple(case.also(ranks=options.ranks) for case in part.cases if case.text("model") in chosen)
     declaration, folder = replace(declared, parts=(replace(part, cases=cases),)), options.folder / "suite"
+    jobs = jobs_of(declaration)
     with alone(folder):
-        figures, failed = _ran(jobs_of(declaration), folder / "jobs")
+        figures, failed = _ran(jobs, folder / "jobs")
         if failed:
             print(f"stagewright bench suite: {failed}", file=sys.stderr)
             return 1
@@ -158,9 +159,9 @@ def run_suite(argv: Sequence[str]) -> int:
     return 0
 
 
-_SUITE_LEGEND = """/s, plan: tokens or images, measured and planned. comp, link: % of a step in which
-a rank computes, and is seen to send or receive. MB at its peak: weights, gradients,
-optimizer, activations, workspace, communication; peak: all, by the allocator."""
+_SUITE_LEGEND = """/s, plan: tokens or images, measured and planned. comp, link: % of a step that
+it computes, and is seen to send or receive. MB at its peak: weights, gradients,
+optimizer, activations, workspace, communication; peak: by the allocator."""
 
 
 def show_suite(models: Sequence[Mapping[str, Any]], picture: Path) -> None:

@@ -13,8 +13,7 @@ from ..training.corpus import loss_fn
 from ..training.gpt import Attention, Embedding, GPTConfig, Head
 from .models import WholeProblem, adamw, gpt_problem, image_problem, seeded
 
-_GPT = GPTConfig(layers=6, width=192, length=64)
-_MIXTURE = GPTConfig(layers=4, width=128, length=64)
+_SIZE = GPTConfig(layers=4, width=192, length=64)
 
 
 def make_problem(name: str, batch: int) -> tuple[WholeProblem, str, int]:
@@ -23,11 +22,11 @@ def make_problem(name: str, batch: int) -> tuple[WholeProblem, str, int]:
     `gpt`; `lstm`: sequence to sequence; `cnn`: slow layers first, large ones last; `unet`; `moe`: a mixture of experts.
     """
     if name in ("gpt", "cnn"):
-        problem = gpt_problem(_GPT, batch=batch) if name == "gpt" else image_problem(64, batch=batch)
+        problem = gpt_problem(_SIZE, batch=batch) if name == "gpt" else image_problem(64, batch=batch)
     else:
         makes: dict[str, Callable[[], nn.Module]] = {"lstm": Seq2Seq, "unet": UNet, "moe": _mixture}
         torch.manual_seed(1)
-        inputs = torch.randn(batch, 3, 64, 64) if name == "unet" else torch.randint(256, (batch, _GPT.length))
+        inputs = torch.randn(batch, 3, 64, 64) if name == "unet" else torch.randint(256, (batch, _SIZE.length))
         problem = WholeProblem(
             make_model=partial(seeded, makes[name]),
             inputs=inputs,
@@ -104,9 +103,8 @@ class Mixed(nn.Module):
         gates = self.router(flat).softmax(dim=-1).t()  # [E, N]
         gate, token = gates.topk(2 * gates.shape[1] // gates.shape[0])
         made = F.gelu(flat[token] @ self.up) @ self.down * gate.unsqueeze(-1)  # [E, 2 N / E, D]
-        out: Tensor = hidden + torch.zeros_like(flat).index_add(0, token.flatten(), made.flatten(0, 1)).view_as(hidden)
-        return out
+        return hidden + torch.zeros_like(flat).index_add(0, token.flatten(), made.flatten(0, 1)).view_as(hidden)
 
 
 def _mixture() -> nn.Sequential:
-    return nn.Sequential(Embedding(_MIXTURE), *(Mixed(_MIXTURE, 8) for _ in range(_MIXTURE.layers)), Head(_MIXTURE))
+    return nn.Sequential(Embedding(_SIZE), *(Mixed(_SIZE, 8) for _ in range(_SIZE.layers)), Head(_SIZE))

@@ -120,13 +120,11 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
     from matplotlib.figure import Figure as Picture
 
     models = told(figures)
-    rows = [(number, each, stage) for number, each in enumerate(models) for stage in each["stages"]]
-    at = [row + 0.6 * number for row, (number, *_) in enumerate(rows)]  # a gap between models
+    rows, ranks = [(each, stage) for each in models for stage in each["stages"]], len(models[0]["stages"])
+    at = [row + 0.6 * (row // ranks) for row in range(len(rows))]  # a gap between models
+    middles = [(ranks - 1) / 2 + (ranks + 0.6) * number for number in range(len(models))]
     picture = Picture(figsize=(11.0, 1.3 + 0.34 * (at[-1] + 1)), dpi=120, layout="constrained")
     speeds, shares, sizes = picture.subplots(1, 3, sharey=True, width_ratios=(1.1, 0.9, 1.7))
-    middles = [
-        median(y for y, (number, *_) in zip(at, rows, strict=True) if number == own) for own in range(len(models))
-    ]
     parts = [100 * each[SPEED] / each[f"planned {SPEED}"] for each in models]
     speeds.barh(middles, parts, 0.76, color=SERIES_HUES[5], label="measured")
     for y, part, each in zip(middles, parts, models, strict=True):
@@ -134,23 +132,21 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
     speeds.axvline(100, color="#202020", linestyle="--", linewidth=1, label="planned")
     speeds.set_xlim(0, 1.75 * max(100, *parts))
     for shift, name, hue in ((-0.2, "compute", SERIES_HUES[0]), (0.2, "links", SERIES_HUES[1])):
-        shares.barh([y + shift for y in at], [100 * s[name] for *_, s in rows], 0.38, color=hue, label=name)
-    shares.set_xlim(0, 100)
+        shares.barh([y + shift for y in at], [100 * each[name] for _, each in rows], 0.38, color=hue, label=name)
     left = [0.0] * len(rows)
     for name, hue in PARTS.items():
-        widths = [stage[name] / 1e6 for *_, stage in rows]
+        widths = [stage[name] / 1e6 for _, stage in rows]
         sizes.barh(at, widths, 0.76, left=left, color=hue, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    peaks = [stage[PEAK] / 1e6 for *_, stage in rows]
+    peaks = [stage[PEAK] / 1e6 for _, stage in rows]
     sizes.plot(peaks, at, "|", color="#202020", markersize=15, markeredgewidth=2, label="measured peak")
     words = ("throughput [% of the plan's]", "share of a step [%]", "memory at the peak [MB]")
     for axes, label, columns in zip((speeds, shares, sizes), words, (2, 2, 4), strict=True):
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.25)
-        axes.set_axisbelow(True)
+        axes.grid(axis="x", alpha=0.25, zorder=0)
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, frameon=False, fontsize=8)
-    speeds.set_yticks(at, [f"{each['model']}, stage {stage['stage']}" for _, each, stage in rows])
+    speeds.set_yticks(at, [f"{each['model']}, stage {stage['stage']}" for each, stage in rows])
     speeds.invert_yaxis()
     picture.savefig(folder / "suite.png", metadata={"Software": None})
     return [("Throughput, utilisation and memory of five models, stage by stage", "suite.png")]

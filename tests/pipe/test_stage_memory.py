@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.grids import nightly
-from support.inside import profile_model
+from support.inside import cpu_peaks, parts_at_peak, profile_model
 from support.pool import Pool
 from support.records import records
 from torch import nn
@@ -154,3 +154,28 @@ def test_chunks_of_one_rank_send_each_other_nothing(gloo: Pool) -> None:
     for predicted, measured, peak in gloo.run(planned, ranks=2, args=("none", 0, "interleaved")):
         assert predicted == pytest.approx(measured, rel=0.05)
         assert peak == pytest.approx(measured, rel=0.05)
+
+
+def test_what_is_there_at_the_peak_by_hand() -> None:
+    """GPipe on two ranks of this process: all microbatches are in flight when the first backward begins."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(4)))
+    x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    options = {"mesh": {"pipe": 2}, "num_microbatches": M, "loss_fn": nn.functional.mse_loss}
+    with sw.PipelineModule(
+        model, **records(schedule="gpipe", optimizer=torch.optim.AdamW, example_inputs=(x,), **options)
+    ) as pipe:
+        pipe.train_step(x, y)
+        with cpu_peaks() as (found, mark), pipe.watch_memory() as memory:
+            memory.mark = mark
+            pipe.train_step(x, y)
+    parts = parts_at_peak(memory, found)
+    weights, output = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH) * FLOAT, SAMPLES // M * WIDTH * FLOAT
+    hidden = 2 * 2 * 4 * output  # what enters GELU and what leaves it, in each block
+    for stage in range(2):
+        assert parts[stage, MemoryPart.WEIGHTS] == weights
+        assert parts[stage, MemoryPart.OPTIMIZER] == pytest.approx(2 * weights, rel=0.001)
+        assert M * hidden <= parts[stage, MemoryPart.ACTIVATIONS] <= M * (hidden + 4 * output)
+    assert parts[0, MemoryPart.GRADIENTS] == 0  # its backwards come later
+    assert parts[1, MemoryPart.WORKSPACE] >= 4 * output
+    assert sum(parts.values()) == pytest.approx(memory.peak_bytes, rel=0.001)
