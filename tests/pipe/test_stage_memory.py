@@ -175,7 +175,8 @@ def test_what_is_there_at_the_peak_by_hand() -> None:
     for stage in range(2):
         assert parts[stage, MemoryPart.WEIGHTS] == weights
         assert parts[stage, MemoryPart.OPTIMIZER] == pytest.approx(2 * weights, rel=0.001)
-        assert M * hidden <= parts[stage, MemoryPart.ACTIVATIONS] <= M * (hidden + 4 * output)
+        kept = parts[stage, MemoryPart.ACTIVATIONS]  # of the one whose backward runs, some are gone
+        assert (M - stage) * hidden <= kept <= M * (hidden + 4 * output)
     assert parts[0, MemoryPart.GRADIENTS] == 0  # its backwards come later
     assert parts[1, MemoryPart.WORKSPACE] >= 4 * output
     assert sum(parts.values()) == pytest.approx(memory.peak_bytes, rel=0.001)
