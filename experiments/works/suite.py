@@ -142,9 +142,9 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
     sizes.plot(peaks, at, "|", color="#202020", markersize=15, markeredgewidth=2, label="measured peak")
     words = ("throughput [% of the plan's]", "share of a step [%]", "memory at the peak [MB]")
     for axes, label, columns in zip((speeds, shares, sizes), words, (2, 2, 4), strict=True):
-        axes.set_xlabel(label)
+        axes.set(xlabel=label, axisbelow=True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.25, zorder=0)
+        axes.grid(axis="x", alpha=0.25)
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, frameon=False, fontsize=8)
     speeds.set_yticks(at, [f"{each['model']}, stage {stage['stage']}" for each, stage in rows])
     speeds.invert_yaxis()
