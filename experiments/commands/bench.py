@@ -30,7 +30,7 @@ from ..jobs.runner import JobProgress, alone, intend, run_jobs
 from ..jobs.status import State
 from ..launcher import launch
 from ..options import check_known, read
-from ..works.suite import PARTS, PEAK, SHARE, SPEED, told
+from ..works.suite import PARTS, told
 from .tables import table
 
 CASES = {
@@ -159,11 +159,6 @@ def run_suite(argv: Sequence[str]) -> int:
     return 0
 
 
-_SUITE_LEGEND = """/s, plan: tokens or images, measured and planned. comp, link: % of a step that
-it computes, and is seen to send or receive. MB at its peak: weights, gradients,
-optimizer, activations, workspace, communication; peak: by the allocator."""
-
-
 def show_suite(models: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """Print a row a stage, in 80 columns, and where the picture is."""
     from rich.console import Console
@@ -172,14 +167,19 @@ def show_suite(models: Sequence[Mapping[str, Any]], picture: Path) -> None:
     rows = table("", ("model", ""), numbers)
     rows.collapse_padding = True
     for each in models:
+        speeds = [f"{each[name]:,.0f}" for name in ("throughput", "planned throughput")]
+        whole = [each["model"], *speeds, f"{100 * each['share of activations']:.0f}"]
         for stage in each["stages"]:
-            shown = [f"{each[SPEED]:,.0f}", f"{each[f'planned {SPEED}']:,.0f}", f"{100 * each[SHARE]:.0f}"]
-            name, *speeds, share = [each["model"], *shown] if stage["stage"] == 0 else [""] * 4
-            shares = [f"{100 * stage[name]:.0f}" for name in ("compute", "links")]
-            sizes = [f"{stage[name] / 1e6:.1f}" for name in (*PARTS, PEAK)]
-            rows.add_row(name, str(stage["stage"]), *speeds, *shares, *sizes, share)
+            values = [f"{100 * stage[name]:.0f}" for name in ("compute", "links")]
+            values += [f"{stage[name] / 1e6:.1f}" for name in (*PARTS, "peak")]
+            rows.add_row(whole[0], str(stage["stage"]), *whole[1:3], *values, whole[3])
+            whole = [""] * 4
     Console(highlight=False, width=80).print(rows)
-    print(f"{_SUITE_LEGEND}\n{picture}")
+    print(
+        "/s, plan: tokens or images, measured and planned. comp, link: % of a step that\n"
+        "it computes, and is seen to send or receive. MB at its peak: weights, gradients,\n"
+        f"optimizer, activations, workspace, communication; peak: by the allocator.\n{picture}"
+    )
 
 
 def parts_for(declared: Sequence[Part], names: Sequence[str], options: BenchOptions, folder: Path) -> Iterator[Part]:

@@ -21,7 +21,6 @@ from ..jobs.figure import Figure, How, repeated
 
 _NAMES = {MemoryPart.BUFFERS: "weights", MemoryPart.MESSAGES: "communication"}  # of others their own
 PARTS = {_NAMES.get(part, str(part)): hue for part, hue in MEMORY_HUES.items() if part is not MemoryPart.BUFFERS}
-SPEED, SHARE, PEAK = "throughput", "share of activations", "peak"
 
 
 def trained(case: Case, repetitions: int) -> Iterator[Figure]:
@@ -32,12 +31,11 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     from ...partition.plans.simulated import expected
     from ..measure.sides import OurSide
     from ..measure.suite import make_problem
-    from ..measure.timing import say, timed
+    from ..measure.timing import timed
     from .bench_plans import plan_by_measuring
 
     M, ranks = case.count("microbatches"), dist.get_world_size()
     problem, unit, per_sample = make_problem(case.text("model"), M * case.count("samples"))
-    say(f"{case.text('model')}: profiling and planning")
     restrictions = {"pipeline_sizes": (ranks,), "data_sizes": (1,), "schedules": ("1f1b", "zb-h1")}
     plan = plan_by_measuring(problem, num_microbatches=M, **restrictions)
     planned = expected(plan)
@@ -55,19 +53,19 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
     work = len(problem.inputs) * per_sample
     whole: dict[str, Any] = {"case": case, "how": How.MEASURED}
-    speed = {**whole, "name": SPEED, "unit": unit, "note": describe(plan)}
+    speed = {**whole, "name": "throughput", "unit": unit, "note": describe(plan)}
     yield from repeated([work / each for each in seconds], **speed)
     yield Figure(**{**speed, "value": work / planned[0], "how": How.SIMULATED})
     share = sum(parts["activations"] for parts, _ in held) / sum(sum(parts.values()) for parts, _ in held)
-    yield Figure(name=SHARE, value=share, unit="fraction", **whole)
+    yield Figure(name="share of activations", value=share, unit="fraction", **whole)
     for stage, (parts, peak) in enumerate(held):
         own = {**whole, "case": case.also(stage=stage)}
         busy = [each.ranks[stage].busy / each.batch_seconds for each in lines]
         yield from repeated(busy, name="compute", unit="fraction", **own)
         yield from repeated((on_links(each, stage) for each in lines), name="links", unit="fraction", **own)
-        for name, size in {**parts, PEAK: peak}.items():
+        for name, size in {**parts, "peak": peak}.items():
             yield Figure(name=name, value=size, unit="bytes", **own)
-        yield Figure(name=PEAK, value=plan.memory_bytes[stage], unit="bytes", **{**own, "how": How.SIMULATED})
+        yield Figure(name="peak", value=plan.memory_bytes[stage], unit="bytes", **{**own, "how": How.SIMULATED})
         yield Figure(name="parts / peak", value=sum(parts.values()) / peak, unit="ratio", **own)
 
 
@@ -105,7 +103,7 @@ def told(figures: Sequence[Figure]) -> list[dict[str, Any]]:
     for each in figures:
         model, name = each.case.text("model"), f"planned {each.name}" if each.how is How.SIMULATED else each.name
         samples[model, each.case.get("stage"), name].append(each.value)
-        if each.name == SPEED:
+        if each.name == "throughput":
             models[model] = {"model": model, "unit": each.unit, "plan": each.note, "stages": []}
     for (model, stage, name), values in samples.items():
         stages = models[model]["stages"]
@@ -123,12 +121,13 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
     rows, ranks = [(each, stage) for each in models for stage in each["stages"]], len(models[0]["stages"])
     at = [row + 0.6 * (row // ranks) for row in range(len(rows))]  # a gap between models
     middles = [(ranks - 1) / 2 + (ranks + 0.6) * number for number in range(len(models))]
-    picture = Picture(figsize=(11.0, 1.3 + 0.34 * (at[-1] + 1)), dpi=120, layout="constrained")
+    picture = Picture(figsize=(11.0, 1.3 + 0.34 * (at[-1] + 1)), dpi=120)
+    picture.set_layout_engine("constrained", wspace=0.06)  # numbers under neighbouring axes stay apart
     speeds, shares, sizes = picture.subplots(1, 3, sharey=True, width_ratios=(1.1, 0.9, 1.7))
-    parts = [100 * each[SPEED] / each[f"planned {SPEED}"] for each in models]
+    parts = [100 * each["throughput"] / each["planned throughput"] for each in models]
     speeds.barh(middles, parts, 0.76, color=SERIES_HUES[5], label="measured")
     for y, part, each in zip(middles, parts, models, strict=True):
-        speeds.text(max(part, 100) + 5, y, f"{each[SPEED]:,.0f} {each['unit']}", va="center", fontsize=9)
+        speeds.text(max(part, 100) + 5, y, f"{each['throughput']:,.0f} {each['unit']}", va="center", fontsize=9)
     speeds.axvline(100, color="#202020", linestyle="--", linewidth=1, label="planned")
     speeds.set_xlim(0, 1.75 * max(100, *parts))
     for shift, name, hue in ((-0.2, "compute", SERIES_HUES[0]), (0.2, "links", SERIES_HUES[1])):
@@ -138,7 +137,7 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
         widths = [stage[name] / 1e6 for _, stage in rows]
         sizes.barh(at, widths, 0.76, left=left, color=hue, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    peaks = [stage[PEAK] / 1e6 for _, stage in rows]
+    peaks = [stage["peak"] / 1e6 for _, stage in rows]
     sizes.plot(peaks, at, "|", color="#202020", markersize=15, markeredgewidth=2, label="measured peak")
     words = ("throughput [% of the plan's]", "share of a step [%]", "memory at the peak [MB]")
     for axes, label, columns in zip((speeds, shares, sizes), words, (2, 2, 4), strict=True):
