@@ -263,7 +263,7 @@ def test_a_sleeping_stage_computes_and_takes_its_time():
     assert end - middle >= 0.006
     assert torch.equal(out, x)
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
-    assert torch.allclose(stage.weight.grad, 3.0 * x.detach().sum(0))
+    assert torch.allclose(stage.weight.grad, 3.0 * x.detach().sum(0), atol=1e-6)  # two rows may cancel out
 
 
 def test_sleep_until_does_not_wait_for_the_past():
