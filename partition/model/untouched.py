@@ -40,11 +40,11 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Iterator[StateSnapshot]:
+def untouched(*roots: object, device: torch.device | None, buffers: bool = True) -> Iterator[StateSnapshot]:
     """Within: these modules and functions may run; afterwards they, and the random generators, are as they were.
 
     Arguments:
-        device: of the run, whose generator counts beside the CPU's.
+        device: of the run, whose generator counts beside the CPU's; None: all in use.
         buffers: whether their values are kept; not needed where others stand in for them.
     """
     kept = StateSnapshot(roots, device=device, buffers=buffers)
@@ -57,7 +57,7 @@ def untouched(*roots: object, device: torch.device, buffers: bool = True) -> Ite
 class StateSnapshot:
     """All that some modules or functions reach, and the random generators, as they are when this is made."""
 
-    def __init__(self, roots: Collection[object], *, device: torch.device, buffers: bool = True) -> None:
+    def __init__(self, roots: Collection[object], *, device: torch.device | None, buffers: bool = True) -> None:
         self._undo: list[Callable[[], object]] = [_generators(device)]
         seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
         if not buffers:
@@ -258,16 +258,18 @@ def is_users_module(module: str | None) -> bool:
     return not any(library in path for library in _LIBRARIES)
 
 
-def torch_generators(device: torch.device) -> list[torch.Generator]:
+def torch_generators(device: torch.device | None) -> list[torch.Generator]:
     generators = [torch.default_generator]
-    if device.type == "cuda":
+    if device is None:
+        generators += torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    elif device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     return generators
 
 
-def _generators(device: torch.device) -> Callable[[], None]:
+def _generators(device: torch.device | None) -> Callable[[], None]:
     """Puts all generators, those of the CPU and of the device, back to where they stand now."""
     states = [(generator, generator.get_state()) for generator in torch_generators(device)]
     python, numpy = random.getstate(), np.random.get_state(legacy=False)

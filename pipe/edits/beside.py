@@ -6,11 +6,13 @@ inputs      an example; random numbers are seeded alike; the backward begins wit
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,15 +32,17 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     leaves: list[Tensor] = []
 
     def fresh(x: Tensor) -> Tensor:
-        leaves.append(x.detach().clone().requires_grad_(x.is_floating_point()))
-        return leaves[-1]
+        leaves.append(x.detach().clone().requires_grad_(_is_differentiable(x)))
+        return leaves[-1].clone()  # which may be changed in place
 
     given = mapped(example, fresh)
     model.zero_grad()
-    torch.manual_seed(seed)
+    _seed(seed)
     outputs = _tensors(model(**given) if isinstance(given, Mapping) else model(*given))
+    if not outputs:
+        raise ValueError(f"verify: {type(model).__name__} returns no tensor that could be compared: expected one")
     tolerance = tolerance_of(graph_of(outputs))
-    torch.manual_seed(seed + 1)
+    _seed(seed + 1)
     random_backward(outputs)
     own = list(model.named_parameters(remove_duplicate=False))
     same: dict[int, set[str]] = {}
@@ -62,10 +66,19 @@ def random_backward(output: Any) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those with a floating type."""
     found: list[Tensor] = []
     mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return [x for x in found if x.is_floating_point()]
+    return found
+
+
+def _is_differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -77,6 +90,9 @@ def first_difference(plain: Ran, edited: Ran) -> str | None:
     (theirs, tolerance, tied), (ours, own, still) = plain, edited
     if len(theirs.outputs or ()) != len(ours.outputs or ()):
         return f"the model returns {len(ours.outputs or ())} tensors, and {len(theirs.outputs or ())} untouched"
+    for number, (one, other) in enumerate(zip(theirs.outputs or (), ours.outputs or (), strict=True)):
+        if one.dtype != other.dtype:
+            return f"output {number} is of {other.dtype}, and of {one.dtype} untouched"
     found = first_apart(theirs, ours, max(tolerance, own), where="with this edit")
     if found is not None:
         return found[1].format(name=repr(found[0]))

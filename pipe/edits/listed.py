@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
 from ...schedules.wording import count
 from ..guards.randomness import Seeder
@@ -45,9 +46,12 @@ class Edits:
         self.model = model
         self._edits: list[Edit] = []
         self._is_built = False
+        self._shown = ""  # as it was when the names were still there
 
     def __getitem__(self, pattern: str) -> At:
         """Modules by name or pattern. Raises ValueError, with near matches, where there is none."""
+        if not isinstance(pattern, str):
+            raise ValueError(f"edits[{pattern!r:.60}]: expected a name or a pattern of names, as in 'blocks.*'")
         self.find(pattern)
         return At(self, pattern)
 
@@ -58,6 +62,8 @@ class Edits:
         return len(self._edits)
 
     def __str__(self) -> str:
+        if self._is_built:
+            return self._shown
         rows = [
             (each.pattern or "the model", each.call, count(len(self.find(each.pattern)), "module")) for each in self
         ]
@@ -75,6 +81,8 @@ class Edits:
     def add(self, edit: Edit) -> None:
         """Note an edit. Raises ValueError where it cannot be done, and for two that exclude each other."""
         self.refuse_applied()
+        if edit.pattern == "" and edit.word in ("checkpoint", "cut", "replace"):
+            raise ValueError(f"{edit.word} of the whole model: expected a module in it")
         for name, module in self.find(edit.pattern).items():
             others = [other for other, each in self._named() if each is module and other != name]
             if others:
@@ -107,7 +115,8 @@ class Edits:
         self.refuse_applied()
         without = [] if mesh is not None else [each for each in self if each.word == "shard"]
         run = [each for each in self if each not in without]
-        slower = verify(run, partial(self._copy, mesh), example, seed=seed)
+        with untouched(device=None):
+            slower = verify(run, partial(self._copy, mesh), example, seed=seed)
         back = [each for each, _ in slower]
         self._edits = [each for each in self if each not in back]
         return [
@@ -132,7 +141,8 @@ class Edits:
         """
         count_of("in_flight", in_flight)
         edits = [each for each in self if each.word not in ("shard", "cut")]
-        return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
+        with untouched(device=None):
+            return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list as JSON, for `load` on a model with the same names. ValueError for edits that are code."""
@@ -176,8 +186,7 @@ class Edits:
         with self.applied() as options:
             # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
             rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        CheckpointedModules(rules, Seeder(0, device, runs_again=True)).begin()
+        CheckpointedModules(rules, Seeder(0, torch.device("cpu"))).begin()  # devices are seen when it runs
         if shards:
             _parallelize(self.model, options["tensor_parallel"], mesh)
         return self.model
@@ -191,11 +200,20 @@ class Edits:
         self.refuse_applied()
         put_back = _remember(self.model)
         meant = [(each, self.find(each.pattern)) for each in self]
-        self._is_built = True
+        self._shown, self._is_built = str(self), True
         try:
-            for each, _ in meant:
-                for name, module in self.find(each.pattern).items():
+            changed: list[tuple[Edit, str, nn.Module]] = []
+            for each, modules in meant:
+                for name in self._names_now(each, modules):
+                    module = self.model.get_submodule(name)
                     KINDS[each.word].apply(name, module, self.model, **each.given)
+                    if each.word in ("keep_less", "compile"):
+                        parts = (part for part in module.modules() if part is module or "forward" in vars(part))
+                        changed += [(each, name, part) for part in parts]
+            present = set(self.model.modules())
+            for each, name, part in changed:
+                if part not in present:
+                    raise ValueError(f"{each}: a replace behind it takes {name!r} away: expected the replace first")
             yield self._options(meant)
         except BaseException:
             put_back()
@@ -203,23 +221,26 @@ class Edits:
             raise
 
     def _options(self, meant: Sequence[tuple[Edit, Mapping[str, nn.Module]]]) -> dict[str, Any]:
-        """Options of PipelineModule by the names that modules have now, where others may stand around them."""
         found: dict[str, Any] = {}
-        now = dict(self._named())
-        names = {module: name for name, module in now.items()}
         for each, modules in meant:
             make = KINDS[each.word].option
-            for name, module in modules.items() if make is not None else ():
-                below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
-                known = [
-                    at
-                    for at in (name, names.get(module))
-                    if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}
-                ]
-                if not known:
-                    raise ValueError(f"{each}: {name!r} is there no more, behind a replace: expected one of them")
-                key, value = make(known[0], **each.given)  # type: ignore[misc]
+            for name in self._names_now(each, modules) if make is not None else ():
+                key, value = make(name, **each.given)  # type: ignore[misc]
                 found[key] = [*found.get(key, []), *value] if isinstance(value, list) else found.get(key, {}) | value
+        return found
+
+    def _names_now(self, each: Edit, modules: Mapping[str, nn.Module]) -> list[str]:
+        """Names of an edit's modules, where others may stand around them or in their places by now."""
+        names = {module: name for name, module in self._named()}
+        below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
+        found = []
+        for name, module in modules.items():
+            for at in (name, names.get(module)):
+                if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}:
+                    found.append(str(at))
+                    break
+            else:
+                raise ValueError(f"{each}: {name!r} is there no more, behind a replace: expected one of them")
         return found
 
     def find(self, pattern: str) -> Mapping[str, nn.Module]:
@@ -229,8 +250,17 @@ class Edits:
     def _copy(self, mesh: Any, edits: Sequence[Edit]) -> nn.Module:
         """A copy of the model with these edits."""
         self.refuse_applied()
-        other = Edits(copy.deepcopy(self.model))
-        other._edits = list(edits)
+        copies: dict[int, Any] = {}
+        other = Edits(copy.deepcopy(self.model, copies))
+        copies |= {id(each): each for each in copies.values()}
+
+        def own(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
+            """A copy of what it makes, of copies: a module that is there already stays the user's."""
+            return copy.deepcopy(make(module), copies)
+
+        for each in edits:
+            given = {key: partial(own, value) if key == "make" else value for key, value in each.given.items()}
+            other._edits.append(Edit(each.pattern, each.word, given))
         return other.build(mesh)
 
     def refuse_applied(self) -> None:
@@ -253,14 +283,14 @@ def _remember(model: nn.Module) -> Callable[[], None]:
     """A function that puts back what all modules hold, tables that others know by themselves included."""
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
     tables = [(each, dict(each)) for _, own in held for each in own.values() if isinstance(each, dict)]
-    values = [(p, p.data) for p in model.parameters()]
+    values = [(x, x.data) for p in model.parameters() for x in (p, p.grad) if x is not None]
 
     def put_back() -> None:
         for now, before in (*held, *tables):
             now.clear()
             now.update(before)
-        for p, value in values:
-            p.data = value
+        for x, value in values:
+            x.data = value
 
     return put_back
 
@@ -306,9 +336,12 @@ class At:
 
 
 def edit(model: nn.Module) -> Edits:
-    """An empty list of edits of a model. Raises ValueError for what is no module."""
+    """An empty list of edits of a model. Raises ValueError for what is no module, or has lazy parameters still."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"edit({model!r:.60}): expected a torch.nn.Module")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.UninitializedParameter):
+            raise ValueError(f"edit: {name!r} has no shape yet: expected a model that has run once")
     return Edits(model)
 
 
@@ -316,5 +349,8 @@ def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     words = {"column": ColwiseParallel, "row": RowwiseParallel}
-    for name, style in plan.items():
-        parallelize_module(model.get_submodule(name), mesh, words[style]() if isinstance(style, str) else style)
+    for pattern, style in plan.items():
+        if isinstance(style, str) and style not in words:
+            raise ValueError(f"shard as {style!r}: expected PipelineModule(edits), or one of torch's ParallelStyle")
+        for module in match(pattern, model, option="shard").values():
+            parallelize_module(module, mesh, words[style]() if isinstance(style, str) else style)

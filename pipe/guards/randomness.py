@@ -16,14 +16,14 @@ import random
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
 
-from ...partition.model.untouched import torch_generators
+from ...partition.model.untouched import StateSnapshot, torch_generators, untouched
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -171,13 +171,18 @@ class Seeder:
             self._drew_apart = self._region_began = None
 
     def state(self) -> Sequence[Any]:
-        """Where the generators stand in the midst of a unit, for `resume`."""
+        """Where the generators stand in the midst of a unit, for `resume`; outside of actions, the user's own."""
+        if not self._active:
+            return (StateSnapshot((), device=None),)
         moved = [each.state() if each.is_for_unit or each.has_moved() else None for each in self._others]
         region = self._in_own_region, self._other_region
         return [generator.get_state() for generator in self._torch], moved, region, self._unit
 
     def resume(self, state: Sequence[Any]) -> None:
         """In a later action of the same microbatch: they stand there again, for a second run of what followed."""
+        if len(state) == 1:
+            state[0].restore()
+            return
         self._keep()
         of_torch, others, (self._in_own_region, self._other_region), self._unit = state
         for generator, then in zip(self._torch, of_torch, strict=True):
@@ -188,6 +193,13 @@ class Seeder:
                 each.is_for_unit = True
             elif each.has_moved():
                 each.seed(self._begun, keep=self._called)
+
+    @contextmanager
+    def again(self, state: Sequence[Any]) -> Iterator[None]:
+        """Within, a second run; outside of actions, the user's generators are behind it where they were."""
+        with nullcontext() if self._active else untouched(device=None):
+            self.resume(state)
+            yield
 
     def _keep(self) -> None:
         if self._called and not self._kept:

@@ -138,8 +138,7 @@ class _Rerun:
                 buffers = self._buffers.after_forward(buffers)
                 return value
             again, keywords = inputs.with_tensors(tensors)
-            self._seeder.resume(random)
-            with no_checkpoints_inside(), self._buffers.put_back(buffers):
+            with self._seeder.again(random), no_checkpoints_inside(), self._buffers.put_back(buffers):
                 forward(*again, **keywords)
             return None
 

@@ -119,7 +119,7 @@ def size(x: torch.Tensor) -> float:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE.get(dtype, _OF_SHORTER_TYPES)
+    return _TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _OF_SHORTER_TYPES)
 
 
 def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
