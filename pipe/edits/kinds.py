@@ -17,12 +17,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..shards.tensor_option import WORDS
 from ..stage.nested import mapped
 from ..stage.recompute import Rule
 from .keep_less import WHAT, find, keep_less
@@ -56,24 +58,23 @@ class EditKind(NamedTuple):
 
 def _check_operators(name: str, module: nn.Module, root: nn.Module, *, keep: Sequence[str] = ()) -> None:
     for each in keep:
-        _operator(each)
+        _check_operator(each)
 
 
-def _operator(name: str) -> Any:
+def _check_operator(name: str) -> None:
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, torch._ops.OpOverload):
         raise ValueError(f"checkpoint(keep=[{name!r}]): expected operators such as 'aten.mm.default'")
-    return found
 
 
 def _recompute(name: str, *, keep: Sequence[str]) -> tuple[str, dict[str, Rule]]:
-    return "recompute", {name: partial(_keeps, frozenset(map(_operator, keep))) if keep else "full"}
+    return "recompute", {escape(name): partial(_keeps, frozenset(keep)) if keep else "full"}
 
 
-def _keeps(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-    return operator in kept
+def _keeps(kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return str(operator) in kept
 
 
 # shard, cut
@@ -81,14 +82,16 @@ def _keeps(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwar
 
 def _check_names(name: str, module: nn.Module, root: nn.Module, *, plan: Mapping[str, Any]) -> None:
     inside = dict(module.named_modules())
-    for below in plan:
+    for below, how in plan.items():
+        if how not in WORDS and not hasattr(how, "_apply"):  # a ParallelStyle
+            raise ValueError(f"shard({{{below!r}: {how!r}}}): expected one of {', '.join(map(repr, WORDS))}")
         if below not in inside:
             near = ", ".join(map(repr, list(inside)[1:4])) or "'', the module itself"
             raise ValueError(f"shard of {name!r}: it has no {below!r}: expected names in it, such as {near}")
 
 
 def _tensor_parallel(name: str, *, plan: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    return "tensor_parallel", {f"{name}.{below}".strip("."): how for below, how in plan.items()}
+    return "tensor_parallel", {escape(f"{name}.{below}".strip(".")): how for below, how in plan.items()}
 
 
 def _cut(name: str) -> tuple[str, list[str]]:
@@ -99,8 +102,6 @@ def _cut(name: str) -> tuple[str, list[str]]:
 
 
 def _check_part(name: str, module: nn.Module, root: nn.Module, *, make: Any) -> None:
-    if module is root:
-        raise ValueError("replace of the whole model: expected a module in it")
     if not callable(make):
         raise ValueError(f"replace({make!r:.60}) of {name!r}: expected a function that takes the module")
 
@@ -113,19 +114,33 @@ def _replace(name: str, module: nn.Module, root: nn.Module, *, make: Callable[[n
         return
     _check_signature(name, module, made)
     is_inside = module in set(made.modules())
+    own = set(module.modules())
+    others = {other: place for place, other in root.named_modules() if other not in own}
+    shared = [others[each] for each in ((made,) if is_inside else made.modules()) if each in others]
+    if shared:
+        raise ValueError(
+            f"replace of {name!r}: what make(module) returned has {shared[0]!r} in it: expected a new module each time"
+        )
     if not is_inside:
         _take_over(name, module, made)
+    if module._is_full_backward_hook is not None:
+        made._is_full_backward_hook, module._is_full_backward_hook = module._is_full_backward_hook, None
     for key, hooks in [each for each in vars(module).items() if "hook" in each[0]]:
         if isinstance(hooks, OrderedDict) and (not is_inside or key.startswith(_AROUND)):
             # The table itself goes over, by which the user's handles know it; around both, hooks run once.
             hooks.update(vars(made)[key])
             vars(made)[key], vars(module)[key] = hooks, OrderedDict()
+            for number, hook in hooks.items():
+                if getattr(hook, "with_module", False):  # it is called with the one that it knows
+                    hooks[number] = type(hook)(hook.hook, made)
     made.train(module.training)
     root.set_submodule(name, made)
 
 
 def _check_signature(name: str, old: nn.Module, new: nn.Module) -> None:
-    wanted, found = (inspect.signature(each.forward) for each in (old, new))
+    # Of its class where edits in front of it stand around the forward.
+    bound = (each.forward if "forward" not in vars(each) else type(each).forward.__get__(each) for each in (old, new))
+    wanted, found = map(inspect.signature, bound)
     positional = [each for each in wanted.parameters.values() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     keywords = {each.name: None for each in wanted.parameters.values() if each.kind == each.KEYWORD_ONLY}
     try:
@@ -164,12 +179,20 @@ def _take_over(name: str, old: nn.Module, new: nn.Module) -> None:
 def _check_backend(
     name: str, module: nn.Module, root: nn.Module, *, backend: str = "inductor", gate: bool = True
 ) -> None:
+    if not isinstance(gate, bool):
+        raise ValueError(f"compile(gate={gate!r}): expected True or False")
     if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(sorted(known))}")
 
 
 def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
-    module.compile(backend=backend)
+    call: Any = module._call_impl  # type: ignore[operator]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    # Not module.compile: of torch's own modules, whose code it skips, that compiles nothing, and says nothing.
+    module._compiled_call_impl = torch.compile(called, backend=backend)
 
 
 # dtype
@@ -182,6 +205,8 @@ def _check_own(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> 
     own = {id(p): key for key, p in module.named_parameters()}
     for place, other in root.named_modules():
         for key, p in other.named_parameters(recurse=False):
+            if other in inside and p.is_complex():
+                raise ValueError(f"dtype of {name!r}: its {key!r} is complex: expected a module with real weights")
             if other not in inside and id(p) in own:
                 raise ValueError(
                     f"dtype of {name!r}: its {own[id(p)]!r} is {place + '.' + key!r}, too (tied): expected a module "
@@ -191,17 +216,27 @@ def _check_own(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> 
 
 def _convert(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> None:
     wanted = _DTYPES[dtype]
-    before = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    own = [p.dtype for p in module.parameters() if p.is_floating_point()]
+    given: list[torch.dtype] = []  # types of the inputs of a call, which a module without weights returns
     module.to(wanted)
-    module.register_forward_pre_hook(partial(_cast_inputs, wanted), with_kwargs=True)
-    module.register_forward_hook(partial(_cast_outputs, before), prepend=True)
+    module.register_forward_pre_hook(partial(_cast_inputs, wanted, given), with_kwargs=True)
+    module.register_forward_hook(partial(_cast_outputs, own[:1] or given), prepend=True)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return mapped((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)
+def _cast_inputs(dtype: torch.dtype, given: list[torch.dtype], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    given.clear()
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x
+        given.append(x.dtype)
+        return x.to(dtype)
+
+    return mapped((args, kwargs), cast)
 
 
-def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+def _cast_outputs(types: list[torch.dtype], module: nn.Module, args: Any, output: Any) -> Any:
+    dtype = types[0] if types else torch.get_default_dtype()
     return mapped(output, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
@@ -209,7 +244,7 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 
 
 def _check_what(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
-    if what not in WHAT:
+    if what not in [*WHAT]:
         raise ValueError(f"keep_less({what!r}): expected one of {', '.join(map(repr, WHAT))}")
     find(what, name, module)
 

@@ -31,7 +31,7 @@ from .styles import Column, Local, Row, Samples, Sequence, SharedKey, Summed, Su
 AUTO = "auto"
 TensorParallelLike = str | Mapping[str, str | ParallelStyle]
 
-_WORDS = ("column", "row", "sequence", "samples")
+WORDS = ("column", "row", "sequence", "samples")
 SENDS = ("auto", "parts", "whole")
 
 # Words of the plans that models of transformers bring along, `config.base_model_tp_plan`.
@@ -343,10 +343,9 @@ def _words(patterns: Mapping[str, str | ParallelStyle], model: nn.Module) -> dic
     for pattern, word in patterns.items():
         if not isinstance(pattern, str):
             raise ValueError(f"tensor_parallel={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*.up'")
-        if word not in _WORDS and not isinstance(word, ParallelStyle):
+        if word not in WORDS and not isinstance(word, ParallelStyle):
             raise ValueError(
-                f"tensor_parallel={{{pattern!r}: {word!r}}}: expected {', '.join(map(repr, _WORDS))}, or a "
-                f"ParallelStyle"
+                f"tensor_parallel={{{pattern!r}: {word!r}}}: expected {', '.join(map(repr, WORDS))}, or a ParallelStyle"
             )
         for name, module in match(pattern, model, option=f"tensor_parallel={{{pattern!r}: ...}}").items():
             first, before = said.setdefault(module, (name, pattern))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from stagewright.pipe import Edits, PipelineModule, edit
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 Make = Callable[[Edits], object]
 
 
@@ -222,6 +226,11 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
         lambda: edits["3"].shard({"fc1": "column"}): r"shard of '3': it has no 'fc1': expected names in it, such as '",
         lambda: edits["3"].compile("gcc"): r"compile\(backend='gcc'\): expected one of .*inductor",
         lambda: edits["3"].dtype(torch.int64): r"dtype\('int64'\): expected one of 'float64'",
+        edits[""].checkpoint: r"checkpoint of the whole model: expected a module in it",
+        lambda: edits[3]: r"edits\[3\]: expected a name or a pattern",  # type: ignore[index]
+        lambda: edits["3"].shard({"up": "colum"}): r"shard\({'up': 'colum'}\): expected one of 'column', 'row'",
+        lambda: edits["3"].keep_less(["gelu"]): r"keep_less\(\['gelu'\]\): expected one of",  # type: ignore[arg-type]
+        lambda: edit(nn.LazyLinear(4)): r"edit: 'weight' has no shape yet: expected a model that has run once",
         lambda: edits["3"].keep_less("dropout"): r"keep_less\('dropout'\): expected one of 'gelu', 'layernorm', 'atten",
         lambda: edits["3.up"].keep_less("gelu"): r"keep_less of '3\.up', a Linear: expected a module with a GELU",
         edits.undo: r"undo: expected an edit before",
@@ -295,6 +304,194 @@ def test_what_runs_again_moves_buffers_once_and_draws_the_same() -> None:
     edits["1.norm"].replace(lambda old: nn.BatchNorm1d(8, momentum=0.2))
     with pytest.raises(ValueError, match=r"^1\.norm: replace\(.*buffer '1\.norm\.running_(mean|var)' differs"):
         edits.verify((torch.randn(6, 8),))
+
+
+@pytest.mark.parametrize("keep", [(), ("aten.addmm.default",)])
+def test_a_built_model_is_a_plain_one_for_random_numbers_and_copies(keep: tuple[str, ...]) -> None:
+    """Its backward leaves the generators where they were; a copy, or one from a file, draws from the same ones."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Dropout(), nn.Linear(8, 8), nn.Dropout()))
+    edits = edit(copy.deepcopy(plain))
+    edits["1"].checkpoint(keep=keep)
+    built, file, x = edits.build(), io.BytesIO(), torch.randn(4, 8)
+    torch.save(built, file)
+    file.seek(0)
+
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        found = [torch.tensor(random.random() + np.random.rand())]
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+            found.append(torch.tensor(random.random() + np.random.rand()))
+        return found
+
+    expected = trained(plain)
+    for model in (built, copy.deepcopy(built), torch.load(file, weights_only=False)):
+        assert all(map(torch.equal, trained(model), expected))
+
+
+class Drawing(nn.Module):
+    """Draws past torch, and changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(random.random() * np.random.rand())
+
+
+class Returning(nn.Module):
+    """A linear layer whose result is told as something else."""
+
+    def __init__(self, tell: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.tell = nn.Linear(4, 4), tell
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.tell(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("tell", "said"),
+    [
+        (lambda x: (100 * x).long(), "output 0 .* is not the plain module's"),
+        (torch.fft.rfft, "output 0 .* differs"),
+        (lambda x: None, "returns no tensor that could be compared"),
+    ],
+)
+def test_outputs_of_each_type_are_compared(tell: Callable[[torch.Tensor], object], said: str) -> None:
+    edits = edit(Returning(tell))
+    edits["linear"].replace(lambda old: Louder(4, 4))
+    with pytest.raises(ValueError, match=said):
+        edits.verify((torch.arange(8.0).view(2, 4),))
+
+
+class Shorter(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float()
+
+
+def test_another_type_of_an_output_is_seen() -> None:
+    edits = edit(nn.Sequential(nn.Linear(4, 4)).double())
+    edits["0"].replace(lambda old: Shorter(4, 4))
+    with pytest.raises(ValueError, match=r"output 0 is of torch\.float32, and of torch\.float64 untouched"):
+        edits.verify((torch.randn(2, 4).double(),))
+
+
+class Scaling(nn.Linear):
+    """A weight that no other has."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_verify_leaves_what_is_the_users() -> None:
+    """Generators, also where a model draws past torch, and modules that a replacement holds already."""
+    model, new = nn.Sequential(Drawing(), nn.Linear(4, 4)), Scaling()
+    before, weight = random.getstate(), new.weight
+    edits = edit(model)
+    edits["0"].checkpoint()
+    edits["1"].replace(lambda old: new)
+    torch.manual_seed(3)
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    assert edits.verify((torch.ones(2, 4),)) == []
+    assert torch.equal(torch.rand(2), after)
+    assert random.getstate() == before
+    assert new.weight is weight
+    assert new.scale.grad is None
+    assert edits.build()[1] is new  # type: ignore[index]
+    assert model[1].weight is not weight
+
+
+def test_a_replacement_is_its_own() -> None:
+    new = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    edits = edit(model)
+    edits["*"].replace(lambda old: new)
+    with pytest.raises(ValueError, match=r"replace of '1': what make\(module\) returned has '0' in it: expected a new"):
+        edits.build()
+    assert new not in set(model.modules())
+
+
+def test_edits_mean_the_modules_that_they_were_written_for() -> None:
+    """Also where others stand around them by then; where one takes them away, it is said."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
+
+    edits = edit(model())
+    edits["0"].replace(Wrapped)
+    edits["0.[02]"].dtype("float64")
+    shown = str(edits)
+    built: Any = edits.build()
+    assert str(edits) == shown
+    assert [name for name, module in built.named_modules() if module._forward_pre_hooks] == ["0.inner.0", "0.inner.2"]
+    lost = edit(model())
+    lost["0"].keep_less("gelu")
+    lost["0"].replace(lambda old: model()[0])
+    with pytest.raises(
+        ValueError, match=r"^0: keep_less\(.*: a replace behind it takes '0' away: expected the replace"
+    ):
+        lost.build()
+    around = edit(model())
+    around["0"].keep_less("gelu")
+    around["0"].replace(Wrapped)
+    assert around.verify((torch.randn(2, 4),)) == []
+    odd = nn.Sequential()
+    odd.add_module("a0", nn.Linear(4, 4))
+    odd.add_module("a[0]", nn.Linear(4, 4))
+    named = edit(odd)
+    named["a[[]0]"].checkpoint()
+    assert ["forward" in vars(module) for module in named.build().children()] == [False, True]
+
+
+def test_another_type_is_that_of_a_module_alone() -> None:
+    """One without weights returns its input's; complex ones are refused; where an edit fails, so are gradients."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)).double()
+    x = torch.randn(2, 4).double()
+    model(x).sum().backward()
+    failing = edit(model)
+    failing["0"].dtype("float32")
+    failing["2"].replace(lambda old: nn.Bilinear(2, 2, 2))
+    with pytest.raises(ValueError, match=r"in place of Linear\.forward"):
+        failing.build()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
+    edits = edit(model)
+    edits["1"].dtype("float32")
+    assert edits.build()(x).dtype is torch.float64
+    with pytest.raises(ValueError, match=r"dtype of '': its 'weight' is complex: expected a module with real weights"):
+        edit(nn.Linear(4, 4, dtype=torch.complex64))[""].dtype("bfloat16")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
+def test_torchs_own_modules_are_compiled(make: Callable[[], nn.Module]) -> None:
+    edits = edit(nn.Sequential(make()))
+    edits["0"].compile("eager")
+    torch._dynamo.reset()
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    edits.build()(torch.randn(2, 4))
+    assert frames["ok"] >= 1
+
+
+@pytest.mark.parametrize("make", [Wrapped, lambda old: nn.Linear(4, 4)])
+def test_hooks_of_gradients_and_of_loading_survive(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    seen: list[object] = []
+    model[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0].shape))
+    model[0].register_load_state_dict_pre_hook(lambda module, *args: seen.append(type(module)))
+    edits = edit(model)
+    edits["0"].replace(make)
+    built = edits.build()
+    built(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    built.load_state_dict(built.state_dict())
+    assert seen == [torch.Size([2, 4]), nn.Linear]
 
 
 @pytest.mark.parametrize("make", [Wrapped, lambda old: nn.Linear(4, 4)])
