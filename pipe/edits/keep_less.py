@@ -19,13 +19,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from ...partition.model.untouched import torch_generators
 from ..stage.calls import Calls
 from ..stage.reruns import in_checkpoint
 
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
+_PURE = ("torch", "transformers")  # whose GELUs draw no random numbers
+_ROUNDING = 1e-4  # of what that gives, at most
 
 
 def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
@@ -50,12 +54,13 @@ class _Again(NamedTuple):
 
     Arguments:
         source: as the saved tensors around keep it.
-        version: of the source.
+        stride, version: of the source.
         autocast: arguments of torch.autocast.
     """
 
     run: Callable[[Tensor], Tensor]
     source: Any
+    stride: tuple[int, ...]
     version: int
     autocast: dict[str, Any]
     view: tuple[torch.Size, tuple[int, ...], int]
@@ -66,6 +71,8 @@ class _Again(NamedTuple):
             raise RuntimeError(
                 "the input of an activation was changed in place behind it: expected inplace=False, or no keep_less"
             )
+        if source.stride() != self.stride:  # the saved tensors around keep values alone
+            source = source.new_empty_strided(source.shape, self.stride).copy_(source)
         with torch.no_grad(), torch.autocast(**self.autocast):
             return self.run(source).as_strided(*self.view)
 
@@ -76,7 +83,7 @@ def _has_gelu(module: nn.Module) -> bool:
         calls = "gelu(" in inspect.getsource(type(module).forward)
     except (OSError, TypeError):
         calls = False
-    return _is_gelu(module) or calls
+    return _is_gelu(module) or calls or any(each is F.gelu for each in vars(module).values())
 
 
 def _is_gelu(module: nn.Module) -> bool:
@@ -107,11 +114,16 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     # By address: the result itself, so that no other tensor gets its place.
     made: dict[int, tuple[Tensor, _Again]] = {}
 
-    def run(function: Callable[[Tensor], Tensor], source: Tensor) -> Tensor:
-        version = source._version
+    def run(is_users: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return function(*args, **kwargs)
+        (source,) = args
+        version, random = source._version, _random(source, is_users)
         output = function(source)
-        if source._version == version:  # one that changes its input can run once alone
-            again = _Again(function, keep(source.detach()), version, _autocast(source.device), _view(output))
+        # One that changes its input, or draws, can run once alone.
+        if isinstance(output, Tensor) and source._version == version and _random(source, is_users) == random:
+            kept, stride = keep(source.detach()), source.stride()
+            again = _Again(function, kept, stride, version, _autocast(source.device), _view(output))
             made[output.untyped_storage().data_ptr()] = output, again
         return output
 
@@ -124,8 +136,9 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     def unpack(kept: Any) -> Tensor:
         return kept.made(give) if isinstance(kept, _Again) else give(kept)
 
+    through = {each: partial(run, type(each).__module__.partition(".")[0] not in _PURE) for each in activations}
     try:
-        with saved_tensors_hooks(pack, unpack), _Gelus(run), Calls(dict.fromkeys(activations, run)).through():
+        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, False)), Calls(through).through():
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
@@ -133,6 +146,11 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
 
 def _itself(x: Any) -> Any:
     return x
+
+
+def _random(x: Tensor, is_users: bool) -> list[list[int]]:
+    """Another one once the user's code has drawn a number."""
+    return [generator.get_state().tolist() for generator in torch_generators(x.device)] if is_users else []
 
 
 def _autocast(device: torch.device) -> dict[str, Any]:
@@ -158,8 +176,10 @@ class _FromOutput(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (y, rstd, weight, *bias) = grads, ctx.saved_tensors
+        wide = torch.promote_types(grads[0].dtype, torch.float32)  # as the plain one computes short types
+        grad, y, rstd, weight, *bias = (x.to(wide) for x in (*grads, *ctx.saved_tensors))
         normal = (y - bias[0] if bias else y) / weight
         inner, outer = tuple(range(-ctx.num_dims, 0)), tuple(range(grad.dim() - ctx.num_dims))
         scaled = grad * weight
@@ -178,7 +198,8 @@ def _from_outputs(module: nn.Module, norms: list[nn.Module]) -> None:
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    least = norm.weight.detach().abs().min()
+    weight = norm.weight.detach().abs()
+    least = weight.min()
     if least < _LEAST_WEIGHT:
         raise ValueError(
             f"keep_less('layernorm'): a weight of {least:.1e}, by which the backward would divide: expected at least "
@@ -187,6 +208,14 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     made: Tensor = _FromOutput.apply(x, norm.weight, norm.bias, norm.eps)  # type: ignore[no-untyped-call]
+    if norm.bias is not None:
+        times = (norm.bias.detach().abs() / weight).max()
+        most = 2 * (5e-2 if made.dtype.itemsize < 4 else _ROUNDING) / torch.finfo(made.dtype).eps
+        if times > most:
+            raise ValueError(
+                f"keep_less('layernorm'): a bias of {times:.3g} times its weight, beside which {made.dtype} rounds the "
+                f"rest away: expected at most {most:.3g} times, or this norm without keep_less"
+            )
     return made
 
 
@@ -213,7 +242,14 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
 
 
 def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **{**kwargs, "need_weights": False})
+    given = inspect.signature(forward).bind(*args, **kwargs)
+    if given.arguments.get("need_weights"):
+        raise ValueError(
+            "keep_less('attention'): its weights are asked for, need_weights=True, and nothing makes them: expected "
+            "need_weights=False, or this attention without keep_less"
+        )
+    given.arguments["need_weights"] = False
+    return forward(*given.args, **given.kwargs)
 
 
 # By word: whether a module is concerned; what is done to the one around those, or to each; and what was expected.

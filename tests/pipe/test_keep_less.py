@@ -182,6 +182,100 @@ def test_a_norm_with_a_weight_near_zero_is_refused() -> None:
         model(torch.randn(B, S, H))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(torch.float32, 2e3), (torch.bfloat16, 20.0), (torch.float16, 200.0)], ids=str
+)
+def test_a_norm_whose_bias_drowns_the_rest_is_refused(dtype: torch.dtype, bias: float) -> None:
+    """A weight above the least one is not enough: what the output rounds away, no backward can make again."""
+    model = nn.Sequential(nn.Linear(H, H), nn.LayerNorm(H)).to(dtype)
+    edits = edit(model)
+    edits["1"].keep_less("layernorm")
+    edits.build()
+    x = torch.randn(B, H, dtype=dtype)
+    with torch.no_grad():
+        model[1].bias[3] = bias / 8
+    assert model(x).shape == x.shape
+    with torch.no_grad():
+        model[1].bias[3] = bias
+    with pytest.raises(ValueError, match=r"a bias of .* times its weight, beside which torch\..*: expected at most"):
+        model(x)
+
+
+def test_a_norm_without_its_input_refuses_a_second_derivative() -> None:
+    model = nn.Sequential(nn.Linear(H, H), nn.LayerNorm(H), nn.Tanh())
+    edits = edit(model)
+    edits["1"].keep_less("layernorm")
+    x = torch.randn(B, H, requires_grad=True)
+    (grad,) = torch.autograd.grad(edits.build()(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+class RandomGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(nn.functional.gelu(x))
+
+
+class KeywordGELU(nn.Module):
+    def forward(self, x: Tensor, *, shift: Tensor | float = 0.0) -> Tensor:
+        return nn.functional.gelu(x + shift)
+
+
+class Keyword(nn.Module):
+    """Calls its activation as it likes, with a tensor that lies across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.scale = nn.Linear(H, H), KeywordGELU(), nn.Parameter(torch.randn(S, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.act(self.up(x).transpose(1, 2)) * self.scale.T
+        return self.act(x=made, shift=self.scale.T) * self.scale.T
+
+
+@pytest.mark.parametrize("mlp", [Block(RandomGELU()).mlp, Keyword()], ids=["random", "keyword"])
+def test_what_cannot_run_again_alone_is_kept(mlp: nn.Module) -> None:
+    """One that draws or takes more; and where others keep values alone, strides are as they were."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(H, H), mlp)
+    edits = edit(copy.deepcopy(plain))
+    edits["1"].keep_less("gelu")
+    found = []
+    for model in (plain, edits.build()):
+        torch.manual_seed(1)
+        with saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t):
+            y = model(torch.ones(B, S, H))
+        model.zero_grad()
+        y.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
+    layer = nn.TransformerEncoderLayer(H, 2, 4 * H, dropout=0.0, activation="gelu", batch_first=True)
+    plain, x = nn.Sequential(layer), torch.randn(B, S, H)
+    edits = edit(copy.deepcopy(plain))
+    edits["0"].keep_less("gelu")
+    assert kept_bytes(plain, x) - kept_bytes(edits.build(), x) == 16 * B * S * H
+
+
+class AsksForWeights(nn.Module):
+    def __init__(self, *, as_keyword: bool) -> None:
+        super().__init__()
+        self.attention, self.as_keyword = nn.MultiheadAttention(8, 2), as_keyword
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=True) if self.as_keyword else self.attention(x, x, x, None, True)
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_fused_attention_refuses_to_give_weights(as_keyword: bool) -> None:
+    edits = edit(AsksForWeights(as_keyword=as_keyword))
+    edits["attention"].keep_less("attention")
+    with pytest.raises(ValueError, match=r"its weights are asked for, need_weights=True, and nothing makes them"):
+        edits.build()(torch.randn(3, 1, 8))
+
+
 def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
     torch.manual_seed(0)
     length = 64
