@@ -261,7 +261,7 @@ def is_users_module(module: str | None) -> bool:
 def torch_generators(device: torch.device | None) -> list[torch.Generator]:
     generators = [torch.default_generator]
     if device is None:
-        generators += torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        generators += torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     elif device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index

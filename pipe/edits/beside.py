@@ -32,7 +32,7 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     leaves: list[Tensor] = []
 
     def fresh(x: Tensor) -> Tensor:
-        leaves.append(x.detach().clone().requires_grad_(_is_differentiable(x)))
+        leaves.append(x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()))
         return leaves[-1].clone()  # which may be changed in place
 
     given = mapped(example, fresh)
@@ -69,10 +69,6 @@ def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
     return found
-
-
-def _is_differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _seed(seed: int) -> None:

@@ -29,7 +29,6 @@ from ..stage.reruns import in_checkpoint
 
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
 _PURE = ("torch", "transformers")  # whose GELUs draw no random numbers
-_ROUNDING = 1e-4  # of what that gives, at most
 
 
 def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
@@ -108,7 +107,7 @@ def _without_activations(module: nn.Module, found: list[nn.Module]) -> None:
 
 
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled() or in_checkpoint():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_checkpoint():
         return forward(*args, **kwargs)
     keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_itself, _itself)
     # By address: the result itself, so that no other tensor gets its place.
@@ -176,7 +175,7 @@ class _FromOutput(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wide = torch.promote_types(grads[0].dtype, torch.float32)  # as the plain one computes short types
         grad, y, rstd, weight, *bias = (x.to(wide) for x in (*grads, *ctx.saved_tensors))
@@ -210,7 +209,8 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     made: Tensor = _FromOutput.apply(x, norm.weight, norm.bias, norm.eps)  # type: ignore[no-untyped-call]
     if norm.bias is not None:
         times = (norm.bias.detach().abs() / weight).max()
-        most = 2 * (5e-2 if made.dtype.itemsize < 4 else _ROUNDING) / torch.finfo(made.dtype).eps
+        # Half of eps is rounded away: of what the division gives, this may be 1e-4, or 5e-2 of short types.
+        most = 2 * (5e-2 if made.dtype.itemsize < 4 else 1e-4) / torch.finfo(made.dtype).eps
         if times > most:
             raise ValueError(
                 f"keep_less('layernorm'): a bias of {times:.3g} times its weight, beside which {made.dtype} rounds the "
@@ -242,14 +242,12 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
 
 
 def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(forward).bind(*args, **kwargs)
-    if given.arguments.get("need_weights"):
+    if any(args[4:5]) or kwargs.get("need_weights"):
         raise ValueError(
             "keep_less('attention'): its weights are asked for, need_weights=True, and nothing makes them: expected "
             "need_weights=False, or this attention without keep_less"
         )
-    given.arguments["need_weights"] = False
-    return forward(*given.args, **given.kwargs)
+    return forward(*args, **kwargs) if args[4:] else forward(*args, **{**kwargs, "need_weights": False})
 
 
 # By word: whether a module is concerned; what is done to the one around those, or to each; and what was expected.

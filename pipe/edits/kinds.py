@@ -179,14 +179,12 @@ def _take_over(name: str, old: nn.Module, new: nn.Module) -> None:
 def _check_backend(
     name: str, module: nn.Module, root: nn.Module, *, backend: str = "inductor", gate: bool = True
 ) -> None:
-    if not isinstance(gate, bool):
-        raise ValueError(f"compile(gate={gate!r}): expected True or False")
     if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(sorted(known))}")
 
 
 def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
-    call: Any = module._call_impl  # type: ignore[operator]
+    call: Any = module._call_impl
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -225,14 +223,8 @@ def _convert(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> No
 
 def _cast_inputs(dtype: torch.dtype, given: list[torch.dtype], module: nn.Module, args: Any, kwargs: Any) -> Any:
     given.clear()
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        if not x.is_floating_point():
-            return x
-        given.append(x.dtype)
-        return x.to(dtype)
-
-    return mapped((args, kwargs), cast)
+    mapped((args, kwargs), lambda x: given.append(x.dtype) if x.is_floating_point() else None)  # type: ignore[func-returns-value]
+    return mapped((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def _cast_outputs(types: list[torch.dtype], module: nn.Module, args: Any, output: Any) -> Any:

@@ -208,8 +208,7 @@ class Edits:
                     module = self.model.get_submodule(name)
                     KINDS[each.word].apply(name, module, self.model, **each.given)
                     if each.word in ("keep_less", "compile"):
-                        parts = (part for part in module.modules() if part is module or "forward" in vars(part))
-                        changed += [(each, name, part) for part in parts]
+                        changed += [(each, name, x) for x in module.modules() if x is module or "forward" in vars(x)]
             present = set(self.model.modules())
             for each, name, part in changed:
                 if part not in present:
@@ -235,12 +234,11 @@ class Edits:
         below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
         found = []
         for name, module in modules.items():
-            for at in (name, names.get(module)):
-                if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}:
-                    found.append(str(at))
-                    break
-            else:
+            places = name, names.get(module, name)
+            known = [at for at in places if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}]
+            if not known:
                 raise ValueError(f"{each}: {name!r} is there no more, behind a replace: expected one of them")
+            found.append(known[0])
         return found
 
     def find(self, pattern: str) -> Mapping[str, nn.Module]:
@@ -339,9 +337,8 @@ def edit(model: nn.Module) -> Edits:
     """An empty list of edits of a model. Raises ValueError for what is no module, or has lazy parameters still."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"edit({model!r:.60}): expected a torch.nn.Module")
-    for name, p in model.named_parameters():
-        if isinstance(p, nn.UninitializedParameter):
-            raise ValueError(f"edit: {name!r} has no shape yet: expected a model that has run once")
+    if lazy := [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]:
+        raise ValueError(f"edit: {lazy[0]!r} has no shape yet: expected a model that has run once")
     return Edits(model)
 
 

@@ -259,6 +259,16 @@ def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
     assert kept_bytes(plain, x) - kept_bytes(edits.build(), x) == 16 * B * S * H
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+def test_compiled_code_around_keeps_as_ever() -> None:
+    plain, x = Block(), torch.randn(B, S, H)
+    edits = edit(copy.deepcopy(plain))
+    edits["mlp"].keep_less("gelu")
+    compiled: Any = torch.compile(edits.build(), backend="aot_eager")
+    for theirs, ours in zip(gradients(plain, x), gradients(compiled, x), strict=True):
+        assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
+
+
 class AsksForWeights(nn.Module):
     def __init__(self, *, as_keyword: bool) -> None:
         super().__init__()
