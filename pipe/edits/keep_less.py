@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from ...partition.model.memory import memory_of
 from ...partition.model.untouched import torch_generators
 from ..stage.calls import Calls
 from ..stage.reruns import in_checkpoint
@@ -110,8 +112,8 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_checkpoint():
         return forward(*args, **kwargs)
     keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_itself, _itself)
-    # By address: the result itself, so that no other tensor gets its place.
-    made: dict[int, tuple[Tensor, _Again]] = {}
+    # By memory, whose place no other gets as long as there is a weak reference.
+    made: dict[object, tuple[StorageWeakRef, torch.dtype, _Again]] = {}
 
     def run(is_users: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -120,15 +122,15 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
         version, random = source._version, _random(source, is_users)
         output = function(source)
         # One that changes its input, or draws, can run once alone.
-        if isinstance(output, Tensor) and source._version == version and _random(source, is_users) == random:
+        if type(output) is Tensor and source._version == version and _random(source, is_users) == random:
             kept, stride = keep(source.detach()), source.stride()
             again = _Again(function, kept, stride, version, _autocast(source.device), _view(output))
-            made[output.untyped_storage().data_ptr()] = output, again
+            made[memory_of(output)] = StorageWeakRef(output.untyped_storage()), output.dtype, again
         return output
 
     def pack(x: Tensor) -> Any:
-        output, again = made.get(x.untyped_storage().data_ptr(), (None, None))
-        if output is None or again is None or output._version != 0 or output.dtype != x.dtype:
+        _, dtype, again = made.get(memory_of(x), (None, None, None))
+        if again is None or x._version != 0 or dtype != x.dtype:
             return keep(x)
         return again._replace(view=_view(x))
 

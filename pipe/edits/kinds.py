@@ -223,7 +223,7 @@ def _convert(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> No
 
 def _cast_inputs(dtype: torch.dtype, given: list[torch.dtype], module: nn.Module, args: Any, kwargs: Any) -> Any:
     given.clear()
-    mapped((args, kwargs), lambda x: given.append(x.dtype) if x.is_floating_point() else None)  # type: ignore[func-returns-value]
+    mapped((args, kwargs), lambda x: given.append(x.dtype) if x.is_floating_point() else None)
     return mapped((args, kwargs), lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 

@@ -251,6 +251,34 @@ def test_what_cannot_run_again_alone_is_kept(mlp: nn.Module) -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_an_edit_of_the_whole_lets_go_as_early_as_those_of_its_parts() -> None:
+    def peak(pattern: str) -> int:
+        edits = edit(nn.Sequential(*(Block() for _ in range(6))))
+        edits[pattern].keep_less("gelu")
+        _, most = inside_memory.measure(edits.build(), (torch.randn(B, S, H),))
+        return most
+
+    assert peak("") == peak("*") == peak("*.mlp")
+
+
+class Sparse(nn.Module):
+    """Saves what has no memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Block().mlp
+        self.register_buffer("mix", torch.eye(B).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.mix, self.mlp(x))
+
+
+def test_sparse_tensors_are_kept_as_ever() -> None:
+    edits = edit(nn.Sequential(Sparse()))
+    edits["0"].keep_less("gelu")
+    assert edits.verify((torch.randn(B, H),)) == []
+
+
 def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
     layer = nn.TransformerEncoderLayer(H, 2, 4 * H, dropout=0.0, activation="gelu", batch_first=True)
     plain, x = nn.Sequential(layer), torch.randn(B, S, H)
