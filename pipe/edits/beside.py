@@ -38,7 +38,7 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     given = mapped(example, fresh)
     model.zero_grad()
     _seed(seed)
-    outputs = _tensors(model(**given) if isinstance(given, Mapping) else model(*given))
+    outputs = _tensors(called(model, given))
     if not outputs:
         raise ValueError(f"verify: {type(model).__name__} returns no tensor that could be compared: expected one")
     tolerance = tolerance_of(graph_of(outputs))
@@ -57,6 +57,12 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
         outputs=[_whole(x) for x in outputs],
     )
     return outcome, tolerance, [names for names in same.values() if len(names) > 1]
+
+
+def called(model: nn.Module, given: Any) -> Any:
+    if not isinstance(given, Mapping | list | tuple):
+        raise ValueError(f"example: a {type(given).__name__}: expected a tuple of arguments, or a dict of keywords")
+    return model(**given) if isinstance(given, Mapping) else model(*given)
 
 
 def random_backward(output: Any) -> None:

@@ -119,12 +119,11 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
         if len(args) != 1 or kwargs:
             return function(*args, **kwargs)
         (source,) = args
-        version, random = source._version, _random(source, is_users)
+        version, random = source._version, _generators_of(source, is_users)
         output = function(source)
         # One that changes its input, or draws, can run once alone.
-        if type(output) is Tensor and source._version == version and _random(source, is_users) == random:
-            kept, stride = keep(source.detach()), source.stride()
-            again = _Again(function, kept, stride, version, _autocast(source.device), _view(output))
+        if type(output) is Tensor and source._version == version and _generators_of(source, is_users) == random:
+            again = _Again(function, keep(source.detach()), source.stride(), version, _autocast(source), _view(output))
             made[memory_of(output)] = StorageWeakRef(output.untyped_storage()), output.dtype, again
         return output
 
@@ -149,13 +148,12 @@ def _itself(x: Any) -> Any:
     return x
 
 
-def _random(x: Tensor, is_users: bool) -> list[list[int]]:
-    """Another one once the user's code has drawn a number."""
+def _generators_of(x: Tensor, is_users: bool) -> list[list[int]]:
     return [generator.get_state().tolist() for generator in torch_generators(x.device)] if is_users else []
 
 
-def _autocast(device: torch.device) -> dict[str, Any]:
-    kind = device.type
+def _autocast(x: Tensor) -> dict[str, Any]:
+    kind = x.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return {"device_type": kind, "enabled": enabled, "dtype": dtype, "cache_enabled": False}
 
@@ -210,8 +208,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
         return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     made: Tensor = _FromOutput.apply(x, norm.weight, norm.bias, norm.eps)  # type: ignore[no-untyped-call]
     if norm.bias is not None:
-        times = (norm.bias.detach().abs() / weight).max()
-        # Half of eps is rounded away: of what the division gives, this may be 1e-4, or 5e-2 of short types.
+        times = (norm.bias.detach().abs() / weight).max()  # so many halves of eps are rounded away
         most = 2 * (5e-2 if made.dtype.itemsize < 4 else 1e-4) / torch.finfo(made.dtype).eps
         if times > most:
             raise ValueError(

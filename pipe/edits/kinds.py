@@ -114,8 +114,7 @@ def _replace(name: str, module: nn.Module, root: nn.Module, *, make: Callable[[n
         return
     _check_signature(name, module, made)
     is_inside = module in set(made.modules())
-    own = set(module.modules())
-    others = {other: place for place, other in root.named_modules() if other not in own}
+    others = {part: place for place, part in set(root.named_modules()) - set(module.named_modules(prefix=name))}
     shared = [others[each] for each in ((made,) if is_inside else made.modules()) if each in others]
     if shared:
         raise ValueError(
@@ -184,10 +183,8 @@ def _check_backend(
 
 
 def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
-    call: Any = module._call_impl
-
     def called(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)
 
     # Not module.compile: of torch's own modules, whose code it skips, that compiles nothing, and says nothing.
     module._compiled_call_impl = torch.compile(called, backend=backend)

@@ -8,7 +8,7 @@ total    weights, gradients and optimizer's state + (in flight - 1) kept + peak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...partition.profiler.memory import bytes_of, peaks
 from ...partition.quantities import size as size_of
 from ...schedules.wording import size
 from ..stage.nested import mapped
-from .beside import random_backward
+from .beside import called, random_backward
 from .kinds import Edit
 
 
@@ -70,7 +70,7 @@ def measure(model: nn.Module, example: Any) -> tuple[int, int]:
 
     def forward() -> Any:
         given = mapped(example, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()))
-        return model(**given) if isinstance(given, Mapping) else model(*given)
+        return called(model, given)
 
     random_backward(forward())  # what is made once, is made
     model.zero_grad()

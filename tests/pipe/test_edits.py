@@ -372,6 +372,14 @@ class Shorter(nn.Linear):
         return super().forward(x).float()
 
 
+@pytest.mark.parametrize("word", ["verify", "memory"])
+def test_an_example_that_is_no_tuple_is_refused(word: str) -> None:
+    """Its rows would be taken for arguments."""
+    edits, options = edit(nn.Linear(4, 4)), {"limit": "1MB"} if word == "memory" else {}
+    with pytest.raises(ValueError, match=r"example: a Tensor: expected a tuple of arguments, or a dict of keywords"):
+        getattr(edits, word)(torch.randn(2, 4), **options)
+
+
 def test_another_type_of_an_output_is_seen() -> None:
     edits = edit(nn.Sequential(nn.Linear(4, 4)).double())
     edits["0"].replace(lambda old: Shorter(4, 4))
