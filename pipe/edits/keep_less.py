@@ -79,7 +79,7 @@ class _Again(NamedTuple):
 
 
 def _has_gelu(module: nn.Module) -> bool:
-    """Whether it is one, of no weights, or its forward calls torch's function."""
+    """Whether it is one, without weights and state, or its forward calls torch's function."""
     try:
         calls = "gelu(" in inspect.getsource(type(module).forward)
     except (OSError, TypeError):
@@ -88,7 +88,7 @@ def _has_gelu(module: nn.Module) -> bool:
 
 
 def _is_gelu(module: nn.Module) -> bool:
-    return "gelu" in type(module).__name__.lower() and not any(True for _ in module.parameters())
+    return "gelu" in type(module).__name__.lower() and not [*module.parameters(), *module.buffers()]
 
 
 class _Gelus(TorchFunctionMode):
@@ -124,7 +124,7 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
         # One that changes its input, or draws, can run once alone.
         if type(output) is Tensor and source._version == version and _generators_of(source, is_users) == random:
             again = _Again(function, keep(source.detach()), source.stride(), version, _autocast(source), _view(output))
-            made[memory_of(output)] = StorageWeakRef(output.untyped_storage()), output.dtype, again
+            made[memory_of(output)] = StorageWeakRef(output.untyped_storage()), output.dtype, again  # type: ignore[no-untyped-call]
         return output
 
     def pack(x: Tensor) -> Any:

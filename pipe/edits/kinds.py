@@ -184,7 +184,7 @@ def _check_backend(
 
 def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
     def called(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # Not module.compile: of torch's own modules, whose code it skips, that compiles nothing, and says nothing.
     module._compiled_call_impl = torch.compile(called, backend=backend)
@@ -196,13 +196,13 @@ def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gat
 def _check_own(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> None:
     if dtype not in _DTYPES:
         raise ValueError(f"dtype({dtype!r}): expected one of {', '.join(map(repr, _DTYPES))}")
-    inside = set(module.modules())
     own = {id(p): key for key, p in module.named_parameters()}
-    for place, other in root.named_modules():
+    for place, other in root.named_modules(remove_duplicate=False):
+        is_inside = f"{place}.".startswith(f"{name}." if name else "")
         for key, p in other.named_parameters(recurse=False):
-            if other in inside and p.is_complex():
+            if is_inside and p.is_complex():
                 raise ValueError(f"dtype of {name!r}: its {key!r} is complex: expected a module with real weights")
-            if other not in inside and id(p) in own:
+            if not is_inside and id(p) in own:
                 raise ValueError(
                     f"dtype of {name!r}: its {own[id(p)]!r} is {place + '.' + key!r}, too (tied): expected a module "
                     f"whose weights are its own"

@@ -477,6 +477,13 @@ def test_another_type_is_that_of_a_module_alone() -> None:
         edit(nn.Linear(4, 4, dtype=torch.complex64))[""].dtype("bfloat16")
 
 
+def test_a_part_that_stands_elsewhere_too_has_one_type() -> None:
+    first, second = (nn.ModuleDict({"embed": shared}) for shared in [nn.Embedding(5, 4)] * 2)
+    edits = edit(nn.ModuleList([first, second]))
+    with pytest.raises(ValueError, match=r"dtype of '0': its 'embed\.weight' is '1\.embed\.weight', too \(tied\)"):
+        edits["0"].dtype("bfloat16")
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
 def test_torchs_own_modules_are_compiled(make: Callable[[], nn.Module]) -> None:
     edits = edit(nn.Sequential(make()))

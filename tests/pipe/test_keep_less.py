@@ -216,6 +216,16 @@ class RandomGELU(nn.Module):
         return nn.functional.dropout(nn.functional.gelu(x))
 
 
+class CountingGELU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1.0
+        return torch.tanh(x)
+
+
 class KeywordGELU(nn.Module):
     def forward(self, x: Tensor, *, shift: Tensor | float = 0.0) -> Tensor:
         return nn.functional.gelu(x + shift)
@@ -231,6 +241,11 @@ class Keyword(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made = self.act(self.up(x).transpose(1, 2)) * self.scale.T
         return self.act(x=made, shift=self.scale.T) * self.scale.T
+
+
+def test_one_with_state_is_none() -> None:
+    with pytest.raises(ValueError, match=r"keep_less of 'mlp', a Sequential: expected a module with a GELU"):
+        edit(Block(CountingGELU()))["mlp"].keep_less("gelu")
 
 
 @pytest.mark.parametrize("mlp", [Block(RandomGELU()).mlp, Keyword()], ids=["random", "keyword"])
