@@ -127,7 +127,7 @@ def _replace(name: str, module: nn.Module, root: nn.Module, *, make: Callable[[n
     for key, hooks in [each for each in vars(module).items() if "hook" in each[0]]:
         if isinstance(hooks, OrderedDict) and (not is_inside or key.startswith(_AROUND)):
             # The table itself goes over, by which the user's handles know it; around both, hooks run once.
-            hooks.update(vars(made)[key])
+            hooks.update({at: hook for at, hook in vars(made)[key].items() if at not in hooks})  # some may be copies
             vars(made)[key], vars(module)[key] = hooks, OrderedDict()
             for number, hook in hooks.items():
                 if getattr(hook, "with_module", False):  # it is called with the one that it knows

@@ -115,7 +115,7 @@ class Edits:
         self.refuse_applied()
         without = [] if mesh is not None else [each for each in self if each.word == "shard"]
         run = [each for each in self if each not in without]
-        with untouched(device=None):
+        with untouched(self.model, device=None, buffers=False):
             slower = verify(run, partial(self._copy, mesh), example, seed=seed)
         back = [each for each, _ in slower]
         self._edits = [each for each in self if each not in back]
@@ -141,7 +141,7 @@ class Edits:
         """
         count_of("in_flight", in_flight)
         edits = [each for each in self if each.word not in ("shard", "cut")]
-        with untouched(device=None):
+        with untouched(self.model, device=None, buffers=False):
             return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -135,7 +135,7 @@ def test_hooks_ties_and_buffers_survive_a_replacement() -> None:
     inputs, _ = make_batch("tied-gpt", index=0, size=4)
     assert edits.verify(inputs) == []
     assert type(model.embed) is nn.Embedding
-    called.clear()
+    assert called == []
     edits.build()
     model(*inputs)
     assert type(model.embed) is Scaled
@@ -507,6 +507,25 @@ def test_hooks_of_gradients_and_of_loading_survive(make: Callable[[nn.Module], n
     built(torch.randn(2, 4, requires_grad=True)).sum().backward()
     built.load_state_dict(built.state_dict())
     assert seen == [torch.Size([2, 4]), nn.Linear]
+
+
+class Recorder:
+    """A hook that is an object."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        self.seen += 1
+
+
+def test_a_replacement_that_is_a_copy_calls_the_hooks_themselves() -> None:
+    model, hook = nn.Sequential(nn.Linear(4, 4)), Recorder()
+    model[0].register_forward_hook(hook)
+    edits = edit(model)
+    edits["0"].replace(copy.deepcopy)
+    edits.build()(torch.randn(2, 4))
+    assert hook.seen == 1
 
 
 @pytest.mark.parametrize("make", [Wrapped, lambda old: nn.Linear(4, 4)])
