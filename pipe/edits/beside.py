@@ -78,9 +78,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    for each in (torch.manual_seed, random.seed, np.random.seed):
+        each(seed)
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -198,8 +198,7 @@ def _from_outputs(module: nn.Module, norms: list[nn.Module]) -> None:
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
     weight = norm.weight.detach().abs()
-    least = weight.min()
-    if least < _LEAST_WEIGHT:
+    if (least := weight.min()) < _LEAST_WEIGHT:
         raise ValueError(
             f"keep_less('layernorm'): a weight of {least:.1e}, by which the backward would divide: expected at least "
             f"{_LEAST_WEIGHT:g}, or this norm without keep_less"

@@ -81,9 +81,12 @@ class Edits:
     def add(self, edit: Edit) -> None:
         """Note an edit. Raises ValueError where it cannot be done, and for two that exclude each other."""
         self.refuse_applied()
-        if edit.pattern == "" and edit.word in ("checkpoint", "cut", "replace"):
-            raise ValueError(f"{edit.word} of the whole model: expected a module in it")
         for name, module in self.find(edit.pattern).items():
+            is_whole = module is self.model and edit.word in ("checkpoint", "compile", "cut", "replace")
+            is_around = edit.word in ("compile", "dtype") or edit.given.get("what") == "gelu"
+            if is_whole or (is_around and type(module).forward is nn.Module.forward):
+                what = "the whole model" if is_whole else f"{name!r}, a {type(module).__name__}, which nothing calls"
+                raise ValueError(f"{edit.word} of {what}: expected a module in it")
             others = [other for other, each in self._named() if each is module and other != name]
             if others:
                 raise ValueError(
@@ -253,8 +256,7 @@ class Edits:
         copies |= {id(each): each for each in copies.values()}
 
         def own(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-            """A copy of what it makes, of copies: a module that is there already stays the user's."""
-            return copy.deepcopy(make(module), copies)
+            return copy.deepcopy(make(module), copies)  # a module that was there before stays the user's
 
         for each in edits:
             given = {key: partial(own, value) if key == "make" else value for key, value in each.given.items()}

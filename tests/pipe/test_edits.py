@@ -226,6 +226,7 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
         lambda: edits["3"].shard({"fc1": "column"}): r"shard of '3': it has no 'fc1': expected names in it, such as '",
         lambda: edits["3"].compile("gcc"): r"compile\(backend='gcc'\): expected one of .*inductor",
         lambda: edits["3"].dtype(torch.int64): r"dtype\('int64'\): expected one of 'float64'",
+        edits[""].compile: r"compile of the whole model: expected a module in it",
         edits[""].checkpoint: r"checkpoint of the whole model: expected a module in it",
         lambda: edits[3]: r"edits\[3\]: expected a name or a pattern",  # type: ignore[index]
         lambda: edits["3"].shard({"up": "colum"}): r"shard\({'up': 'colum'}\): expected one of 'column', 'row'",
@@ -477,10 +478,19 @@ def test_another_type_is_that_of_a_module_alone() -> None:
         edit(nn.Linear(4, 4, dtype=torch.complex64))[""].dtype("bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("word", "given"), [("keep_less", ("gelu",)), ("compile", ("eager",)), ("dtype", ("bfloat16",))]
+)
+def test_what_stands_around_a_forward_needs_one(word: str, given: tuple[str, ...]) -> None:
+    edits = edit(nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.GELU(), nn.Linear(4, 4))])}))
+    with pytest.raises(ValueError, match=rf"{word} of 'blocks', a ModuleList, which nothing calls: expected a module"):
+        getattr(edits["blocks"], word)(*given)
+    getattr(edits["blocks.*"], word)(*given)
+
+
 def test_a_part_that_stands_elsewhere_too_has_one_type() -> None:
-    first, second = (nn.ModuleDict({"embed": shared}) for shared in [nn.Embedding(5, 4)] * 2)
-    edits = edit(nn.ModuleList([first, second]))
-    with pytest.raises(ValueError, match=r"dtype of '0': its 'embed\.weight' is '1\.embed\.weight', too \(tied\)"):
+    edits = edit(nn.Sequential(*(nn.Sequential(shared) for shared in [nn.Embedding(5, 4)] * 2)))
+    with pytest.raises(ValueError, match=r"dtype of '0': its '0\.weight' is '1\.0\.weight', too \(tied\)"):
         edits["0"].dtype("bfloat16")
 
 
