@@ -36,14 +36,17 @@ Recomputation of a stage, a microbatch:
     selective   results of matrix products, and what    the most that a node keeps  the rest of F of each node,
                 enters each node                        beyond that                 in front of its own B
 
-Under "layer" and "selective" a node that does not run again (`Node.runs_again`) keeps what it always keeps.
+Under "layer" and "selective" a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3"
+is "layer" for the first 3 of the stage's nodes that run again, and "none" for the others.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,10 +56,23 @@ from ..schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
 RECOMPUTE = ("none", "full", "layer", "selective")
+RULES = f"{', '.join(map(repr, RECOMPUTE))}, or a count such as 'layer:3'"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recomputed:
+def count_again(rule: object, *, expected: str = RULES) -> int | None:
+    """How many of a stage's units "layer:3" means; None for one of RECOMPUTE, ValueError for anything else.
+
+    >>> count_again("layer:3"), count_again("layer")
+    (3, None)
+    """
+    if rule in RECOMPUTE:
+        return None
+    if not isinstance(rule, str) or re.fullmatch(r"layer:[1-9][0-9]{0,8}", rule) is None:
+        raise ValueError(f"recompute={rule!r}: expected one of {expected}")
+    return int(rule.removeprefix("layer:"))
+
+
+class Recomputed(NamedTuple):
     """A row of the table of recomputation for stages, arrays of one shape: bytes kept, bytes made again, seconds."""
 
     kept: Floats
@@ -77,6 +93,7 @@ class StageSums:
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
+        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n".
     """
 
     forward: Floats
@@ -91,6 +108,7 @@ class StageSums:
     largest: Floats
     small: Floats
     by_node: Callable[[str], Recomputed]
+    by_count: Callable[[int], Recomputed] | None = None
     apart: Floats = field(default_factory=lambda: np.zeros(1))
     small_apart: Floats = field(default_factory=lambda: np.zeros(1))
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
@@ -105,10 +123,20 @@ class StageSums:
         own = self.weights - self.apart
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
+    def counts(self, stage: int) -> Recomputed:
+        """[n + 1] of one stage, of which none to all n nodes that run again do so, the first ones first."""
+        if self.by_count is None:
+            return Recomputed(*(each[stage : stage + 1] for each in self.under("none")))
+        return self.by_count(stage)
+
     def under(self, recompute: str) -> Recomputed:
         if recompute not in self._rows:
             nothing = np.zeros_like(self.stash)
             match recompute:
+                case _ if (number := count_again(recompute)) is not None:
+                    tables = [self.counts(stage) for stage in range(len(self.stash))]
+                    picked = [[float(column[min(number, len(column) - 1)]) for column in each] for each in tables]
+                    row = Recomputed(*np.array(picked).T)
                 case "none":
                     row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
                 case "full":

@@ -16,7 +16,7 @@ from ...schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import count, duration
 from ..memory import MemoryUse
-from ..stage_cost import RECOMPUTE, message_overheads
+from ..stage_cost import message_overheads
 from ..strict import Fields, number, parse_object, read_text
 from .as_text import explain
 from .record import PlanRecord, PlanStage, RunnerUp, Searched, positions_of
@@ -145,7 +145,7 @@ def _stage(record: Fields) -> PlanStage:
         "memory": None if memory is None else memory.made(MemoryUse),
         "held": None if held is None else held.made(StageBytes),
     }
-    return record.made(PlanStage, given, choices={"recompute": RECOMPUTE})
+    return record.made(PlanStage, given)
 
 
 def _searched(record: Fields) -> Searched:

@@ -16,7 +16,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import duration
 from ..memory import MemoryUse
-from ..stage_cost import RECOMPUTE
+from ..stage_cost import count_again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class PlanStage:
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
-            matrix products are kept.
+            matrix products are kept; "layer:3": "layer" for the first 3 of the nodes that run again.
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
     """
 
@@ -65,8 +65,7 @@ class PlanStage:
             )
         if not 0 <= self.spread < math.inf:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+        count_again(self.recompute)
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"

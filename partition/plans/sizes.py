@@ -17,6 +17,7 @@ import numpy as np
 
 from ...schedules.ir import Op
 from ..profile import Node, Profile
+from ..stage_cost import count_again
 from ..topology import Floats
 from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share
@@ -159,7 +160,9 @@ def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
     """A stage's nodes in one profile; in the backward of a recomputed stage the forward runs again."""
     nodes = [node for node in profile.nodes if node.name in set(stage.nodes)]
     forward = sum(node.forward_seconds for node in nodes)
-    whole = sum(node.backward_seconds for node in nodes) + (0.0 if stage.recompute == "none" else forward)
+    again = [node.forward_seconds for node in nodes if node.runs_again or stage.recompute == "full"]
+    whole = sum(node.backward_seconds for node in nodes)
+    whole += 0.0 if stage.recompute == "none" else sum(again[: count_again(stage.recompute)])
     own = whole * input_grad_share(stage, profile)
     stash = sum(node.stash_bytes for node in nodes)
     return {"forward": forward, "input_grad": own, "weight_grad": whole - own, "held": stash}

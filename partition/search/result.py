@@ -112,7 +112,7 @@ def label(e: Evaluated) -> str:
     """The configuration and what was done about its memory."""
     c = e.configuration
     parts = [c.label]
-    chosen = [name for memory in e.memories for name in memory.recompute]
+    chosen = [name.partition(":")[0] for memory in e.memories for name in memory.recompute]
     for name in (each for each in RECOMPUTE[1:] if each in chosen):
         times = chosen.count(name)
         parts.append(f"recompute {name}" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))

@@ -33,7 +33,8 @@ class Cuts:
         parameters, buffers, stash: [n] of its nodes [bytes].
         crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
         inside: [n, n] whether cut i lies inside cut j and is not the same.
-        nodes: of the profile.
+        nodes, order: of the profile.
+        takers: of each node, those that take its output.
         taken, half_taken: [n] bytes of the tensors of which some node that runs again and is in it takes one, and of
             those that nodes outside take, too [bytes].
         notes: what was left out, for people; empty where all cuts are there.
@@ -50,6 +51,8 @@ class Cuts:
     crossing: Floats
     inside: Bools
     nodes: tuple[Node, ...]
+    order: tuple[int, ...]
+    takers: tuple[tuple[int, ...], ...]
     taken: Floats
     half_taken: Floats
     notes: tuple[str, ...] = ()
@@ -78,6 +81,7 @@ class Cuts:
             apart=self.apart(first, last),
             small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
+            by_count=lambda stage: self._counted(int(first[stage]), int(last[stage])),
         )
 
     def weights(self, first: Cut, last: Cut) -> Floats:
@@ -141,6 +145,35 @@ class Cuts:
             again=np.asarray(again[first, last]),
             seconds=_between(seconds, first, last),
         )
+
+    @cached_property
+    def _counts(self) -> dict[tuple[int, int], Recomputed]:
+        return {}
+
+    def _counted(self, first: int, last: int) -> Recomputed:
+        """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again do so.
+
+        What a node of them takes counts from the first on that takes it.
+        """
+        if (first, last) not in self._counts:
+            own = self.members[last] & ~self.members[first]
+            again = [at for at in self.order if own[at] and self.nodes[at].runs_again]
+            place, inputs = {at: k for k, at in enumerate(again)}, np.zeros(len(again))
+            for at, takers in enumerate(self.takers):
+                firsts = [place[each] for each in takers if each in place]
+                if firsts:
+                    inputs[min(firsts)] += self.nodes[at].activation_bytes
+            stash, seconds = (
+                np.array([getattr(self.nodes[at], figure) for at in again], dtype=np.float64)
+                for figure in ("stash_bytes", "forward_seconds")
+            )
+            whole = float(_between(self.stash, first, last))
+            kept, again_bytes, forward = (
+                np.concatenate([[0.0], each])
+                for each in (np.cumsum(inputs - stash), np.maximum.accumulate(stash), np.cumsum(seconds))
+            )
+            self._counts[first, last] = Recomputed(np.maximum(whole + kept, 0.0), again_bytes, forward)
+        return self._counts[first, last]
 
     @cached_property
     def _layer(self) -> tuple[Floats, Floats, Floats]:
@@ -238,6 +271,8 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         crossing=of(leaves, "activation_bytes"),
         inside=inside,
         nodes=profile.nodes,
+        order=profile.order(),
+        takers=tuple(map(tuple, feeds)),
         taken=of(taken, "activation_bytes"),
         half_taken=of(half_taken, "activation_bytes"),
         notes=notes,

@@ -62,7 +62,8 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
     infer = partial(InferredStages, root=root, seeder=run.seeder, device=settings.device, loss_fn=loss_fn)
     with untouched(loss_fn, device=settings.device):  # it may know lists that forwards fill
         cut = _cut(run, example, agree)
-        recomputed = RecomputedModules(layout.recompute, root)
+        nodes = () if layout.plan is None else [node for stage in layout.plan.stages for node in stage.nodes]
+        recomputed = RecomputedModules(layout.recompute, root, begins=nodes)
         with recomputed.checked():
             loss_slot = None if settings.model_loss is None else settings.model_loss.find_slot
             train = infer(cut, Signature.of(example), training=True, loss_slot=loss_slot)

@@ -3,6 +3,7 @@
     "none"        nothing
     "full"        the stage: it keeps its inputs only                                    (`stage`)
     "layer"       each cut unit of the stage: it keeps its inputs only                    (`reruns`)
+    "layer:3"     the first 3 of them                                                     (`reruns`)
     "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
 
@@ -11,16 +12,17 @@ Patterns of module names say the same of single modules, with "full", "selective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from ...partition.model.units import StageModule, Together
-from ...partition.stage_cost import RECOMPUTE
+from ...partition.stage_cost import RULES, count_again
 from ..shards.patterns import match
 from .calls import Calls
 
@@ -29,7 +31,7 @@ Policy = Callable[..., Any]
 Rule = str | Policy
 NamedRule = tuple[str, Rule]  # a module's name, for errors, and its own recomputation
 
-RULES = ("full", "selective")  # of a module
+OF_MODULES = ("full", "selective")
 RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
 
 
@@ -38,8 +40,8 @@ class Recompute:
     """Choice of what is computed again.
 
     Arguments:
-        stages: [S] one of RECOMPUTE, or a policy.
-        modules: by pattern of module names, one of RULES or a policy; every stage is then "none". A pattern has as
+        stages: [S] one of RECOMPUTE, a count such as "layer:3", or a policy.
+        modules: by pattern of module names, one of OF_MODULES or a policy; every stage is then "none". A pattern has as
             many parts between dots as the names that it matches, each as in fnmatch.
 
     Raises ValueError for anything else.
@@ -50,14 +52,14 @@ class Recompute:
 
     def __post_init__(self) -> None:
         for kind in self.stages:
-            if not callable(kind) and kind not in RECOMPUTE:
-                raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}, or a policy")
+            if not callable(kind):
+                count_again(kind, expected=f"{RULES}, or a policy")
         for pattern, rule in self.modules.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"recompute={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*'")
-            if not callable(rule) and rule not in RULES:
+            if not callable(rule) and rule not in OF_MODULES:
                 raise ValueError(
-                    f"recompute={{{pattern!r}: {rule!r}}}: expected {' or '.join(map(repr, RULES))}, or a policy; "
+                    f"recompute={{{pattern!r}: {rule!r}}}: expected {' or '.join(map(repr, OF_MODULES))}, or a policy; "
                     f"a module that nothing matches is not computed again"
                 )
 
@@ -74,8 +76,7 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
         return Recompute(stages=(recompute,) * num_stages)
     if not isinstance(recompute, Sequence):
         raise ValueError(
-            f"recompute={recompute!r:.60}: expected one of {', '.join(map(repr, RECOMPUTE))}, one a stage, or "
-            f"{{'blocks.*': 'full'}}"
+            f"recompute={recompute!r:.60}: expected one of {RULES}, one a stage, or {{'blocks.*': 'full'}}"
         )
     if len(recompute) != num_stages:
         raise ValueError(
@@ -90,12 +91,16 @@ class RecomputedModules:
     Attributes:
         rules: of those that a pattern names.
 
+    Arguments:
+        begins: names of the modules with which a unit begins that has several, as a plan's nodes; none: each is one.
+
     Raises ValueError for a pattern that matches no module, or one that nothing calls, and for modules that two
     patterns treat differently.
     """
 
-    def __init__(self, recompute: Recompute, root: nn.Module) -> None:
+    def __init__(self, recompute: Recompute, root: nn.Module, begins: Collection[str] = ()) -> None:
         self._stages = recompute.stages
+        self._begins = {module for name, module in root.named_modules() if name in begins}
         self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
         self.rules: dict[nn.Module, NamedRule] = {}
         said: dict[nn.Module, str] = {}
@@ -154,8 +159,17 @@ class RecomputedModules:
         if kind in ("none", "full"):
             inside = set(stage.module.modules())
             return {module: rule for module, rule in self.rules.items() if module in inside}
-        rule = "full" if kind == "layer" else kind
-        return dict.fromkeys(stage.units, (stage.name, rule))
+        number = None if callable(kind) else count_again(kind)
+        if number is None:
+            return dict.fromkeys(stage.units, (stage.name, "full" if kind == "layer" else kind))
+        begun = [not self._begins or unit in self._begins or at == 0 for at, unit in enumerate(stage.units)]
+        if number > sum(begun):
+            raise ValueError(
+                f"recompute={kind!r} of stage {index} ({stage.name}), which has {sum(begun)} units that can run "
+                f"again: expected at most 'layer:{sum(begun)}', or 'layer'"
+            )
+        units = [unit for unit, place in zip(stage.units, accumulate(begun), strict=True) if place <= number]
+        return dict.fromkeys(units, (stage.name, "full"))
 
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:

@@ -67,6 +67,15 @@ def test_a_stage_in_the_middle() -> None:
     }
 
 
+def test_the_first_ones_of_a_stage() -> None:
+    """Nodes a, b and c, of which one or two run again; of a count beyond them all do, and d never does."""
+    sums = Model(CHAIN, MemoryRules(optimizer_ratio=2.0)).stages((0, 3, 4))
+    found = [[column.tolist() for column in sums.under(f"layer:{number}")] for number in (1, 2, 3, 9)]
+    assert found[0] == [[500, 500], [100, 0], [1, 0]]
+    assert found[1] == [[10 + 200, 500], [300, 0], [3, 0]]
+    assert found[2] == found[3] == [[10 + 20, 500], [300, 0], [7, 0]]
+
+
 def test_what_does_not_run_again_keeps_its_stash() -> None:
     """The last node, and nothing of what the first one takes, which is the model's own input."""
     assert rows(CHAIN, 0, 4) == {
@@ -123,6 +132,16 @@ def test_each_tensor_that_enters_a_node_counts_once(profile: Profile) -> None:
         assert least - 1e-9 <= layer[0] <= least + sum(size[name] for name in skipping - entering) + 1e-9
         assert layer[1] == max([0.0, *(node.stash_bytes for node in again)])
         assert layer[2] == pytest.approx(sum(node.forward_seconds for node in again))
+        counts = cuts.stages(np.array([first]), np.array([last])).counts(0)
+        order = [profile.nodes[at].name for at in profile.order() if profile.nodes[at] in again]
+        assert len(counts.kept) == 1 + len(again)
+        for number, (kept, made, seconds) in enumerate(zip(*counts, strict=True)):
+            some = [node for node in again if node.name in order[:number]]
+            entering = {src for src, dst in profile.edges or () if dst in order[:number]}
+            keeping = [node.stash_bytes for node in profile.nodes if node.name in own - {*order[:number]}]
+            assert kept == pytest.approx(sum(size[name] for name in entering) + sum(keeping))
+            assert made == max([0.0, *(node.stash_bytes for node in some)])
+            assert seconds == pytest.approx(sum(node.forward_seconds for node in some))
         assert selective[0] == pytest.approx(sum(node.selective_bytes or 0.0 for node in again) + still)
         made = [node.stash_bytes - (node.selective_bytes or 0.0) for node in again]
         assert selective[1] == pytest.approx(max([0.0, *made]))

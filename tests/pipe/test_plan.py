@@ -108,6 +108,14 @@ PLANS = {
             num_devices=2,
         ),
     ),
+    "recompute by count": (
+        "towers",
+        plan_of(
+            stage("left.0 left.2 right.0", 0, recompute="layer:2"),
+            stage("right.2 head", 1, recompute="layer:1"),
+            num_devices=2,
+        ),
+    ),
     "graph": ("towers", plan_of(stage("left.0 right.0", 0, 1), stage("left.2 right.2 head", 2), num_devices=3)),
 }
 
@@ -162,6 +170,36 @@ def test_over_processes(gloo: Pool, name: str) -> None:
     wanted = run_alone(name)
     for found in gloo.run(run, ranks=PLANS[name][1].num_devices, args=(name,)):
         assert_same(found, wanted)
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "nodes", "again"),
+    [
+        (lambda: nn.Sequential(*[Counted(WIDTH, WIDTH) for _ in range(4)]), ("0 1 2", "3"), [1, 1, 0, 0]),
+        (Towers, ("left.0 left.2 right.0", "right.2 head"), [1, 1, 0, 0, 0]),
+    ],
+)
+def test_as_many_units_run_again_as_planned(make: Any, nodes: tuple[str, str], again: list[int]) -> None:
+    """Of a graph a unit has several modules: a linear, and what stands around it without parameters."""
+    model = make()
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Counted
+    plan = plan_of(stage(nodes[0], 0, recompute="layer:2"), stage(nodes[1], 1), num_devices=2)
+    pipe = PipelineModule(model.double(), schedule=plan, loss_fn=F.mse_loss, example_inputs=(X,))
+    counted = [module for module in model.modules() if isinstance(module, Counted)]
+    before = [module.calls for module in counted]
+    pipe.forward_backward(X, Y)
+    assert [module.calls - old for module, old in zip(counted, before, strict=True)] == [5 + 5 * each for each in again]
+    pipe.close()
 
 
 def test_the_stages_are_the_planned_ones(tmp_path: Path) -> None:

@@ -82,8 +82,16 @@ class Unused(nn.Module):
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "unknown word": ("half", r"recompute='half': expected one of 'none', 'full', 'layer', 'selective', or a policy"),
+    "unknown word": (
+        "half",
+        r"recompute='half': expected one of 'none', 'full', 'layer', 'selective', or a count .*'layer:3', or a policy",
+    ),
     "unknown word of a stage": (["full", "blocks"], r"recompute='blocks': expected one of 'none', 'full', 'layer'"),
+    "no count": ("layer:0", r"recompute='layer:0': expected one of 'none', .* or a count such as 'layer:3'"),
+    "more than there are": (
+        "layer:2",
+        r"'layer:2' of stage 0 .* 1 units that can run again: expected at most 'layer:1'",
+    ),
     "a number": (2, r"recompute=2: expected one of 'none'"),
     "one stage of two": (["layer"], r"recompute= has 1 entries for 2 stages"),
     "unknown word of a module": ({"0": "layer"}, r"recompute=\{'0': 'layer'\}: expected 'full' or 'selective'"),
