@@ -1,20 +1,19 @@
 """Memory of a rank under all that may be done about it: what its stages recompute, whether its optimizer is divided.
 
-`memory` counts what a rank holds; here it is weighed under treatments, and of those that fit the one with the least
-seconds is taken. Choices of V stages are tried in turn. Where there are few, all: those with the least seconds first.
-Else
+`memory` counts what a rank holds; here it is weighed under treatments, and of those that fit the ones stay that no
+other beats. Stages are treated one after the other, each in all the ways of its own front:
 
-    greedy     each stage its option of least seconds; then always the change that frees most bytes for a second
-    alike      all stages the same option, the one with the least seconds first
+    stage     what may run again of it, nothing that is beaten in seconds, bytes kept and bytes made again
+    rank      one way of each stage; [ways, moments] bytes at every moment at which the rank may be fullest
+    front     the ways that fit, none of which another beats in the seconds of each stage and in what is divided
 
-and, of the first choice that fits, `cheaper` names changes back. Bytes are what the stages keep at the rank's fullest,
-and the most that one of them makes again.
+Of very many ways those go on that are on the front of seconds and bytes at the fullest moment, whether the stages to
+come keep all that they can or as little as they can.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,21 +24,32 @@ import numpy as np
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
 from .stage_cost import StageSums, num_buckets
-from .topology import Floats
+from .topology import Floats, Indices
 
-EVERY = 16  # choices up to which all are tried
-
-
-class Option(NamedTuple):
-    """One row of the table of recomputation (`stage_cost`) for one stage: bytes at the rank's fullest, seconds."""
-
-    name: str
-    seconds: float
-    kept: float
-    again: float
+EVERY = 16  # treatments of a rank that are kept; ways to divide its optimizer up to which all are tried
+_WAYS = 2048  # of the stages so far, up to which all go on
 
 
-Choice = tuple[Option, ...]  # [V]
+class StageFront(NamedTuple):
+    """Ways to treat one stage, [O] each, the least seconds first: `stage_cost`'s table without what is beaten."""
+
+    names: tuple[str, ...]
+    seconds: Floats
+    kept: Floats
+    again: Floats
+
+
+def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront:
+    """Rows of the table for one stage; where both "none" and "layer" are allowed, counts between them as well."""
+    rows = [(name, *(float(column[stage]) for column in sums.under(name))) for name in names]
+    if {"none", "layer"} <= set(names):
+        every = zip(*(column.tolist() for column in sums.counts(stage)), strict=True)
+        rows += [(f"layer:{number}", *row) for number, row in enumerate(every)][1:-1]
+    rows.sort(key=lambda row: (row[3], row[1] + row[2]))
+    kept, again, seconds = np.array([row[1:] for row in rows]).T
+    beaten = (kept[:, None] >= kept) & (again[:, None] >= again) & np.tri(len(rows), k=-1, dtype=bool)
+    left = np.flatnonzero(~beaten.any(axis=1))
+    return StageFront(tuple(rows[at][0] for at in left), seconds[left], kept[left], again[left])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +61,44 @@ class MemoryRules:
     recompute: tuple[str, ...] = ("none",)
     sharding: tuple[str, ...] = ("none",)
 
-    def fit(self, sums: StageSums, moments: Moments, place: RankPlace) -> RankMemory:
-        """The treatment with the least seconds that fits the device, or with the least excess."""
+    def front(self, sums: StageSums, moments: Moments, place: RankPlace) -> tuple[RankMemory, ...]:
+        """Treatments that fit the device, the least seconds first; or the one with the least excess."""
         rank = _TreatedRank(sums, moments, place, self)
         if "none" in self.recompute:  # most ranks need no more
-            plain = ("none",) * rank.num_chunks
-            if len(self.recompute) == 1 or rank.least_excess(plain) == 0:
-                return rank.treated(plain)
+            plain = rank.memory(("none",) * rank.num_chunks, rank.shards[0])
+            if not plain.too_many:
+                return (plain,)
         options = rank.options(self.recompute)
-        best, least = tuple(each[0] for each in options), math.inf
-        for choice in in_turn(options):
-            excess = rank.least_excess([option.name for option in choice])
-            if excess < least:
-                best, least = choice, excess
-            if excess == 0:
-                best = rank.relaxed(choice, options)
-                break
-        return rank.treated([option.name for option in best])
+        every = [way for shards in rank.shards for way in rank.ways(options, shards)]
+        least = min(way.excess for way in every)
+        front: list[_Way] = []
+        for way in sorted(
+            (way for way in every if way.excess == least), key=lambda way: (sum(way.seconds), way.shards)
+        ):
+            if not any(_beats(other, way) for other in front):
+                front.append(way)
+        return tuple(rank.memory(way.recompute, way.shards) for way in front[: EVERY if least == 0 else 1])
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
-        rank = _TreatedRank(sums, moments, place, self)
-        if set(self.recompute) == {"none"} or rank.least_excess(("none",) * rank.num_chunks) == 0:
+        if set(self.recompute) == {"none"}:
             return 0.0
-        return rank.least_seconds_again(self.recompute)
+        rank = _TreatedRank(sums, moments, place, self)
+        return min(rank.least_seconds_again(shards, self.recompute) for shards in rank.shards)
+
+
+class _Way(NamedTuple):
+    """One treatment of a rank's V stages: bytes too many, and seconds of each that run again."""
+
+    excess: float
+    seconds: tuple[float, ...]
+    shards: tuple[int, ...]
+    recompute: tuple[str, ...]
+
+
+def _beats(one: _Way, other: _Way) -> bool:
+    pairs = zip((*one.seconds, *one.shards), (*other.seconds, *other.shards), strict=True)
+    return all(mine <= theirs for mine, theirs in pairs)
 
 
 class StateDivision(NamedTuple):
@@ -131,12 +155,6 @@ class _TreatedRank:
         rows = [self.row(name) for name in recompute]
         kept, again = (np.array([row[what][v] for v, row in enumerate(rows)]) for what in (0, 1))
         return self.held @ kept + self.anew @ again + self.division(shards).moments, kept, again
-
-    def too_many(self, recompute: Sequence[str], shards: tuple[int, ...]) -> float:
-        """`memory(recompute, shards).too_many`, quickly."""
-        division, (moments, _, _) = self.division(shards), self.at_moments(recompute, shards)
-        passing = float(moments.max()) + self.messages + self.largest_workspace
-        return self.excess(division.fixed + max(passing, division.behind))
 
     def memory(self, recompute: Sequence[str], shards: tuple[int, ...]) -> RankMemory:
         division, (moments, kept, again) = self.division(shards), self.at_moments(recompute, shards)
@@ -201,10 +219,14 @@ class _TreatedRank:
         must = "none" not in sharding and replicas > 1
         rounds = self._gather_seconds() if may_shard and not must else [0.0] * len(update)
         saved = [seconds * (1 - 1 / replicas) for seconds in update.tolist()]
-        pairs = zip(saved, rounds, strict=True)
-        wanted = tuple(replicas if must or (may_shard and saves > costs) else 1 for saves, costs in pairs)
-        sharded = (replicas if may_shard else 1,) * len(wanted)
-        return (wanted,) if wanted == sharded else (wanted, sharded)
+        wanted = tuple(
+            replicas if must or (may_shard and saves > costs) else 1 for saves, costs in zip(saved, rounds, strict=True)
+        )
+        if not may_shard or 1 not in wanted:
+            return (wanted,)
+        if 2 ** wanted.count(1) > EVERY:
+            return wanted, (replicas,) * len(wanted)
+        return tuple(product(*[(1, replicas) if each == 1 else (each,) for each in wanted]))
 
     def _gather_seconds(self) -> list[float]:
         """[V] seconds of gathering each stage's updated weights."""
@@ -216,68 +238,57 @@ class _TreatedRank:
         pairs = zip(weights.tolist(), numbers.tolist(), strict=True)
         return [exchange.seconds(each, number=number) if each else 0.0 for each, number in pairs]
 
-    def options(self, names: Sequence[str]) -> list[list[Option]]:
-        columns = [
-            ((self.most * kept).tolist(), again, self._seconds(name))
-            for name, (kept, again) in zip(names, map(self.row, names), strict=True)
+    def options(self, names: Sequence[str]) -> list[StageFront]:
+        return [stage_front(self.sums, stage, names) for stage in self.own]
+
+    def ways(self, options: Sequence[StageFront], shards: tuple[int, ...]) -> list[_Way]:
+        """Those that fit with the optimizer divided like that; or the one with the least excess."""
+        division = self.division(shards)
+        loads = [
+            np.outer(each.kept, self.held[:, v]) + np.outer(each.again, self.anew[:, v])
+            for v, each in enumerate(options)
         ]
+        beside = division.fixed + self.messages + self.largest_workspace + self.place.beside
+        room = self.place.limit * (1 + 1e-12) - beside - division.moments
+        bytes_of, seconds, picks = division.moments * 0.0, np.zeros((1, 0)), np.zeros((1, 0), dtype=np.intp)
+        for v, (each, load) in enumerate(zip(options, loads, strict=True)):
+            bytes_of = (bytes_of[..., None, :] + load).reshape(-1, len(room))
+            before, own = np.divmod(np.arange(len(bytes_of)), len(each.names))
+            seconds = np.column_stack([seconds[before], each.seconds[own]])
+            picks = np.column_stack([picks[before], own])
+            if len(picks) > _WAYS:
+                rest = [sum(each.min(axis=0) for each in loads[v + 1 :]), sum(each[0] for each in loads[v + 1 :])]
+                fullest, total = [(bytes_of + each - room).max(axis=1) for each in rest], seconds.sum(axis=1)
+                left = np.unique(np.concatenate([_on_front(total, each) for each in fullest]))
+                bytes_of, seconds, picks = bytes_of[left], seconds[left], picks[left]
+        totals = np.maximum(bytes_of + division.moments + self.messages + self.largest_workspace, division.behind)
+        excess = np.array([self.excess(division.fixed + float(total)) for total in totals.max(axis=1)])
+        nearest = np.flatnonzero(excess == excess.min()) if excess.min() == 0 else [int(excess.argmin())]
+        names = [[options[v].names[at] for v, at in enumerate(picks[way])] for way in nearest]
         return [
-            [
-                Option(name=name, seconds=seconds[v], kept=kept[v], again=again[v])
-                for name, (kept, again, seconds) in zip(names, columns, strict=True)
-            ]
-            for v in range(self.num_chunks)
+            _Way(float(excess[way]), tuple(seconds[way].tolist()), shards, tuple(chosen))
+            for way, chosen in zip(nearest, names, strict=True)
         ]
 
-    def _seconds(self, name: str) -> list[float]:
-        """[V] seconds a microbatch that run again."""
-        seconds: list[float] = self.sums.under(name).seconds[self.own].tolist()
-        return seconds
-
-    def treated(self, recompute: Sequence[str]) -> RankMemory:
-        """The rank's memory, with the first division of the optimizer's state that fits, or the smallest."""
-        found = self.memory(recompute, self.shards[0])
-        for shards in self.shards[1:] if found.too_many else ():
-            found = min(found, self.memory(recompute, shards), key=lambda each: each.too_many)
-        return found
-
-    def least_excess(self, recompute: Sequence[str]) -> float:
-        """`treated(recompute).too_many`, quickly: nothing else of it depends on what is recomputed."""
-        return min(self.too_many(recompute, shards) for shards in self.shards)
-
-    def least_seconds_again(self, names: Sequence[str]) -> float:
+    def least_seconds_again(self, shards: tuple[int, ...], names: Sequence[str]) -> float:
         """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts.
 
         What a backward makes again is left out, thus never more than a treatment takes that fits.
         """
-        return min(self._least_again(shards, names) for shards in self.shards)
-
-    def _least_again(self, shards: tuple[int, ...], names: Sequence[str]) -> float:
         division, (stash, _) = self.division(shards), self.row("none")
         most, held = max(zip((self.held @ stash + division.moments).tolist(), self.held.tolist(), strict=True))
         excess = self.excess(division.fixed + most + self.messages + self.largest_workspace)
         steps: list[tuple[float, float]] = []  # seconds a byte and bytes, by stage each cheaper than the next
-        rows = [(self.row(name)[0].tolist(), self._seconds(name)) for name in names]
-        for v, number in enumerate(held):
-            steps += _descents([(number * (float(stash[v]) - kept[v]), seconds[v]) for kept, seconds in rows])
+        if not excess:
+            return 0.0
+        for v, (number, front) in enumerate(zip(held, self.options(names), strict=True)):
+            freed = number * (float(stash[v]) - front.kept)
+            steps += _descents(list(zip(freed.tolist(), front.seconds.tolist(), strict=True)))
         seconds = 0.0
         for rate, freed in sorted(steps):
             seconds += rate * min(freed, excess)
             excess -= min(freed, excess)
         return seconds
-
-    def relaxed(self, choice: Choice, options: Sequence[Sequence[Option]]) -> Choice:
-        """The same with fewer seconds in single stages, where that still fits."""
-        chosen, done = list(choice), set[int]()
-        for stage, option in cheaper(options, choice):
-            if stage in done:
-                continue
-            before, chosen[stage] = chosen[stage], option
-            if self.least_excess([each.name for each in chosen]) == 0:
-                done.add(stage)
-            else:
-                chosen[stage] = before
-        return tuple(chosen)
 
 
 def _descents(options: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -297,56 +308,8 @@ def _descents(options: Sequence[tuple[float, float]]) -> list[tuple[float, float
         at, spent = freed, seconds
 
 
-def in_turn(options: Sequence[Sequence[Option]]) -> Iterator[Choice]:
-    """Choices, each at most once; V lists of the same names in the same order.
-
-    >>> stage = [Option("none", 0, 9, 0), Option("full", 2, 1, 3), Option("selective", 1, 6, 1)]
-    >>> [[option.name for option in choice] for choice in in_turn([stage])]
-    [['none'], ['selective'], ['full']]
-    """
-    if len(options[0]) ** len(options) <= EVERY:
-        yield from sorted(product(*options), key=lambda choice: (sum(each.seconds for each in choice), _bytes(choice)))
-        return
-    seen: set[Choice] = set()
-    alike = sorted(range(len(options[0])), key=lambda i: sum(each[i].seconds for each in options))
-    for choice in (*_greedy(options), *(tuple(each[i] for each in options) for i in alike)):
-        if choice not in seen:
-            seen.add(choice)
-            yield choice
-
-
-def cheaper(options: Sequence[Sequence[Option]], choice: Choice) -> Iterator[tuple[int, Option]]:
-    """Changes of one stage to fewer seconds: the stages with most seconds first, of each the least seconds first."""
-    if len(options[0]) ** len(options) <= EVERY:
-        return  # all with fewer seconds were tried
-    for stage in sorted(range(len(choice)), key=lambda v: -choice[v].seconds):
-        for option in sorted(options[stage], key=_order):
-            if option.seconds < choice[stage].seconds:
-                yield stage, option
-
-
-def _order(option: Option) -> tuple[float, float]:
-    return option.seconds, option.kept + option.again
-
-
-def _bytes(choice: Sequence[Option]) -> float:
-    return sum(option.kept for option in choice) + max(option.again for option in choice)
-
-
-def _greedy(options: Sequence[Sequence[Option]]) -> Iterator[Choice]:
-    now = [min(each, key=_order) for each in options]
-    while True:
-        yield tuple(now)
-        best: tuple[float, int, Option] | None = None
-        first, second = (*sorted((each.again for each in now), reverse=True), 0.0)[:2]
-        for stage, each in enumerate(options):
-            old = now[stage]
-            others = second if old.again == first else first  # the most that another stage makes again
-            for option in each:
-                more = option.seconds - old.seconds
-                freed = old.kept - option.kept + first - max(others, option.again)
-                if more >= 0 and freed > 0 and (best is None or freed / max(more, 1e-12) > best[0]):
-                    best = freed / max(more, 1e-12), stage, option
-        if best is None:
-            return
-        now[best[1]] = best[2]
+def _on_front(seconds: Floats, excess: Floats) -> Indices:
+    """Where no other has as few seconds and as little excess."""
+    order = np.lexsort((excess, seconds))
+    least = np.minimum.accumulate(excess[order])
+    return order[np.concatenate([[True], excess[order][1:] < least[:-1]])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
 from ..memory import Moments, RankMemory, RankPlace, certain
+from ..recompute import EVERY
 from ..stage_cost import Placement, StageSeconds, StageSums, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Topology, TransferTime
 from .model import Model
@@ -76,6 +77,28 @@ class Evaluated:
         return self.seconds.links(self.sums.behind, self.placement.outward, tensor=c.tensor, positions=c.positions)
 
 
+def _one_from_each(
+    c: Configuration, fronts: Sequence[Sequence[RankMemory]], seconds_of: Callable[[Sequence[RankMemory]], StageSeconds]
+) -> list[tuple[RankMemory, ...]]:
+    """[choices][P] treatments of the ranks; see `PlanEvaluator.choices`."""
+    if math.prod(map(len, fronts)) <= EVERY:
+        return list(product(*fronts))
+    updates: list[list[float]] = []  # of each rank, by treatment
+    for p, front in enumerate(fronts):
+        stages = [s for s, position in enumerate(c.positions) if position == p]
+        mine = [
+            seconds_of([*(other[0] for other in fronts[:p]), each, *(other[0] for other in fronts[p + 1 :])])
+            for each in front
+        ]
+        updates.append([float((seconds.around + seconds.step)[stages].sum()) for seconds in mine])
+    found: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
+    for limit in sorted({max(map(min, updates)), *(each for mine in updates for each in mine)}):
+        if all(min(mine) <= limit for mine in updates):
+            picks = [next(at for at, each in enumerate(mine) if each <= limit) for mine in updates]
+            found[tuple(picks)] = tuple(front[at] for front, at in zip(fronts, picks, strict=True))
+    return list(found.values())
+
+
 class PlanEvaluator:
     """Costs, memory and simulation of configurations.
 
@@ -91,7 +114,7 @@ class PlanEvaluator:
         self._sums: dict[object, TransferTime] = {}
         # Of the configuration at hand: cuts move, and most ranks keep theirs.
         self._memories_of: tuple[Configuration, Sequence[Moments]] | None = None
-        self._memories: dict[object, RankMemory] = {}
+        self._fronts: dict[object, tuple[RankMemory, ...]] = {}
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
     def model(self, c: Configuration) -> Model:
@@ -108,7 +131,18 @@ class PlanEvaluator:
     def evaluate(
         self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[Moments] | None = None
     ) -> Evaluated:
-        """Costs and memory; MisfitError where it does not fit, for the rank that has most too much, and SizesError.
+        """The first of `choices`."""
+        return self.choices(c, ends, exact=exact, flights=flights)[0]
+
+    def choices(
+        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[Moments] | None = None
+    ) -> list[Evaluated]:
+        """Costs and memory, one treatment of each rank from its front, the one with the least bound first.
+
+        Of more than EVERY the least seconds of each rank under each limit of the seconds of an update: among them is
+        the least (M - 1) slowest + sum of all + slowest update, which no schedule with whole backwards exceeds.
+
+        MisfitError where it does not fit, for the rank that has most too much, and SizesError.
 
         Arguments:
             exact: count what is in flight in the whole schedule, or one that holds exactly as much.
@@ -118,36 +152,44 @@ class PlanEvaluator:
         sums = model.stages(ends, positions)
         if flights is None:
             flights = self.schedules.in_flight(c, exact=exact)
-        memories = self._by_rank(
-            c, ends, flights, self._memories, lambda p, rank: model.rules.fit(sums, flights[p], rank)
+        fronts = self._by_rank(
+            c, ends, flights, self._fronts, lambda p, rank: model.rules.front(sums, flights[p], rank)
         )
-        worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
-        if memories[worst].too_many:
-            raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
-        treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
-        seconds = stage_seconds(
-            sums,
-            place,
-            positions,
-            tensor=c.tensor,
-            recompute=[each.recompute[v] for each, v in treatments],
-            shards=[each.shards[v] for each, v in treatments],
-            action=model.profile.action_seconds,
-        )
-        tied = self._ties(c, ends)
-        return Evaluated(
-            configuration=c,
-            ends=ends,
-            model=model,
-            placement=place,
-            sums=sums,
-            seconds=seconds,
-            tied=tied,
-            norm=self._norm_seconds(c.schedule),
-            memories=tuple(memories),
-            bottleneck=float(rank_paces(c, seconds).max()),
-            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
-        )
+        worst = max(range(c.pipeline), key=lambda p: fronts[p][0].too_many)
+        if fronts[worst][0].too_many:
+            raise MisfitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
+
+        def seconds_of(memories: Sequence[RankMemory]) -> StageSeconds:
+            treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
+            return stage_seconds(
+                sums,
+                place,
+                positions,
+                tensor=c.tensor,
+                recompute=[each.recompute[v] for each, v in treatments],
+                shards=[each.shards[v] for each, v in treatments],
+                action=model.profile.action_seconds,
+            )
+
+        tied, found = self._ties(c, ends), []
+        for memories in _one_from_each(c, fronts, seconds_of):
+            seconds = seconds_of(memories)
+            found.append(
+                Evaluated(
+                    configuration=c,
+                    ends=ends,
+                    model=model,
+                    placement=place,
+                    sums=sums,
+                    seconds=seconds,
+                    tied=tied,
+                    norm=self._norm_seconds(c.schedule),
+                    memories=tuple(memories),
+                    bottleneck=float(rank_paces(c, seconds).max()),
+                    bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
+                )
+            )
+        return sorted(found, key=lambda each: (each.bound, each.bottleneck, each.memory_bytes))
 
     def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
         """No order of this work is faster, whatever is done about memory [s]; 0 where M is open.
@@ -190,7 +232,7 @@ class PlanEvaluator:
         """[P] what is found of each rank with its stages; for the configuration at hand it is kept in `known`."""
         if self._memories_of != (c, flights):
             self._memories_of = c, flights
-            self._memories.clear()
+            self._fronts.clear()
             self._again.clear()
         place, counts, positions, found = self.placement(c), c.counts, c.positions, []
         for p in range(c.pipeline):

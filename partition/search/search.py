@@ -31,6 +31,7 @@ _REFINED = 3  # configurations whose cuts are moved
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
+_CHOSEN_ACTIONS = 100_000  # of all simulations of one way to cut, with other treatments of its ranks
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
@@ -241,7 +242,7 @@ class PlanSearch:
         fitting = []
         for ends in every:
             try:
-                fitting.append(self.evaluator.evaluate(c, ends))
+                fitting += self.evaluator.choices(c, ends)
             except MisfitError as error:
                 self._note_miss(c, error)
             except SizesError as error:
@@ -262,24 +263,24 @@ class PlanSearch:
     def _simulated(self, candidates: list[Evaluated]) -> list[Evaluated]:
         """The best of its candidates, those that can't win left out; none where all turn out not to run."""
         found: list[Evaluated] = []
-        for evaluated in candidates:
-            if evaluated.bound >= _least_seconds(found) * (1 - _TIE):
+        c, bounds = candidates[0].configuration, dict[Ends, float]()
+        for each in candidates:
+            bounds.setdefault(each.ends, each.bound)
+        for ends, bound in bounds.items():
+            if bound >= _least_seconds(found) * (1 - _TIE):
                 continue
             try:
-                exact = self.evaluator.evaluate(evaluated.configuration, evaluated.ends, exact=True)
+                exact = self.evaluator.choices(c, ends, exact=True)
+                for choice in exact[: _num_choices(c)]:
+                    if choice.bound < _least_seconds(found) * (1 - _TIE):
+                        found.append(self.evaluator.simulate(choice))
             except MisfitError as error:
-                self._note_miss(evaluated.configuration, error)
-                continue
-            except SizesError as error:
-                self._note_refusal(error, evaluated.bound)
-                break
-            try:
-                found.append(self.evaluator.simulate(exact))
+                self._note_miss(c, error)
             except SizesError as error:  # no short batch stands for it, and all of it is too long
-                self._note_refusal(error, exact.bound)
+                self._note_refusal(error, bound)
                 break
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
-                self.refused.append(f"{exact.configuration.label}: {error}")
+                self.refused.append(f"{c.label}: {error}")
                 break
         return [min(found, key=_rank)] if found else []
 
@@ -300,22 +301,29 @@ class PlanSearch:
             moved = False
             for ends in neighbours(self.evaluator.model(c).cuts, best.ends):
                 try:
-                    evaluated = self.evaluator.evaluate(c, ends, exact=True)
+                    choices = self.evaluator.choices(c, ends, exact=True)[: _num_choices(c)]
                 except MisfitError:
                     continue
-                if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
-                    continue
-                if budget < cost:
-                    return best, budget
-                budget -= cost
-                try:
-                    simulated = self.evaluator.simulate(evaluated)
-                except SizesError:  # too long, as no short batch stands for these cuts
-                    continue
-                if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
-                    best, moved = simulated, True
+                before = best
+                for evaluated in choices:
+                    if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
+                        continue
+                    if budget < cost:
+                        return best, budget
+                    budget -= cost
+                    try:
+                        simulated = self.evaluator.simulate(evaluated)
+                    except SizesError:  # too long, as no short batch stands for these cuts
+                        continue
+                    if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
+                        best, moved = simulated, True
+                if best is not before:
                     break
         return best, budget
+
+
+def _num_choices(c: Configuration) -> int:
+    return max(1, _CHOSEN_ACTIONS // num_actions(c))
 
 
 def _least_seconds(found: Sequence[Evaluated]) -> float:

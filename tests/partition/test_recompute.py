@@ -14,13 +14,11 @@ from support.inside import (
     MemoryRules,
     Model,
     Moments,
-    Option,
     RankMemory,
     RankPlace,
     Recomputed,
     StageSums,
     TransferTime,
-    in_turn,
 )
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
@@ -196,7 +194,7 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
 def fitted(case: tuple[StageSums, Moments, float], recompute: tuple[str, ...]) -> RankMemory:
     sums, flight, limit = case
     place = RankPlace(stages=tuple(range(len(sums.stash))), replicas=1, tensor=1, limit=limit)
-    return MemoryRules(optimizer_ratio=2.0, recompute=recompute).fit(sums, flight, place)
+    return MemoryRules(optimizer_ratio=2.0, recompute=recompute).front(sums, flight, place)[0]
 
 
 def seconds(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> float:
@@ -259,9 +257,16 @@ def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:
 
 def test_what_no_single_stage_frees_all_of_them_may() -> None:
     """The 10 bytes that one stage frees are less than the 25 it makes again, and all do it in turn."""
-    stage = [Option("none", 0, 10, 0), Option("full", 1, 0, 25)]
-    choices = [[option.name for option in choice] for choice in in_turn([stage] * 5)]
-    assert choices == [["none"] * 5, ["full"] * 5]
+    nothing, many = np.zeros(5), np.full(5, 10.0)
+    others = ("backward", "update", "weights", "buffers", "before", "behind", "workspace", "largest", "small")
+    known = Recomputed(kept=nothing, again=np.full(5, 25.0), seconds=np.ones(5))
+    sums = StageSums(forward=many, stash=many, **dict.fromkeys(others, nothing), by_node=lambda _: known)
+    running = np.concatenate([np.zeros((1, 5)), np.eye(5)])  # nobody's backward, and each one's
+    counts = np.concatenate([np.ones((6, 5)), np.zeros((6, 10)), running], axis=1)
+    flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=1)
+    for limit, again in ((50, 0), (49, 3), (35, 4), (34, 5), (25, 5)):
+        assert fitted((sums, flight, limit), ("none", "layer")).recompute.count("layer") == again
+    assert fitted((sums, flight, 24), ("none", "layer")).too_many == 1
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -299,7 +304,7 @@ def test_where_the_optimizer_is_divided(
     flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=4)
     exchange = TransferTime(latency=1.0, seconds_a_byte=0.02)
     place = RankPlace(stages=(0,), replicas=replicas, tensor=1, limit=limit, exchange=exchange)
-    found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).fit(sums, flight, place)
+    found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).front(sums, flight, place)[0]
     assert found.shards == (shards,)
 
 
@@ -318,7 +323,7 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
         by_node=lambda _: known,
     )
     received_ahead, held = 4, 2
-    assert MemoryRules(optimizer_ratio=0.0).fit(sums, flight, place).messages == 20 * (received_ahead + held)
+    assert MemoryRules(optimizer_ratio=0.0).front(sums, flight, place)[0].messages == 20 * (received_ahead + held)
 
 
 # Plans.
@@ -376,4 +381,4 @@ def test_figures_of_some_nodes_are_not_enough() -> None:
     known = replace(OLD.nodes[0], selective_bytes=1, selective_seconds=0.1)
     profile, cluster = replace(OLD, nodes=(known, OLD.nodes[1])), Cluster.from_levels([(1, 1e9)])
     found = plan(profile, cluster, global_batch=3, schedules="gpipe", memory_limit=450)
-    assert found.stages[0].recompute == "layer"  # selectively it would be 3 * (1 + 100) + 99 bytes
+    assert found.stages[0].recompute == "layer:1"  # selectively it would be 3 * (1 + 100) + 99 bytes
