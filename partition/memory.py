@@ -35,7 +35,7 @@ from ..schedules.rules.versions import derive_versions
 from ..schedules.timing.memory import StageBytes
 from .stage_cost import StageSums
 from .strict import check_figures
-from .topology import Floats, Indices, TransferTime
+from .topology import Floats, Indices
 
 GRADIENTS_SENT = 2  # that are not yet known to be received, at most
 RUNNING_ON = 1 << 20  # microbatches beyond those in flight, where nobody says how many a batch has
@@ -309,7 +309,6 @@ class RankPlace:
     """A rank as its memory sees it: its V stages, replicas D, tensor ranks T, memory of its device [bytes].
 
     Arguments:
-        exchange: of updated weights over the replicas; None: it takes no time.
         streams: whether batches follow each other without a flush.
         beside: of its memory, what is certain to go to others than tensors (`certain`) [bytes].
     """
@@ -318,7 +317,6 @@ class RankPlace:
     replicas: int
     tensor: int
     limit: float
-    exchange: TransferTime | None = None
     streams: bool = False
     beside: float = 0.0
 

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
-from .stage_cost import StageSums, num_buckets
+from .stage_cost import StageSums
 from .topology import Floats, Indices
 
 EVERY = 16  # treatments of a rank that are kept; ways to divide its optimizer up to which all are tried
@@ -63,11 +64,12 @@ class MemoryRules:
 
     def front(self, sums: StageSums, moments: Moments, place: RankPlace) -> tuple[RankMemory, ...]:
         """Treatments that fit the device, the least seconds first; or the one with the least excess."""
-        rank = _TreatedRank(sums, moments, place, self)
+        rank, plain = _TreatedRank(sums, moments, place, self), list[RankMemory]()
         if "none" in self.recompute:  # most ranks need no more
-            plain = rank.memory(("none",) * rank.num_chunks, rank.shards[0])
-            if not plain.too_many:
-                return (plain,)
+            plain = [rank.memory(("none",) * rank.num_chunks, shards) for shards in (rank.shards[0], rank.shards[-1])]
+            plain = [memory for memory in plain[: len(rank.shards)] if not memory.too_many]
+        if len(plain) == min(len(rank.shards), 2):
+            return tuple(plain)
         options = rank.options(self.recompute)
         every = [way for shards in rank.shards for way in rank.ways(options, shards)]
         least = min(way.excess for way in every)
@@ -97,8 +99,7 @@ class _Way(NamedTuple):
 
 
 def _beats(one: _Way, other: _Way) -> bool:
-    pairs = zip((*one.seconds, *one.shards), (*other.seconds, *other.shards), strict=True)
-    return all(mine <= theirs for mine, theirs in pairs)
+    return one.shards == other.shards and all(map(le, one.seconds, other.seconds))
 
 
 class StateDivision(NamedTuple):
@@ -128,7 +129,7 @@ class _TreatedRank:
         self.most = moments.held.max(axis=0)
         self._rows: dict[str, tuple[Floats, Floats]] = {}
         self._divisions: dict[tuple[int, ...], StateDivision] = {}
-        self.shards = self._shards(sums.update[self.own], rules.sharding)
+        self.shards = self._shards(rules.sharding)
 
     def row(self, name: str) -> tuple[Floats, Floats]:
         """[V] bytes kept of a microbatch, [V] made again."""
@@ -208,35 +209,13 @@ class _TreatedRank:
         bucket = max(largest, min(float(self.sums.small[self.own].sum()), BUCKET_BYTES))
         return np.asarray(self.weights * (1 - 1 / divided + bucket / (float(self.weights.sum()) or 1.0)))
 
-    def _shards(self, update: Floats, sharding: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Ways to divide the optimizer's state, to try in turn.
-
-        It is divided where that saves time (a share of the step remains, and the updated weights go round behind it,
-        where all-reduces of gradients go beside compute), else only where memory is short.
-        """
-        replicas = self.place.replicas
-        may_shard = "full" in sharding and replicas > 1
-        must = "none" not in sharding and replicas > 1
-        rounds = self._gather_seconds() if may_shard and not must else [0.0] * len(update)
-        saved = [seconds * (1 - 1 / replicas) for seconds in update.tolist()]
-        wanted = tuple(
-            replicas if must or (may_shard and saves > costs) else 1 for saves, costs in zip(saved, rounds, strict=True)
-        )
-        if not may_shard or 1 not in wanted:
-            return (wanted,)
-        if 2 ** wanted.count(1) > EVERY:
-            return wanted, (replicas,) * len(wanted)
-        return tuple(product(*[(1, replicas) if each == 1 else (each,) for each in wanted]))
-
-    def _gather_seconds(self) -> list[float]:
-        """[V] seconds of gathering each stage's updated weights."""
-        exchange, weights = self.place.exchange, self.weights
-        if exchange is None:
-            return [0.0] * len(weights)
-        own = list(self.place.stages)
-        numbers = num_buckets(weights, small=self.sums.small[own], largest=self.sums.largest[own])
-        pairs = zip(weights.tolist(), numbers.tolist(), strict=True)
-        return [exchange.seconds(each, number=number) if each else 0.0 for each, number in pairs]
+    def _shards(self, sharding: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ways to divide the optimizer's state, the whole one first: of each stage, or of many stages alike."""
+        ways = {"none": 1, "full": self.place.replicas}
+        numbers = dict.fromkeys(ways[name] for name in sharding)
+        if len(numbers) ** self.num_chunks <= EVERY:
+            return tuple(product(numbers, repeat=self.num_chunks))
+        return tuple((number,) * self.num_chunks for number in numbers)
 
     def options(self, names: Sequence[str]) -> list[StageFront]:
         return [stage_front(self.sums, stage, names) for stage in self.own]

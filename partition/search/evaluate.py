@@ -68,6 +68,11 @@ class Evaluated:
         return max(memory.total for memory in self.memories)
 
     @property
+    def num_shards(self) -> int:
+        """Parts into which the optimizer's states are divided, of all stages."""
+        return sum(sum(memory.shards) for memory in self.memories)
+
+    @property
     def costs(self) -> Costs:
         return self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
 
@@ -189,7 +194,7 @@ class PlanEvaluator:
                     bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
                 )
             )
-        return sorted(found, key=lambda each: (each.bound, each.bottleneck, each.memory_bytes))
+        return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
 
     def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
         """No order of this work is faster, whatever is done about memory [s]; 0 where M is open.
@@ -244,7 +249,6 @@ class PlanEvaluator:
                     replicas=counts[p],
                     tensor=c.tensor,
                     limit=place.limits[p],
-                    exchange=place.exchanges[p],
                     streams=family(c.schedule).rule.is_asynchronous,
                     beside=certain(self.model(c).profile.device),
                 )

@@ -80,10 +80,10 @@ def plan(
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
-            `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
-        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, it is
-            divided where the step becomes shorter by more than gathering the updated weights takes, or where memory is
-            short.
+            `PlanStage`); of what fits, the simulation decides. Where "none" and "layer" are allowed, so are counts
+            such as "layer:3" between them. None: all that the profiles have figures for.
+        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, whatever
+            makes the simulated step shorter, stage by stage where memory is short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
         max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm in front of the updates
             of a batch that is flushed, for as long as a sum over them all takes. 0: they do not; None: as the profile

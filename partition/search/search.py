@@ -331,5 +331,6 @@ def _least_seconds(found: Sequence[Evaluated]) -> float:
 
 
 def _rank(e: Evaluated) -> tuple[object, ...]:
-    """Least simulated seconds (to nine digits), then the simplest configuration, the least memory, the first cuts."""
-    return (float(f"{e.simulated_seconds:.8e}"), e.configuration.key, e.memory_bytes, e.ends)
+    """Least simulated seconds (to nine digits), then the simplest configuration, the fewest shards, the least memory,
+    the first cuts."""
+    return (float(f"{e.simulated_seconds:.8e}"), e.configuration.key, e.num_shards, e.memory_bytes, e.ends)

@@ -9,9 +9,16 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
-import pytest
-from support.inside import RECOMPUTE, Configuration, MemoryRules, Model, PlanEvaluator, Topology, _TreatedRank
-from support.inside import stage_seconds
+from support.inside import (
+    RECOMPUTE,
+    Configuration,
+    MemoryRules,
+    Model,
+    PlanEvaluator,
+    Topology,
+    _TreatedRank,
+    stage_seconds,
+)
 
 from stagewright.partition import Cluster, Node, Profile, plan
 
@@ -19,7 +26,7 @@ CHOICES = ("none", "full", "layer", "selective", "layer:1", "layer:2")
 
 
 def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
-    """A chain of four or five nodes on two or three ranks, or two of two chunks or of two replicas, and little memory."""
+    """A chain of four or five nodes on two or three ranks, or on two of two chunks or replicas; little memory."""
     rng = random.Random(seed)
 
     def figure(most: int) -> float:
@@ -63,9 +70,7 @@ def every_step(
 ) -> Iterator[float]:
     rules = MemoryRules(optimizer_ratio=2.0, recompute=RECOMPUTE, sharding=sharding)
     model = Model(profile, rules)
-    free, tight = (
-        PlanEvaluator(Topology(cluster, memory_limit=each), lambda *_: model) for each in (None, limit)
-    )
+    free, tight = (PlanEvaluator(Topology(cluster, memory_limit=each), lambda *_: model) for each in (None, limit))
     ways = (1, c.data) if sharding == ("none", "full") else (1,)
     for inner in combinations(range(1, len(profile.nodes)), c.num_stages - 1):
         ends = (0, *inner, len(profile.nodes))
@@ -111,9 +116,17 @@ def gap(seed: int, sharding: tuple[str, ...] = ("none",)) -> float | None:
 
 
 if __name__ == "__main__":
-    import sys, time
+    import sys
+    import time
+
     a, b = map(int, sys.argv[1:3])
     sh = ("none",) if len(sys.argv) < 4 else ("none", "full")
     t = time.process_time()
     gaps = [gap(seed, sh) for seed in range(a, b)]
-    print(time.process_time() - t, sum(g is None for g in gaps), "of", len(gaps), [(a + i, round(g, 5)) for i, g in enumerate(gaps) if g and abs(g) > 1e-8])
+    print(
+        time.process_time() - t,
+        sum(g is None for g in gaps),
+        "of",
+        len(gaps),
+        [(a + i, round(g, 5)) for i, g in enumerate(gaps) if g and abs(g) > 1e-8],
+    )

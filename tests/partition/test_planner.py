@@ -63,7 +63,7 @@ def test_one_ring_over_two_hosts_changes_the_plan() -> None:
     )
 
     def found(cluster: str) -> Plan:
-        options = {"global_batch": 24, "schedules": "1f1b", "runnable": True}
+        options = {"global_batch": 24, "schedules": "1f1b", "runnable": True, "optimizer_sharding": "none"}
         return plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse(cluster), **options)
 
     near, far = "2x2:in=100MB/s,out=10MB/s@1s", "2x2:in=100MB/s,out=10MB/s@8s"
