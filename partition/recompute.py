@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +26,8 @@ from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, t
 from .stage_cost import StageSums
 from .topology import Floats, Indices
 
-EVERY = 16  # treatments of a rank that are kept; ways to divide its optimizer up to which all are tried
-_WAYS = 2048  # of the stages so far, up to which all go on
+EVERY = 16  # treatments of a rank that are kept
+_WAYS = 512  # of the stages so far, up to which all go on
 
 
 class StageFront(NamedTuple):
@@ -42,15 +41,15 @@ class StageFront(NamedTuple):
 
 def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront:
     """Rows of the table for one stage; where both "none" and "layer" are allowed, counts between them as well."""
-    rows = [(name, *(float(column[stage]) for column in sums.under(name))) for name in names]
+    labels, rows = list(names), np.array([[column[stage] for column in sums.under(name)] for name in names])
     if {"none", "layer"} <= set(names):
-        every = zip(*(column.tolist() for column in sums.counts(stage)), strict=True)
-        rows += [(f"layer:{number}", *row) for number, row in enumerate(every)][1:-1]
-    rows.sort(key=lambda row: (row[3], row[1] + row[2]))
-    kept, again, seconds = np.array([row[1:] for row in rows]).T
+        counts = np.column_stack(sums.counts(stage))[1:-1]
+        labels, rows = [*labels, *(f"layer:{number + 1}" for number in range(len(counts)))], np.append(rows, counts, 0)
+    order = np.lexsort((rows[:, 0] + rows[:, 1], rows[:, 2]))
+    kept, again, seconds = rows[order].T
     beaten = (kept[:, None] >= kept) & (again[:, None] >= again) & np.tri(len(rows), k=-1, dtype=bool)
     left = np.flatnonzero(~beaten.any(axis=1))
-    return StageFront(tuple(rows[at][0] for at in left), seconds[left], kept[left], again[left])
+    return StageFront(tuple(labels[order[at]] for at in left), seconds[left], kept[left], again[left])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +71,9 @@ class MemoryRules:
             return tuple(plain)
         options = rank.options(self.recompute)
         every = [way for shards in rank.shards for way in rank.ways(options, shards)]
-        least = min(way.excess for way in every)
-        front: list[_Way] = []
-        for way in sorted(
-            (way for way in every if way.excess == least), key=lambda way: (sum(way.seconds), way.shards)
-        ):
-            if not any(_beats(other, way) for other in front):
-                front.append(way)
-        return tuple(rank.memory(way.recompute, way.shards) for way in front[: EVERY if least == 0 else 1])
+        least = min(every)[0]
+        front = sorted((way for way in every if way[0] == least), key=lambda way: way[1:3])
+        return tuple(rank.memory(recompute, shards) for *_, shards, recompute in front[: EVERY if least == 0 else 1])
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
@@ -89,17 +83,8 @@ class MemoryRules:
         return min(rank.least_seconds_again(shards, self.recompute) for shards in rank.shards)
 
 
-class _Way(NamedTuple):
-    """One treatment of a rank's V stages: bytes too many, and seconds of each that run again."""
-
-    excess: float
-    seconds: tuple[float, ...]
-    shards: tuple[int, ...]
-    recompute: tuple[str, ...]
-
-
-def _beats(one: _Way, other: _Way) -> bool:
-    return one.shards == other.shards and all(map(le, one.seconds, other.seconds))
+# Bytes too many, seconds that run again, bytes at the fullest; how the optimizer is divided, what is recomputed.
+_Way = tuple[float, float, float, tuple[int, ...], tuple[str, ...]]
 
 
 class StateDivision(NamedTuple):
@@ -213,7 +198,7 @@ class _TreatedRank:
         """Ways to divide the optimizer's state, the whole one first: of each stage, or of many stages alike."""
         ways = {"none": 1, "full": self.place.replicas}
         numbers = dict.fromkeys(ways[name] for name in sharding)
-        if len(numbers) ** self.num_chunks <= EVERY:
+        if self.num_chunks <= 2:
             return tuple(product(numbers, repeat=self.num_chunks))
         return tuple((number,) * self.num_chunks for number in numbers)
 
@@ -238,16 +223,21 @@ class _TreatedRank:
             if len(picks) > _WAYS:
                 rest = [sum(each.min(axis=0) for each in loads[v + 1 :]), sum(each[0] for each in loads[v + 1 :])]
                 fullest, total = [(bytes_of + each - room).max(axis=1) for each in rest], seconds.sum(axis=1)
+                fullest[0] = np.maximum(fullest[0], 0.0)  # may fit, and then the earliest run again
                 left = np.unique(np.concatenate([_on_front(total, each) for each in fullest]))
                 bytes_of, seconds, picks = bytes_of[left], seconds[left], picks[left]
         totals = np.maximum(bytes_of + division.moments + self.messages + self.largest_workspace, division.behind)
-        excess = np.array([self.excess(division.fixed + float(total)) for total in totals.max(axis=1)])
-        nearest = np.flatnonzero(excess == excess.min()) if excess.min() == 0 else [int(excess.argmin())]
-        names = [[options[v].names[at] for v, at in enumerate(picks[way])] for way in nearest]
-        return [
-            _Way(float(excess[way]), tuple(seconds[way].tolist()), shards, tuple(chosen))
-            for way, chosen in zip(nearest, names, strict=True)
-        ]
+        fullest = division.fixed + totals.max(axis=1)
+        excess = np.array([self.excess(total) for total in fullest.tolist()])
+        total = np.array([float(f"{each:.12e}") for each in seconds.sum(axis=1).tolist()])
+        earliest = [-seconds[:, v] for v in reversed(range(len(options)))]
+        left, found = np.lexsort((*earliest, total, excess)), list[_Way]()
+        while len(left) and len(found) < EVERY and (not found or excess[left[0]] == 0):
+            at = left[0]
+            names = tuple(options[v].names[pick] for v, pick in enumerate(picks[at].tolist()))
+            found.append((float(excess[at]), float(total[at]), float(fullest[at]), shards, names))
+            left = left[(seconds[left] < seconds[at]).any(axis=1)]
+        return found
 
     def least_seconds_again(self, shards: tuple[int, ...], names: Sequence[str]) -> float:
         """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts.
@@ -289,6 +279,6 @@ def _descents(options: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 def _on_front(seconds: Floats, excess: Floats) -> Indices:
     """Where no other has as few seconds and as little excess."""
-    order = np.lexsort((excess, seconds))
+    order = len(seconds) - 1 - np.lexsort((excess[::-1], np.round(seconds[::-1], 12)))
     least = np.minimum.accumulate(excess[order])
-    return order[np.concatenate([[True], excess[order][1:] < least[:-1]])]
+    return np.asarray(order[np.concatenate([[True], excess[order][1:] < least[:-1]])])

@@ -86,21 +86,25 @@ def _one_from_each(
     c: Configuration, fronts: Sequence[Sequence[RankMemory]], seconds_of: Callable[[Sequence[RankMemory]], StageSeconds]
 ) -> list[tuple[RankMemory, ...]]:
     """[choices][P] treatments of the ranks; see `PlanEvaluator.choices`."""
-    if math.prod(map(len, fronts)) <= EVERY:
-        return list(product(*fronts))
-    updates: list[list[float]] = []  # of each rank, by treatment
+    longest, positions = max(map(len, fronts)), np.array(c.positions)
+    if longest == 1:
+        return [tuple(front[0] for front in fronts)]
+    alike = [seconds_of([front[min(at, len(front) - 1)] for front in fronts]) for at in range(longest)]
+    left: list[list[tuple[float, RankMemory]]] = []  # of each rank, its update and the treatment
     for p, front in enumerate(fronts):
-        stages = [s for s, position in enumerate(c.positions) if position == p]
-        mine = [
-            seconds_of([*(other[0] for other in fronts[:p]), each, *(other[0] for other in fronts[p + 1 :])])
-            for each in front
-        ]
-        updates.append([float((seconds.around + seconds.step)[stages].sum()) for seconds in mine])
+        figures = [np.array([s.backward, s.around + s.step, s.gather + s.step])[:, positions == p] for s in alike]
+        mine: list[int] = []
+        for at in sorted(range(len(front)), key=lambda at: float(figures[at].sum())):
+            if not any((figures[other] <= figures[at]).all() for other in mine):
+                mine.append(at)
+        left.append([(float(figures[at][1].sum()), front[at]) for at in sorted(mine)])
+    if math.prod(map(len, left)) <= EVERY:
+        return [tuple(memory for _, memory in chosen) for chosen in product(*left)]
+    least = max(min(update for update, _ in mine) for mine in left)
     found: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
-    for limit in sorted({max(map(min, updates)), *(each for mine in updates for each in mine)}):
-        if all(min(mine) <= limit for mine in updates):
-            picks = [next(at for at, each in enumerate(mine) if each <= limit) for mine in updates]
-            found[tuple(picks)] = tuple(front[at] for front, at in zip(fronts, picks, strict=True))
+    for limit in sorted({update for mine in left for update, _ in mine if update >= least}):
+        picks = [next(at for at, (update, _) in enumerate(mine) if update <= limit) for mine in left]
+        found[tuple(picks)] = tuple(mine[at][1] for mine, at in zip(left, picks, strict=True))
     return list(found.values())
 
 

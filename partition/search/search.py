@@ -31,7 +31,7 @@ _REFINED = 3  # configurations whose cuts are moved
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
-_CHOSEN_ACTIONS = 100_000  # of all simulations of one way to cut, with other treatments of its ranks
+_CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
