@@ -135,10 +135,10 @@ def test_the_first_stage_recomputes_and_the_last_does_not() -> None:
     profile = Profile(nodes=tuple(Node(name=f"l{i}", **layer) for i in range(12)), microbatch_size=1)  # type: ignore[arg-type]
     options = {"global_batch": 8, "schedules": "1f1b", "pipeline_sizes": (3,), "recompute": ("none", "layer")}
     found = plan(profile, Cluster.from_levels([(3, 1e9)]), memory_limit=900.0, **options)  # type: ignore[arg-type]
-    assert [stage.recompute for stage in found.stages] == ["layer:3", "layer:1", "none"]
+    assert [stage.recompute for stage in found.stages] == ["layer:2", "layer:1", "none"]
     assert [len(stage.nodes) for stage in found.stages] == [4, 4, 4]
-    assert found.memory[0].activations == 3 * (100 + 3 * 10 - 10) + 100  # its first input is the batch
-    assert "recompute layer:3" in found.explain()
+    assert found.memory[0].activations == 3 * (2 * 100 + 10) + 100  # the first one takes the batch
+    assert "recompute layer:2" in found.explain()
     assert "recompute layer in 2 of 3 stages" in found.explain().replace("\n  ", " ")
 
 
