@@ -388,10 +388,14 @@ def stage_bytes(
     *,
     positions: Sequence[int],
     replicas: Sequence[int],
-    tensor: int,
+    tensor: Sequence[int],
     streams: bool = False,
 ) -> tuple[StageBytes, ...]:
-    """[S] bytes of each stage on one of its devices, as its rank treats it; memories and replicas by place, [P]."""
+    """[S] bytes of each stage on one of its devices, as its rank treats it; memories and replicas by place, [P].
+
+    Arguments:
+        tensor: [S] ranks over which the message to the next stage is divided.
+    """
     found, pipeline = [], len(memories)
     for stage, weights in enumerate(sums.weights.tolist()):
         chunk, memory = stage // pipeline, memories[positions[stage]]
@@ -406,7 +410,7 @@ def stage_bytes(
                 activations=float(row.kept[stage]),
                 again=float(row.again[stage]),
                 workspace=float(sums.workspace[stage] + sums.before[stage] + sums.behind[stage]),
-                output=float(sums.behind[stage]) / tensor,
+                output=float(sums.behind[stage]) / tensor[stage],
                 summing=float(summing[stage]),
             )
         )

@@ -43,8 +43,8 @@ is "layer" for the first 3 of the stage's nodes that run again, and "none" for t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -154,6 +154,20 @@ class StageSums:
         return found
 
 
+def mixed(parts: Sequence[StageSums]) -> StageSums:
+    """[S] stage s as the s-th of these has it."""
+
+    def chosen(columns: Iterable[Floats]) -> Floats:
+        return np.array([float(column[stage]) for stage, column in enumerate(columns)])
+
+    figures = [each.name for each in fields(StageSums) if each.type == "Floats"]
+    return StageSums(
+        **{name: chosen(getattr(part, name) for part in parts) for name in figures},
+        by_node=lambda name: Recomputed(*map(chosen, zip(*(part.under(name) for part in parts), strict=True))),
+        by_count=lambda stage: parts[stage].counts(stage),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
     """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of the runtime
@@ -202,13 +216,11 @@ class StageSeconds:
             tied=tied,
         )
 
-    def links(
-        self, message_bytes: Floats, outward: Sequence[TransferTime], *, tensor: int, positions: Sequence[int]
-    ) -> Links:
+    def links(self, message_bytes: Floats, outward: Sequence[TransferTime], *, positions: Sequence[int]) -> Links:
         """Likewise, one rank a place, with bytes of all T tensor ranks behind each stage; routes of several stages are
         alike."""
         routes = {
-            (min(pair), max(pair)): Link(latency=link.latency, seconds_per_byte=link.seconds_a_byte / tensor)
+            (min(pair), max(pair)): Link(latency=link.latency, seconds_per_byte=link.seconds_a_byte)
             for pair, link in zip(pairwise(positions), outward[:-1], strict=True)
             if pair[0] != pair[1]
         }
@@ -288,7 +300,8 @@ class Placement:
     """Devices and links of stages.
 
     Arguments:
-        inward, outward: [S] links to the stage in front and behind; none at the ends.
+        inward, outward: [S] links to the stage in front and behind, with seconds a byte of whole messages, of which
+            each of min(T, T') tensor ranks sends a share; none at the ends.
         rings, exchanges: [P] over the replicas of a stage.
         speeds: [P] of the slowest device of a stage, times that of the profile's.
         limits: [P] memory of its smallest device [bytes].
@@ -307,7 +320,6 @@ def stage_seconds(
     place: Placement,
     positions: Sequence[int],
     *,
-    tensor: int,
     recompute: Sequence[str],
     shards: Sequence[int],
     action: float,
@@ -316,13 +328,12 @@ def stage_seconds(
 
     Arguments:
         positions: [S] place of each stage, 0 to P - 1.
-        tensor: T; each of T ranks sends its share of a message.
         recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
         action: seconds of the runtime around each action, messages apart.
     """
     outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
-    links_in, links_out = (np.array([x.seconds_a_byte for x in links]) / tensor for links in (place.inward, outward))
+    links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
     whole, parts = (round_seconds(sums, [ways[p] for p in positions]) for ways in (place.rings, place.exchanges))
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
     divided = np.array(shards, dtype=np.float64)

@@ -108,7 +108,8 @@ OUTSIDE = (
     "tensor ranks)",
     "layouts that leave more than an eighth of more than 64 devices idle, while others fit",
     "tensor ranks beyond the innermost links",
-    "microbatches, chunks and tensor ranks that differ by stage",
+    "microbatches and chunks that differ by stage; tensor ranks that do, where there are replicas, chunks or streams, "
+    "or, on more than 8 devices, more than two sizes",
     "schedules that were not named",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -37,7 +38,8 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
         if every is not None:
             return every
     place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
-    ends = even_ends(model, place, flights, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
+    models = {size: evaluator.model_of(c.microbatch_size, size) for size in {*c.tensors}}
+    ends = even_ends(models, place, flights, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
     if ends is not None:
         found.append(ends)
     by_hand = equal_stages(model.cuts, c.num_stages)
@@ -47,23 +49,25 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
 
 
 def even_ends(
-    model: Model, place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
+    models: Mapping[int, Model], place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
 ) -> Ends | None:
-    """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds.
+    """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds; models by
+    tensor size, with the same cuts.
 
     The same whatever the reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
     too.
     """
-    num_cuts = len(model.coarse)
+    coarse = models[min(c.tensors)].coarse
+    num_cuts = len(coarse)
     for fits in (True, False):
         while True:
-            costs = _EvenCosts(model, place, flights, c, reach=min(reach, num_cuts - 1))
+            costs = _EvenCosts(models, place, flights, c, reach=min(reach, num_cuts - 1))
             found = even_stages(costs.within if fits else costs.whatever, c.num_stages, num_cuts)
             if reach >= num_cuts - 1 or (found is not None and found[1] * (1 + _MARGIN) < costs.least_beyond):
                 break
             reach *= 4
         if found is not None:
-            return tuple(model.coarse[at] for at in found[0])
+            return tuple(coarse[at] for at in found[0])
     return None
 
 
@@ -82,17 +86,24 @@ class _EvenCosts:
     """
 
     def __init__(
-        self, model: Model, place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
+        self,
+        models: Mapping[int, Model],
+        place: Placement,
+        flights: tuple[Moments, ...],
+        c: Configuration,
+        *,
+        reach: int,
     ) -> None:
+        model = models[min(c.tensors)]
         self.place, self.flights, self.rules, self.c = place, flights, model.rules, c
         self.positions, self.counts = c.positions, c.counts
         at, rows = np.asarray(model.coarse), np.arange(len(model.coarse))[:, None]
         last = rows + np.arange(1, reach + 1)
         first, ends = at[rows], at[np.minimum(last, len(at) - 1)]
         self.inside = model.cuts.inside[first, ends] & (last < len(at))
-        self.sums = model.cuts.stages(first, ends)
+        self.sums = {size: each.cuts.stages(first, ends) for size, each in models.items()}
         self._fullest: dict[int, list[float]] = {}
-        self.least_beyond = model.least_work_beyond(reach) / max(place.speeds)
+        self.least_beyond = min(each.least_work_beyond(reach) for each in models.values()) / max(place.speeds)
         self.action_seconds = model.profile.action_seconds
         self.beside = certain(model.profile.device)
         self._plain: dict[object, Floats] = {}
@@ -103,11 +114,12 @@ class _EvenCosts:
         """Paces without a memory limit, nothing recomputed."""
         speed = self.place.speeds[self.positions[stage]]
         inward, outward = self.place.inward[stage], self.place.outward[stage]
-        key = (inward, outward, speed)
+        size = self.c.tensors[self.positions[stage]]
+        key = (inward, outward, speed, size)
         if key not in self._plain:
-            sums = self.sums
+            sums = self.sums[size]
             sent = sums.before * inward.seconds_a_byte + sums.behind * outward.seconds_a_byte
-            slower = pace(work=sums.work / speed + self._around(stage), links=sent / self.c.tensor)
+            slower = pace(work=sums.work / speed + self._around(stage), links=sent)
             self._plain[key] = np.where(self.inside, slower, np.inf)
         return self._plain[key]
 
@@ -127,9 +139,9 @@ class _EvenCosts:
         key = (id(plain), held, flight.versions, limit, speed)  # `plain` is one for each pair of links
         if key in self._made:
             return self._made[key]
-        made = np.full_like(plain, np.inf)
+        made, sums = np.full_like(plain, np.inf), self.sums[self.c.tensors[p]]
         for recompute in self.rules.recompute:
-            work = (self.sums.work + self.sums.under(recompute).seconds) / speed
+            work = (sums.work + sums.under(recompute).seconds) / speed
             seconds = np.maximum(plain, work + self._around(stage))
             made = np.where(self._bytes(p, held, recompute) <= limit, np.minimum(made, seconds), made)
         self._made[key] = made
@@ -143,18 +155,18 @@ class _EvenCosts:
         return self._fullest[p]
 
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
-        counts, versions = self.counts[p], self.flights[p].versions
-        key = (counts, versions, recompute)
+        counts, versions, size = self.counts[p], self.flights[p].versions, self.c.tensors[p]
+        key = (counts, versions, recompute, size)
         if key not in self._parts:
             streams = family(self.c.schedule).rule.is_asynchronous
             divides = "full" in self.rules.sharding
             self._parts[key] = stage_parts(
-                self.sums,
+                self.sums[size],
                 copies=versions + 1 + self.rules.optimizer_ratio / (counts if divides else 1),
                 replicas=counts,
                 divides=divides,
                 recompute=recompute,
-                tensor=self.c.tensor,
+                tensor=min(self.c.tensors[max(0, p - 1) : p + 2]),
                 num_chunks=self.c.num_chunks,
                 streams=streams,
             )

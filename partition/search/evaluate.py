@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TypeVar
@@ -16,7 +16,7 @@ from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
 from ..memory import Moments, RankMemory, RankPlace, certain
 from ..recompute import EVERY
-from ..stage_cost import Placement, StageSeconds, StageSums, round_seconds, stage_seconds
+from ..stage_cost import Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Topology, TransferTime
 from .model import Model
 from .paces import least_step, rank_paces
@@ -40,6 +40,7 @@ class Evaluated:
     """A configuration with cuts that fits.
 
     Arguments:
+        models: by tensor size of its stages.
         tied: (stages, seconds) of all-reduces of gradients of weights that stages on different ranks share.
         norm: of the global norm, for which all ranks wait [s]; None: there is none.
         bottleneck: pace of the slowest rank [s a microbatch].
@@ -51,7 +52,7 @@ class Evaluated:
 
     configuration: Configuration
     ends: Ends
-    model: Model
+    models: Mapping[int, Model]
     placement: Placement
     sums: StageSums
     seconds: StageSeconds
@@ -62,6 +63,11 @@ class Evaluated:
     bound: float
     simulated_seconds: float = math.inf
     bubble: float = 0.0
+
+    @property
+    def model(self) -> Model:
+        """Of the smallest tensor size among its stages."""
+        return self.models[min(self.models)]
 
     @property
     def memory_bytes(self) -> float:
@@ -79,7 +85,7 @@ class Evaluated:
     @property
     def links(self) -> Links:
         c = self.configuration
-        return self.seconds.links(self.sums.behind, self.placement.outward, tensor=c.tensor, positions=c.positions)
+        return self.seconds.links(self.sums.behind, self.placement.outward, positions=c.positions)
 
 
 def _one_from_each(
@@ -121,13 +127,39 @@ class PlanEvaluator:
         self.schedules = BuiltSchedules()
         self._placements: dict[object, Placement] = {}
         self._sums: dict[object, TransferTime] = {}
+        self._least_models: dict[object, Model] = {}
         # Of the configuration at hand: cuts move, and most ranks keep theirs.
         self._memories_of: tuple[Configuration, Sequence[Moments]] | None = None
         self._fronts: dict[object, tuple[RankMemory, ...]] = {}
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
     def model(self, c: Configuration) -> Model:
-        return self.model_of(c.microbatch_size, c.tensor)
+        """Of the smallest tensor size among its stages."""
+        return self.model_of(c.microbatch_size, min(c.tensors))
+
+    def least_model(self, c: Configuration) -> Model:
+        """No more of anything than any of its stages has, for bounds of whatever cuts."""
+        if c.sizes is None:
+            return self.model(c)
+        key = (c.microbatch_size, *sorted({*c.sizes}))
+        if key not in self._least_models:
+            first, *others = [self.model_of(c.microbatch_size, size) for size in key[1:]]
+            self._least_models[key] = first.at_least(others)
+        return self._least_models[key]
+
+    def work_of_all(self, c: Configuration) -> float:
+        """Seconds of a microbatch, of all members of its tensor groups together; where these differ, at least [s]."""
+        if c.sizes is None:
+            return self.model(c).seconds * c.tensor
+        nodes = [(size, self.model_of(c.microbatch_size, size).profile.nodes) for size in sorted({*c.sizes})]
+        every = [[size * node.seconds for node in own] for size, own in nodes]
+        return sum(map(min, zip(*every, strict=True)))
+
+    def sums(self, c: Configuration, ends: Ends) -> StageSums:
+        """Of each stage with the tensor size of its place."""
+        sizes = [c.tensors[p] for p in c.positions]
+        found = {size: self.model_of(c.microbatch_size, size).stages(ends, c.positions) for size in {*sizes}}
+        return found[sizes[0]] if len(found) == 1 else mixed([found[size] for size in sizes])
 
     def _norm_seconds(self, schedule: str) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
@@ -157,8 +189,7 @@ class PlanEvaluator:
             exact: count what is in flight in the whole schedule, or one that holds exactly as much.
             flights: by stage of the first chunk, in place of what the schedule says.
         """
-        model, place, positions = self.model(c), self.placement(c), c.positions
-        sums = model.stages(ends, positions)
+        model, place, positions, sums = self.model(c), self.placement(c), c.positions, self.sums(c, ends)
         if flights is None:
             flights = self.schedules.in_flight(c, exact=exact)
         fronts = self._by_rank(
@@ -174,7 +205,6 @@ class PlanEvaluator:
                 sums,
                 place,
                 positions,
-                tensor=c.tensor,
                 recompute=[each.recompute[v] for each, v in treatments],
                 shards=[each.shards[v] for each, v in treatments],
                 action=model.profile.action_seconds,
@@ -187,7 +217,7 @@ class PlanEvaluator:
                 Evaluated(
                     configuration=c,
                     ends=ends,
-                    model=model,
+                    models={size: self.model_of(c.microbatch_size, size) for size in {*c.tensors}},
                     placement=place,
                     sums=sums,
                     seconds=seconds,
@@ -209,12 +239,11 @@ class PlanEvaluator:
         if c.num_microbatches is None:
             return 0.0
         model, counts, place, positions = self.model(c), c.counts, self.placement(c), c.positions
-        sums, may_shard = model.stages(ends, positions), "full" in model.rules.sharding
+        sums, may_shard = self.sums(c, ends), "full" in model.rules.sharding
         seconds = stage_seconds(
             sums,
             place,
             positions,
-            tensor=c.tensor,
             recompute=["none"] * c.num_stages,
             shards=[counts[p] if may_shard else 1 for p in positions],
             action=model.profile.action_seconds,
@@ -251,7 +280,7 @@ class PlanEvaluator:
                 rank = RankPlace(
                     stages=stages,
                     replicas=counts[p],
-                    tensor=c.tensor,
+                    tensor=min(c.tensors[max(0, p - 1) : p + 2]),  # the fewest that a message is divided over
                     limit=place.limits[p],
                     streams=family(c.schedule).rule.is_asynchronous,
                     beside=certain(self.model(c).profile.device),
@@ -291,19 +320,22 @@ class PlanEvaluator:
 
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
-        key, positions = (c.pipeline, c.data, c.tensor, c.positions, c.ranks), c.positions
+        key, positions = (c.pipeline, c.data, c.tensors, c.positions, c.ranks), c.positions
         if key not in self._placements:
-            topology, ranks = self.topology, c.stage_ranks
+            topology, ranks, sizes = self.topology, c.stage_ranks, c.tensors
             ways = dict.fromkeys(pairwise(positions), NO_TRANSFER)  # a rank sends itself nothing
             for a, b in ways:
                 if a != b:
-                    ways[a, b] = topology.between(ranks[a], ranks[b], tensor=c.tensor)
+                    fewest = min(sizes[a], sizes[b])
+                    ends = (ranks[a], ranks[b]) if c.sizes is None else (ranks[a][:fewest], ranks[b][:fewest])
+                    way = topology.between(*ends, tensor=fewest)
+                    ways[a, b] = replace(way, seconds_a_byte=way.seconds_a_byte / fewest)
             between = [ways[pair] for pair in pairwise(positions)]
             self._placements[key] = Placement(
                 inward=(NO_TRANSFER, *between),
                 outward=(*between, NO_TRANSFER),
-                rings=tuple(topology.ring(each[:: c.tensor]) for each in ranks),
-                exchanges=tuple(topology.exchange(each[:: c.tensor]) for each in ranks),
+                rings=tuple(topology.ring(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
+                exchanges=tuple(topology.exchange(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
                 speeds=tuple(map(topology.speed, ranks)),
                 limits=tuple(map(topology.memory, ranks)),
             )
@@ -321,8 +353,8 @@ class PlanEvaluator:
         places = tuple(sorted({c.positions[stage] for stage in stages}))
         if len(places) == 1:
             return NO_TRANSFER
-        key = (c.pipeline, c.data, c.tensor, places, c.ranks)
+        key = (c.pipeline, c.data, c.tensors, places, c.ranks)
         if key not in self._sums:
-            ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensor]]
+            ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
             self._sums[key] = self.topology.ring(ranks)
         return self._sums[key]

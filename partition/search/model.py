@@ -15,6 +15,7 @@ from ..solve.cut_sums import Cuts, node_names, thinned
 from ..stage_cost import StageSums
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
+_LEAST = ("forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 _SCALED = 0.005  # of the profile's seconds: less is not worth a word
 
 
@@ -38,6 +39,18 @@ class Model:
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
+
+    def at_least(self, others: Sequence[Model]) -> Model:
+        """The same model with the least of each figure of a node; the same cuts."""
+        if not others:
+            return self
+        nodes = []
+        for same in zip(self.profile.nodes, *(each.profile.nodes for each in others), strict=True):
+            least = {name: min(getattr(node, name) for node in same) for name in _LEAST}
+            nodes.append(replace(same[0], **least, largest_parameter_bytes=0.0, small_parameter_bytes=None))
+        tied = zip(self.profile.tied, *(each.profile.tied for each in others), strict=True)
+        shared = tuple((same[0][0], min(num_bytes for _, num_bytes in same)) for same in tied)
+        return Model(replace(self.profile, nodes=tuple(nodes), tied=shared, step_seconds=None), self.rules)
 
     @cached_property
     def coarse(self) -> list[int]:

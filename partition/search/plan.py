@@ -182,6 +182,9 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
             brought.append((search.least.of_any(name, model, num_microbatches), find))
+    sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
+    if not all(map(_alike, sizes_of.values())):
+        space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
     found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
         filter(runs, _in_all_orders(every, cluster)), []
@@ -189,6 +192,18 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
+
+
+def _alike(models: Sequence[Model]) -> bool:
+    """Whether their stages between any two cuts are of the same nodes."""
+    first, *others = models
+    names = [node.name for node in first.profile.nodes]
+    return all(
+        [node.name for node in each.profile.nodes] == names
+        and len(each.profile.tied) == len(first.profile.tied)
+        and np.array_equal(each.cuts.members, first.cuts.members)
+        for each in others
+    )
 
 
 def _ranked(
@@ -206,7 +221,7 @@ def _ranked(
         [best, *found[:at], *found[at + 1 :]],
         topology,
         order=order,
-        bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
+        bound=search.evaluator.work_of_all(best.configuration) / topology.total_speed,
         says_size=says_size,
         num_runners_up=num_runners_up,
         notes=notes,
@@ -239,7 +254,7 @@ def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configurati
         orders = [given, given[::-1]]
     for configuration in space.configurations():
         yield configuration
-        for order in orders:
+        for order in orders if configuration.sizes is None else ():
             if order != given:
                 ranks = tuple(own_ranks(order, size, each) for each in configuration.stage_ranks)
                 yield replace(configuration, ranks=ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from ...schedules.families.registry import family
 from ..memory import stage_bytes
@@ -76,7 +77,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     c, ranks = e.configuration, e.configuration.stage_ranks
     paces = stage_paces(c, e.seconds)
     streams = family(c.schedule).rule.is_asynchronous
-    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor, streams=streams)
+    fewest = [min(c.tensors[p], c.tensors[q]) for p, q in pairwise([*c.positions, c.positions[-1]])]
+    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=fewest, streams=streams)
     nodes = {node.name: node for node in e.model.profile.nodes}
     stages = []
     for s in range(c.num_stages):
@@ -86,10 +88,10 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
             PlanStage(
                 nodes=e.model.names(first, last),
                 ranks=own_ranks(order, node_size, ranks[p]),
-                tensor=c.tensor,
+                tensor=c.tensors[p],
                 step_seconds=float(paces[s]),
                 spread=_spread([nodes[name] for name in e.model.names(first, last)]),
-                parameter_bytes=e.model.parameter_bytes(first, last),
+                parameter_bytes=e.models[c.tensors[p]].parameter_bytes(first, last),
                 memory=memory.uses[v],
                 memory_limit=memory.limit if math.isfinite(memory.limit) else None,
                 held=held[s],

@@ -89,7 +89,7 @@ class PlanSearch:
         """
         queue: list[_Entry] = []
         for c in configurations:
-            queue.append((self.least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
+            queue.append((self._least(c), 0, c.key, len(queue), c))
         self._counts["considered"] += len(queue)
         self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
         queue += [(least, 0, (), next(self._brought_numbers), find) for least, find in brought]
@@ -117,6 +117,17 @@ class PlanSearch:
         for each in found:
             best.setdefault(each.configuration, each)
         return self._refined(list(best.values()))
+
+    def _least(self, c: Configuration) -> float:
+        """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
+        least, m = self.least.of(c, self.evaluator.least_model(c)), c.batch
+        if c.sizes is None:
+            return least
+        weight = 0.0
+        for size in reversed(c.sizes):
+            weight += max(0.0, size - weight) / m
+        weight = c.num_devices / m if family(c.schedule).splits_backward else weight
+        return max(least, self.evaluator.work_of_all(c) / weight / self.evaluator.topology.fastest)
 
     def _look(self, entry: _Entry, queue: list[_Entry], found: list[Evaluated]) -> None:
         """Take one step with what is looked at: it joins `found`, or the queue again, or is out."""
@@ -213,7 +224,7 @@ class PlanSearch:
         try:
             return candidate_ends(self.evaluator, c)
         except SizesError as error:
-            self._note_refusal(error, self.least.of(c, self.evaluator.model(c)))
+            self._note_refusal(error, self._least(c))
             return []
 
     def _find_miss(self) -> None:
@@ -228,7 +239,7 @@ class PlanSearch:
 
         Where the optimizer is divided, a rank has the parts of others for a moment, of gradients and of weights.
         """
-        model = self.evaluator.model(c)
+        model = self.evaluator.least_model(c)
         rules = model.rules
         ways = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
         optimizer = min(ways[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio

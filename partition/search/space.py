@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, permutations, product
 
 from ...schedules.families.registry import family
 from ..solve.orders import own_ranks
 
+MIXED_SIZES = 8  # devices up to which tensor sizes of stages are mixed in every way
 ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are always looked at, too
 
 
@@ -25,6 +27,7 @@ class Configuration:
         microbatch_size: samples in one; 1 where a profile does not say what it ran.
         num_microbatches: of a batch over all replicas, M; None: open, each replica updates with each microbatch.
         ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
+        sizes: T of each of P stages, where these differ, on neighbours in a row; `tensor` is the largest then, and D 1.
     """
 
     pipeline: int
@@ -35,6 +38,12 @@ class Configuration:
     microbatch_size: int
     num_microbatches: int | None
     ranks: tuple[tuple[int, ...], ...] | None = None
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """[P] T of each place."""
+        return self.sizes or (self.tensor,) * self.pipeline
 
     @property
     def num_stages(self) -> int:
@@ -49,7 +58,7 @@ class Configuration:
     def num_devices(self) -> int:
         if self.ranks is not None:
             return sum(map(len, self.ranks))
-        return self.pipeline * self.data * self.tensor
+        return sum(self.tensors) * self.data
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -72,15 +81,15 @@ class Configuration:
         """[P] ranks of each stage of the first chunk: ranges where nothing else was said."""
         if self.ranks is not None:
             return self.ranks
-        width = self.data * self.tensor
-        return tuple(range(p * width, (p + 1) * width) for p in range(self.pipeline))
+        ends = [*accumulate(size * self.data for size in self.tensors)]
+        return tuple(range(end - size * self.data, end) for end, size in zip(ends, self.tensors, strict=True))
 
     @property
     def key(self) -> tuple[object, ...]:
         """The order of configurations that are otherwise equal: the simplest first."""
         counts = () if self.ranks is None else self.counts
         sizes = (self.tensor, self.pipeline, self.num_chunks, -self.microbatch_size)
-        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or ())
+        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or (), self.sizes or ())
 
     @property
     def label(self) -> str:
@@ -97,7 +106,7 @@ class Configuration:
         elif counts[0] > 1:
             parts.append(f"data {counts[0]}")
         if self.tensor > 1:
-            parts.append(f"tensor {self.tensor}")
+            parts.append(f"tensor {'-'.join(map(str, self.sizes or (self.tensor,)))}")
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
 
@@ -113,6 +122,8 @@ class Runs:
     runnable: bool
 
     def __call__(self, c: Configuration) -> bool:
+        if c.sizes is not None:  # in a row, each within the innermost links
+            return all(ranks[0] // self.node_size == ranks[-1] // self.node_size for ranks in c.stage_ranks)
         idle = c.num_devices < self.num_devices and family(c.schedule).rule.is_asynchronous
         if self.runnable and (idle or self.num_devices % c.tensor):
             return False
@@ -127,7 +138,8 @@ class Runs:
 class SearchSpace:
     """The axes: `configurations` is their product, less what does not fit together; sizes of None are all that fit.
 
-    With `all_layouts` those as well that leave more than an eighth of more than ALL_SIZES devices idle.
+    With `all_layouts` those as well that leave more than an eighth of more than ALL_SIZES devices idle; with
+    `mixed_sizes` those whose stages have tensor sizes of their own: under a flush, a stage a rank, without replicas.
     """
 
     num_devices: int
@@ -139,6 +151,7 @@ class SearchSpace:
     data_sizes: Sequence[int] | None = None
     max_stages: int
     all_layouts: bool = False
+    mixed_sizes: bool = True
 
     def configurations(self) -> Iterator[Configuration]:
         """Configurations with equal replicas: D T P devices, each replica with the same number of microbatches."""
@@ -148,6 +161,38 @@ class SearchSpace:
                     continue
                 for data, pipeline in self._layouts(self.global_batch // size, tensor):
                     yield from self._of_layout(pipeline, data, tensor, size)
+        unequal = list(self._unequal_sizes()) if self.mixed_sizes else []
+        for size, (schedule, chunk_sizes) in product(self.microbatch_sizes, self.schedules):
+            is_flushed = not family(schedule).rule.is_asynchronous
+            if self.global_batch % size or 1 not in (self.data_sizes or (1,)) or tuple(chunk_sizes) != (1,):
+                continue
+            for sizes in unequal if is_flushed else ():
+                yield Configuration(
+                    pipeline=len(sizes),
+                    data=1,
+                    tensor=max(sizes),
+                    schedule=schedule,
+                    num_chunks=1,
+                    microbatch_size=size,
+                    num_microbatches=self.global_batch // size,
+                    sizes=sizes,
+                )
+
+    def _unequal_sizes(self) -> Iterator[tuple[int, ...]]:
+        """Tensor sizes of stages that together take all devices; of many devices two sizes, all stages of one first."""
+        most = min(self.max_stages, self.num_devices)
+        allowed = [pipeline for pipeline in self.pipeline_sizes or range(2, most + 1) if pipeline <= most]
+        if self.num_devices <= MIXED_SIZES:
+            for pipeline in allowed:
+                for sizes in product(self.tensor_sizes, repeat=pipeline):
+                    if sum(sizes) == self.num_devices and len({*sizes}) > 1:
+                        yield sizes
+            return
+        for one, other in permutations(self.tensor_sizes, 2):
+            for number in range(1, self.num_devices // one + 1):
+                rest, over = divmod(self.num_devices - number * one, other)
+                if rest and not over and number + rest in allowed:
+                    yield (one,) * number + (other,) * rest
 
     def _layouts(self, num_microbatches: int, tensor: int) -> Iterator[tuple[int, int]]:
         """(D, P) with D a divisor of M."""

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from support.inside import (
     MemoryRules,
     Model,
     Moments,
+    PlaceNetwork,
     PlanEvaluator,
     RankPlace,
     Recomputed,
@@ -25,7 +26,8 @@ from support.inside import (
     stage_seconds,
 )
 
-from stagewright.partition import Cluster, Node, Profile, plan
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.schedules import Costs, Link, Links, build, simulate
 
 
 def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
@@ -91,7 +93,6 @@ def every_step(
                 base.sums,
                 base.placement,
                 c.positions,
-                tensor=1,
                 recompute=[names[v] for (names, _), v in treatments],
                 shards=[shards[v] for (_, shards), v in treatments],
                 action=0.0,
@@ -173,3 +174,102 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
             assert best.too_many == 0
             took.append(float(sums.seconds_again(best.recompute).sum()))
         assert took[0] <= took[1] <= 1.05 * took[0]
+
+
+# --- tensor sizes of stages ---
+
+
+class OverTwo:
+    """A profile, and what one of two or four tensor ranks has of it: more than its part of the seconds."""
+
+    def __init__(self, whole: Profile, more: float) -> None:
+        self.whole, self.more = whole, more
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        factor = (self.more if tensor > 1 else 1.0) / tensor
+        nodes = (
+            replace(
+                node,
+                forward_seconds=node.forward_seconds * factor,
+                backward_seconds=node.backward_seconds * factor,
+                parameter_bytes=node.parameter_bytes / tensor,
+            )
+            for node in self.whole.nodes
+        )
+        return replace(self.whole, nodes=tuple(nodes), tensor=tensor)
+
+    def tensor_sizes(self, limit: int) -> list[int]:
+        return [size for size in (1, 2, 4) if size <= limit]
+
+
+def test_a_heavy_stage_has_two_ranks() -> None:
+    """Of four devices two have the heavy unit, and each of the others one: with two for both two are slower."""
+    named = (("heavy", 4.0), ("b", 3.0), ("c", 3.0))
+    nodes = tuple(
+        Node(name=n, forward_seconds=f, backward_seconds=f, activation_bytes=8.0, parameter_bytes=64.0)
+        for n, f in named
+    )
+    source = OverTwo(Profile(nodes=nodes, microbatch_size=1), 1.3)
+    options = {"global_batch": 32, "data_sizes": (1,), "schedules": "1f1b", "tensor_sizes": (1, 2)}
+    found = plan(source, Cluster.from_levels([(4, 100.0)]), microbatch_sizes=(1,), **options)  # type: ignore[arg-type]
+    assert [(stage.nodes, stage.tensor, stage.ranks) for stage in found.stages] == [
+        (("heavy",), 2, (0, 1)), (("b",), 1, (2,)), (("c",), 1, (3,))
+    ]  # fmt: skip
+    assert [stage.parameter_bytes for stage in found.stages] == [32.0, 64.0, 64.0]
+    assert found.links is not None
+    assert [way.seconds_per_byte for way in found.links.network.routes.values()] == [0.01, 0.01]  # by one member
+    assert found.searched is not None
+    assert "tensor 2-1-1" in found.explain().splitlines()[0]
+    assert "heavy, tensor 2" in found.explain()
+    assert Plan.from_json(found.to_json()) == found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
+    """Of stages in a row on four devices: every size of each, every cut, simulated from the profiles alone."""
+    mixed = 0
+    for seed in range(first, first + 50):
+        rng = random.Random(seed)
+        nodes = [
+            Node(
+                name=f"n{i}",
+                forward_seconds=rng.randint(1, 12) / 4,
+                backward_seconds=rng.randint(1, 24) / 4,
+                activation_bytes=rng.randint(0, 12) / 4,
+            )
+            for i in range(rng.choice((3, 4)))
+        ]
+        m, more, bandwidth = rng.choice((2, 8, 32)), rng.choice((1.0, 1.4, 1.8)), rng.choice((2.0, 50.0))
+        source = OverTwo(Profile(nodes=tuple(nodes), microbatch_size=1), more)
+        cluster = Cluster.from_levels([(4, bandwidth)])
+        steps = {}
+        for P in range(1, len(nodes) + 1):
+            for sizes, inner in product(product((1, 2, 4), repeat=P), combinations(range(1, len(nodes)), P - 1)):
+                if sum(sizes) <= 4:
+                    steps[sizes, inner] = step_of(source, sizes, (0, *inner, len(nodes)), bandwidth, m)
+        options = {"global_batch": m, "data_sizes": (1,), "schedules": "1f1b", "microbatch_sizes": (1,)}
+        found = plan(source, cluster, **options)  # type: ignore[arg-type]
+        assert found.simulated_step_time == pytest.approx(min(steps.values()), rel=1e-8), seed
+        assert found.searched is not None
+        assert found.searched.least <= min(steps.values()) * (1 + 1e-9)
+        assert found.searched.faster_left(found.simulated_step_time or 0) == 0
+        mixed += len({stage.tensor for stage in found.stages}) > 1
+    assert mixed > 1
+
+
+def step_of(source: OverTwo, sizes: tuple[int, ...], ends: tuple[int, ...], bandwidth: float, m: int) -> float:
+    own = [
+        source.profile(microbatch_size=1, tensor=size).nodes[a:b]
+        for size, (a, b) in zip(sizes, pairwise(ends), strict=True)
+    ]
+    routes = {(p, p + 1): Link(seconds_per_byte=1 / bandwidth / min(pair)) for p, pair in enumerate(pairwise(sizes))}
+    crossing = [stage[-1].activation_bytes for stage in own[:-1]]
+    links = Links(
+        network=PlaceNetwork(places=tuple((p,) for p in range(len(sizes))), routes=routes), activation_bytes=crossing
+    )
+    costs = Costs(
+        forward=[sum(node.forward_seconds for node in stage) for stage in own],
+        backward=[sum(node.backward_seconds for node in stage) for stage in own],
+    )
+    return simulate(build("1f1b", num_ranks=len(sizes), num_microbatches=m), costs, links).makespan
