@@ -153,7 +153,7 @@ class PlanEvaluator:
             return self.model(c).seconds * c.tensor
         nodes = [(size, self.model_of(c.microbatch_size, size).profile.nodes) for size in sorted({*c.sizes})]
         every = [[size * node.seconds for node in own] for size, own in nodes]
-        return sum(map(min, zip(*every, strict=True)))
+        return float(sum(map(min, zip(*every, strict=True))))
 
     def sums(self, c: Configuration, ends: Ends) -> StageSums:
         """Of each stage with the tensor size of its place."""
