@@ -37,7 +37,7 @@ Recomputation of a stage, a microbatch:
                 enters each node                        beyond that                 in front of its own B
 
 Under "layer" and "selective" a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3"
-is "layer" for the first 3 of the stage's nodes that run again, and "none" for the others.
+is "layer" for the first 3 of the stage's nodes that run again, and "none" for the others; so is "selective:3".
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from ..schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
 RECOMPUTE = ("none", "full", "layer", "selective")
-RULES = f"{', '.join(map(repr, RECOMPUTE))}, or a count such as 'layer:3'"
+COUNTED = ("layer", "selective")
+RULES = f"{', '.join(map(repr, RECOMPUTE))}, or a count such as 'layer:3' or 'selective:3'"
 
 
 def count_again(rule: object, *, expected: str = RULES) -> int | None:
@@ -67,9 +68,9 @@ def count_again(rule: object, *, expected: str = RULES) -> int | None:
     """
     if rule in RECOMPUTE:
         return None
-    if not isinstance(rule, str) or re.fullmatch(r"layer:[1-9][0-9]{0,8}", rule) is None:
+    if not isinstance(rule, str) or re.fullmatch(rf"({'|'.join(COUNTED)}):[1-9][0-9]{{0,8}}", rule) is None:
         raise ValueError(f"recompute={rule!r}: expected one of {expected}")
-    return int(rule.removeprefix("layer:"))
+    return int(rule.partition(":")[2])
 
 
 class Recomputed(NamedTuple):
@@ -93,7 +94,7 @@ class StageSums:
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
-        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n".
+        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of "selective".
     """
 
     forward: Floats
@@ -108,7 +109,7 @@ class StageSums:
     largest: Floats
     small: Floats
     by_node: Callable[[str], Recomputed]
-    by_count: Callable[[int], Recomputed] | None = None
+    by_count: Callable[[int, str], Recomputed] | None = None
     apart: Floats = field(default_factory=lambda: np.zeros(1))
     small_apart: Floats = field(default_factory=lambda: np.zeros(1))
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
@@ -123,18 +124,19 @@ class StageSums:
         own = self.weights - self.apart
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
-    def counts(self, stage: int) -> Recomputed:
+    def counts(self, stage: int, kind: str = "layer") -> Recomputed:
         """[n + 1] of one stage, of which none to all n nodes that run again do so, the first ones first."""
         if self.by_count is None:
             return Recomputed(*(each[stage : stage + 1] for each in self.under("none")))
-        return self.by_count(stage)
+        return self.by_count(stage, kind)
 
     def under(self, recompute: str) -> Recomputed:
         if recompute not in self._rows:
             nothing = np.zeros_like(self.stash)
             match recompute:
                 case _ if (number := count_again(recompute)) is not None:
-                    tables = [self.counts(stage) for stage in range(len(self.stash))]
+                    kind = recompute.partition(":")[0]
+                    tables = [self.counts(stage, kind) for stage in range(len(self.stash))]
                     picked = [[float(column[min(number, len(column) - 1)]) for column in each] for each in tables]
                     row = Recomputed(*np.array(picked).T)
                 case "none":
@@ -164,7 +166,7 @@ def mixed(parts: Sequence[StageSums]) -> StageSums:
     return StageSums(
         **{name: chosen(getattr(part, name) for part in parts) for name in figures},
         by_node=lambda name: Recomputed(*map(chosen, zip(*(part.under(name) for part in parts), strict=True))),
-        by_count=lambda stage: parts[stage].counts(stage),
+        by_count=lambda stage, kind: parts[stage].counts(stage, kind),
     )
 
 

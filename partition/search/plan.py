@@ -80,8 +80,8 @@ def plan(
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
-            `PlanStage`); of what fits, the simulation decides. Where "none" and "layer" are allowed, so are counts
-            such as "layer:3" between them. None: all that the profiles have figures for.
+            `PlanStage`); of what fits, the simulation decides. With "none", counts such as "layer:3" are
+            allowed, too. None: all that the profiles have figures for.
         optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, whatever
             makes the simulated step shorter, stage by stage where memory is short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).

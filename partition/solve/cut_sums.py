@@ -81,7 +81,7 @@ class Cuts:
             apart=self.apart(first, last),
             small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
-            by_count=lambda stage: self._counted(int(first[stage]), int(last[stage])),
+            by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),
         )
 
     def weights(self, first: Cut, last: Cut) -> Floats:
@@ -147,15 +147,16 @@ class Cuts:
         )
 
     @cached_property
-    def _counts(self) -> dict[tuple[int, int], Recomputed]:
+    def _counts(self) -> dict[tuple[int, int, str], Recomputed]:
         return {}
 
-    def _counted(self, first: int, last: int) -> Recomputed:
-        """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again do so.
+    def _counted(self, first: int, last: int, kind: str) -> Recomputed:
+        """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again do so, "layer" or
+        "selective".
 
-        What a node of them takes counts from the first on that takes it.
+        Under "layer" what a node of them takes counts from the first on that takes it.
         """
-        if (first, last) not in self._counts:
+        if (first, last, kind) not in self._counts:
             own = self.members[last] & ~self.members[first]
             again = [at for at in self.order if own[at] and self.nodes[at].runs_again]
             place, inputs = {at: k for k, at in enumerate(again)}, np.zeros(len(again))
@@ -163,17 +164,20 @@ class Cuts:
                 firsts = [place[each] for each in takers if each in place]
                 if firsts:
                     inputs[min(firsts)] += self.nodes[at].activation_bytes
+            if kind == "selective":
+                inputs = np.array([_selective_bytes(self.nodes[at]) for at in again])
             stash, seconds = (
-                np.array([getattr(self.nodes[at], figure) for at in again], dtype=np.float64)
-                for figure in ("stash_bytes", "forward_seconds")
+                np.array([getattr(self.nodes[at], figure) or 0.0 for at in again], dtype=np.float64)
+                for figure in ("stash_bytes", "selective_seconds" if kind == "selective" else "forward_seconds")
             )
+            made = np.maximum(stash - inputs, 0.0) if kind == "selective" else stash
             whole = float(_between(self.stash, first, last))
             kept, again_bytes, forward = (
                 np.concatenate([[0.0], each])
-                for each in (np.cumsum(inputs - stash), np.maximum.accumulate(stash), np.cumsum(seconds))
+                for each in (np.cumsum(inputs - stash), np.maximum.accumulate(made), np.cumsum(seconds))
             )
-            self._counts[first, last] = Recomputed(np.maximum(whole + kept, 0.0), again_bytes, forward)
-        return self._counts[first, last]
+            self._counts[first, last, kind] = Recomputed(np.maximum(whole + kept, 0.0), again_bytes, forward)
+        return self._counts[first, last, kind]
 
     @cached_property
     def _layer(self) -> tuple[Floats, Floats, Floats]:

@@ -3,8 +3,8 @@
     "none"        nothing
     "full"        the stage: it keeps its inputs only                                    (`stage`)
     "layer"       each cut unit of the stage: it keeps its inputs only                    (`reruns`)
-    "layer:3"     the first 3 of them                                                     (`reruns`)
     "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
+    "layer:3"     the first 3 of them; likewise "selective:3"                             (`reruns`)
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
 
 Patterns of module names say the same of single modules, with "full", "selective" or a policy.
@@ -160,16 +160,18 @@ class RecomputedModules:
             inside = set(stage.module.modules())
             return {module: rule for module, rule in self.rules.items() if module in inside}
         number = None if callable(kind) else count_again(kind)
+        word = kind.partition(":")[0] if isinstance(kind, str) else kind
+        rule = "full" if word == "layer" else word
         if number is None:
-            return dict.fromkeys(stage.units, (stage.name, "full" if kind == "layer" else kind))
+            return dict.fromkeys(stage.units, (stage.name, rule))
         begun = [not self._begins or unit in self._begins or at == 0 for at, unit in enumerate(stage.units)]
         if number > sum(begun):
             raise ValueError(
                 f"recompute={kind!r} of stage {index} ({stage.name}), which has {sum(begun)} units that can run "
-                f"again: expected at most 'layer:{sum(begun)}', or 'layer'"
+                f"again: expected at most {f'{word}:{sum(begun)}'!r}, or {word!r}"
             )
         units = [unit for unit, place in zip(stage.units, accumulate(begun), strict=True) if place <= number]
-        return dict.fromkeys(units, (stage.name, "full"))
+        return dict.fromkeys(units, (stage.name, rule))
 
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:

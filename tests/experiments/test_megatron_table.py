@@ -112,7 +112,7 @@ def test_what_selective_recompute_would_have_saved() -> None:
     """Korthikanti et al. 2022, section 6: nearly all that recompute by layer costs, where memory is enough for it."""
     run = table()[4]  # 39 billion parameters
     by_layer, chosen = planned(run, ("layer",)), planned(run, None)
-    assert [stage.recompute for stage in chosen.stages] == ["selective", "layer:2"]  # two layers alone pay there
+    assert [stage.recompute for stage in chosen.stages] == ["selective", "selective:3"]  # the last one needs no more
     assert by_layer.simulated_step_time is not None
     assert chosen.simulated_step_time is not None
     assert 0.75 < chosen.simulated_step_time / by_layer.simulated_step_time < 0.85

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from operator import mul
 from typing import Any
 
@@ -231,9 +231,9 @@ def seconds_again(stage: Sequence[Node], recompute: str) -> float:
     if recompute == "full":
         return sum(node.forward_seconds for node in stage)
     again = [node for node in stage if node.runs_again]
-    if recompute.startswith("layer"):
-        return sum(node.forward_seconds for node in again[: int(recompute[6:] or 99)])
-    return sum(node.selective_seconds or 0.0 for node in again) if recompute == "selective" else 0.0
+    kind, _, number = recompute.partition(":")
+    some = again[: int(number or 99)] if kind != "none" else []
+    return sum(node.forward_seconds if kind == "layer" else node.selective_seconds or 0.0 for node in some)
 
 
 def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[float, float]:
@@ -242,15 +242,15 @@ def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[flo
     stash = {i: profile.nodes[i].stash_bytes for i in own}
     inputs = {i: profile.nodes[i - 1].activation_bytes if i else 0.0 for i in own}
     again = {i for i in own if profile.nodes[i].runs_again}
-    if recompute.startswith("layer"):
-        again = {*sorted(again)[: int(recompute[6:] or 99)]}
+    recompute, _, number = recompute.partition(":")
+    again = {*sorted(again)[: int(number or 99)]}
     if recompute == "none":
         return sum(stash.values()), 0.0
     if recompute == "full":
         return inputs[a], sum(stash.values())
     kept = dict(stash)
     for i in again:
-        kept[i] = inputs[i] if recompute.startswith("layer") else profile.nodes[i].selective_bytes or 0.0
+        kept[i] = inputs[i] if recompute == "layer" else profile.nodes[i].selective_bytes or 0.0
     made = [stash[i] - (kept[i] if recompute == "selective" else 0.0) for i in again]
     return sum(kept.values()), max([0.0, *made])
 
@@ -276,7 +276,8 @@ def fitting_recompute(
 ) -> Iterator[tuple[str, ...]]:
     """Alike on all stages, and of each stage what takes it the least time."""
     own = [profile.nodes[a:b] for a, b in pairwise(each["ends"])]
-    ways = (*RECOMPUTE, *(f"layer:{number}" for number in range(1, max(map(len, own)))))
+    counts = product(("layer", "selective"), range(1, max(map(len, own))))
+    ways = (*RECOMPUTE, *(f"{kind}:{number}" for kind, number in counts))
     fits = [[way for way in ways if held(profile, each, p, way, tensor) <= limit] for p in range(len(own))]
     for way in RECOMPUTE:
         if all(way in ways for ways in fits):

@@ -83,7 +83,8 @@ def every_step(
         places, fitting = tight._by_rank(c, ends, flights, {}, lambda _, place: place), []
         for p, place in enumerate(places):
             rank = _TreatedRank(base.sums, flights[p], place, rules)
-            options = [[*RECOMPUTE, *(f"layer:{k}" for k in range(1, ends[s + 1] - ends[s]))] for s in place.stages]
+            numbers = [[*product(("layer", "selective"), range(1, ends[s + 1] - ends[s]))] for s in place.stages]
+            options = [[*RECOMPUTE, *(f"{kind}:{k}" for kind, k in own)] for own in numbers]
             choices = product(product(*options), product({*ways}, repeat=len(options)))
             fitting.append([(names, shards) for names, shards in choices if not rank.memory(names, shards).too_many])
         steps: dict[bytes, float] = {}
@@ -157,7 +158,7 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
         stash=stash,
         **dict.fromkeys(others, nothing),
         by_node=lambda _: Recomputed(kept=stash * 0.1, again=stash / 6, seconds=forward),
-        by_count=lambda v: Recomputed(
+        by_count=lambda v, _: Recomputed(
             stash[v] * (1 - 0.9 * tables[v]), stash[v] / 6 * (tables[v] > 0), forward[v] * tables[v]
         ),
     )

@@ -71,6 +71,10 @@ def test_the_first_ones_of_a_stage() -> None:
     assert found[0] == [[500, 500], [100, 0], [1, 0]]
     assert found[1] == [[10 + 200, 500], [300, 0], [3, 0]]
     assert found[2] == found[3] == [[10 + 20, 500], [300, 0], [7, 0]]
+    one, two, every = ([column.tolist() for column in sums.under(f"selective:{number}")] for number in (1, 2, 3))
+    assert one == [[40 + 300 + 200, 500], [60, 0], [0.25, 0]]
+    assert two == [[40 + 50 + 200, 500], [250, 0], [0.75, 0]]
+    assert every == [column.tolist() for column in sums.under("selective")]
 
 
 def test_what_does_not_run_again_keeps_its_stash() -> None:

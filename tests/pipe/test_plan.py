@@ -112,7 +112,7 @@ PLANS = {
         "towers",
         plan_of(
             stage("left.0 left.2 right.0", 0, recompute="layer:2"),
-            stage("right.2 head", 1, recompute="layer:1"),
+            stage("right.2 head", 1, recompute="selective:1"),
             num_devices=2,
         ),
     ),

@@ -84,10 +84,13 @@ class Unused(nn.Module):
 MISTAKES: dict[str, tuple[Any, str]] = {
     "unknown word": (
         "half",
-        r"recompute='half': expected one of 'none', 'full', 'layer', 'selective', or a count .*'layer:3', or a policy",
+        r"recompute='half': expected one of 'none', 'full', 'layer', 'selective', .* 'selective:3', or a policy",
     ),
     "unknown word of a stage": (["full", "blocks"], r"recompute='blocks': expected one of 'none', 'full', 'layer'"),
-    "no count": ("layer:0", r"recompute='layer:0': expected one of 'none', .* or a count such as 'layer:3'"),
+    "no count": (
+        "layer:0",
+        r"recompute='layer:0': expected one of 'none', .* or a count such as 'layer:3' or 'selective:3'",
+    ),
     "more than there are": (
         "layer:2",
         r"'layer:2' of stage 0 .* 1 units that can run again: expected at most 'layer:1'",
