@@ -14,7 +14,7 @@ from ..solve.chunks import all_stages, equal_stages, even_stages
 from ..solve.dynamic import grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
 from ..solve.ranges import RangeCosts
-from ..stage_cost import Placement, pace
+from ..stage_cost import COUNTED, Placement, pace
 from ..topology import Floats
 from .evaluate import Ends, PlanEvaluator
 from .model import Model
@@ -102,6 +102,8 @@ class _EvenCosts:
         first, ends = at[rows], at[np.minimum(last, len(at) - 1)]
         self.inside = model.cuts.inside[first, ends] & (last < len(at))
         self.sums = {size: each.cuts.stages(first, ends) for size, each in models.items()}
+        sizes = model.cuts.members.sum(axis=1)
+        self.nodes = np.maximum(sizes[ends] - sizes[first], 1)
         self._fullest: dict[int, list[float]] = {}
         self.least_beyond = min(each.least_work_beyond(reach) for each in models.values()) / max(place.speeds)
         self.action_seconds = model.profile.action_seconds
@@ -141,9 +143,13 @@ class _EvenCosts:
             return self._made[key]
         made, sums = np.full_like(plain, np.inf), self.sums[self.c.tensors[p]]
         for recompute in self.rules.recompute:
-            work = (sums.work + sums.under(recompute).seconds) / speed
-            seconds = np.maximum(plain, work + self._around(stage))
-            made = np.where(self._bytes(p, held, recompute) <= limit, np.minimum(made, seconds), made)
+            row, spare = sums.under(recompute), limit - self._bytes(p, held, recompute)
+            again = row.seconds
+            if recompute in COUNTED and "none" in self.rules.recompute:  # what all leave free, some of them keep
+                part = 1 - spare / np.maximum(held * (sums.stash - row.kept), 1e-30)
+                again = again * np.ceil(np.clip(part, 0, 1) * self.nodes - _MARGIN) / self.nodes
+            seconds = np.maximum(plain, (sums.work + again) / speed + self._around(stage))
+            made = np.where(spare >= 0, np.minimum(made, seconds), made)
         self._made[key] = made
         return made
 

@@ -225,6 +225,31 @@ def test_a_heavy_stage_has_two_ranks() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
+def test_what_is_known_of_tensor_sizes_before_they_are_cut() -> None:
+    """Four devices share 8 s a microbatch evenly in 2-1-1: of 32, no cuts take less than is said, nor much more."""
+    nodes = tuple(Node(name=f"n{i}", forward_seconds=f, backward_seconds=f) for i, f in enumerate((2.0, 1.0, 1.0)))
+    source, cluster = OverTwo(Profile(nodes=nodes, microbatch_size=1), 1.0), Cluster.from_levels([(4, 100.0)])
+    options = {"global_batch": 32, "data_sizes": (1,), "schedules": "1f1b", "pipeline_sizes": (3,)}
+    found = plan(source, cluster, microbatch_sizes=(1,), tensor_sizes=(1, 2), **options)  # type: ignore[arg-type]
+    assert found.searched is not None
+    assert found.simulated_step_time == 68.0
+    assert 0.95 * 68 < found.searched.least <= 68
+
+
+def test_too_little_memory_names_the_least_that_fits() -> None:
+    layer = {"forward_seconds": 1.0, "backward_seconds": 2.0, "activation_bytes": 10.0, "stash_bytes": 100.0}
+    nodes = tuple(Node(name=f"l{i}", parameter_bytes=50.0, **layer) for i in range(12))
+    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(3, 1e9)])
+    for limit in (0.0, 500.0):
+        with pytest.raises(ValueError, match=r"needs 1,120 bytes of .*more devices, a smaller microbatch"):
+            plan(profile, cluster, global_batch=8, memory_limit=limit)
+    assert plan(profile, cluster, global_batch=8, memory_limit=1120.0).simulated_step_time is not None
+    with pytest.raises(ValueError, match="1 too many"):
+        plan(profile, cluster, global_batch=8, memory_limit=1119.0)
+    with pytest.raises(ValueError, match="memory_limit: -5: expected a finite number of at least 0"):
+        plan(profile, cluster, global_batch=8, memory_limit=-5)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:

@@ -127,7 +127,7 @@ _NAMES = {
     "partition.solve.orders": "node_orders",
     "partition.solve.ranges": "RangeCosts SCHEDULES",
     "partition.stage_cost": "RECOMPUTE Recomputed StageSums message_overheads message_seconds stage_seconds",
-    "partition.topology": "NO_TRANSFER Topology TransferTime",
+    "partition.topology": "NO_TRANSFER Topology",
     "pipe.auto.kept": "keep profile_key",
     "pipe.auto.layout": "AutoLayout cluster_of median_profile",
     "pipe.batch.checksum": "Identity UNKNOWN checksum",
