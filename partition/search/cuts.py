@@ -28,8 +28,8 @@ ALL_CUTS = 64  # ways to cut up to which each is looked at
 def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     """The likely best ones first; none where the graph has no chain of so many stages.
 
-    Every way where these are at most ALL_CUTS; else the least slowest stage within the memory, the least slowest stage
-    whatever it holds (where the first finds none), and equal numbers of nodes.
+    Every way where these are at most ALL_CUTS; else the least slowest stage within the memory (with counts of what runs
+    again, and without), the least slowest stage whatever it holds (where that finds none), and equal numbers of nodes.
     """
     model = evaluator.model(c)
     found: list[Ends] = []
@@ -39,9 +39,11 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
             return every
     place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
     models = {size: evaluator.model_of(c.microbatch_size, size) for size in {*c.tensors}}
-    ends = even_ends(models, place, flights, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
-    if ends is not None:
-        found.append(ends)
+    counts = "none" in model.rules.recompute and bool({*COUNTED} & {*model.rules.recompute})
+    for some in (True, False) if counts and min(place.limits) < math.inf else (False,):
+        reach = _REACH * (-(-len(model.coarse) // c.num_stages))
+        ends = even_ends(models, place, flights, c, reach=reach, counts=some)
+        found += [] if ends is None else [ends]
     by_hand = equal_stages(model.cuts, c.num_stages)
     if by_hand is not None:
         found.append(by_hand)
@@ -49,10 +51,16 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
 
 
 def even_ends(
-    models: Mapping[int, Model], place: Placement, flights: tuple[Moments, ...], c: Configuration, *, reach: int
+    models: Mapping[int, Model],
+    place: Placement,
+    flights: tuple[Moments, ...],
+    c: Configuration,
+    *,
+    reach: int,
+    counts: bool = False,
 ) -> Ends | None:
     """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds; models by
-    tensor size, with the same cuts.
+    tensor size, with the same cuts. With `counts` some of a stage's nodes run again where that is enough.
 
     The same whatever the reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
     too.
@@ -61,7 +69,7 @@ def even_ends(
     num_cuts = len(coarse)
     for fits in (True, False):
         while True:
-            costs = _EvenCosts(models, place, flights, c, reach=min(reach, num_cuts - 1))
+            costs = _EvenCosts(models, place, flights, c, reach=min(reach, num_cuts - 1), counts=counts)
             found = even_stages(costs.within if fits else costs.whatever, c.num_stages, num_cuts)
             if reach >= num_cuts - 1 or (found is not None and found[1] * (1 + _MARGIN) < costs.least_beyond):
                 break
@@ -93,7 +101,9 @@ class _EvenCosts:
         c: Configuration,
         *,
         reach: int,
+        counts: bool,
     ) -> None:
+        self.counted = COUNTED if counts else ()
         model = models[min(c.tensors)]
         self.place, self.flights, self.rules, self.c = place, flights, model.rules, c
         self.positions, self.counts = c.positions, c.counts
@@ -145,7 +155,7 @@ class _EvenCosts:
         for recompute in self.rules.recompute:
             row, spare = sums.under(recompute), limit - self._bytes(p, held, recompute)
             again = row.seconds
-            if recompute in COUNTED and "none" in self.rules.recompute:  # what all leave free, some of them keep
+            if recompute in self.counted:  # what all of them leave free, some may keep
                 part = 1 - spare / np.maximum(held * (sums.stash - row.kept), 1e-30)
                 again = again * np.ceil(np.clip(part, 0, 1) * self.nodes - _MARGIN) / self.nodes
             seconds = np.maximum(plain, (sums.work + again) / speed + self._around(stage))
