@@ -72,7 +72,7 @@ class MemoryRules:
         options = rank.options(self.recompute)
         every = [way for shards in rank.shards for way in rank.ways(options, shards)]
         least = min(every)[0]
-        front = sorted((way for way in every if way[0] == least), key=lambda way: way[1:3])
+        front = sorted((way for way in every if way[0] == least), key=lambda way: (way[1], sum(way[3]), way[2]))
         return tuple(rank.memory(recompute, shards) for *_, shards, recompute in front[: EVERY if least == 0 else 1])
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:

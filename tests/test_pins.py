@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,20 +171,23 @@ def test_makespans_to_the_last_bit(update_golden: bool) -> None:
 
 
 def test_plans_what_they_explain_and_their_files(update_golden: bool) -> None:
-    """The files are of version 1, which is read for good: only what they explain is ever written anew."""
-    made = dict(plans())
-    expected = held("plans", {}, False)
+    """The files are of version 1, which is read for good, of an older planner: only what is explained, of them and of
+    the plans of today, is ever written anew."""
+    made, expected = dict(plans()), held("plans", {}, False)
+    read = {name: Plan.from_json(json.dumps(expected[name]["json"])) for name in made}
     found = {
-        name: {"json": expected[name]["json"], "explain": one.explain().splitlines()} for name, one in made.items()
+        name: {
+            "json": expected[name]["json"],
+            "read": read[name].explain().splitlines(),
+            "explain": one.explain().splitlines(),
+        }
+        for name, one in made.items()
     }
     assert found == held("plans", found, update_golden)
     for name, one in made.items():
-        read = Plan.from_json(json.dumps(expected[name]["json"]))
-        assert replace(read, costs=one.costs) == one
-        number = len(one.stages)
-        assert read.costs.table(num_stages=number) == one.costs.table(num_stages=number)
-        assert read.explain() == one.explain()
-        assert Plan.from_json(one.to_json()) == one
+        assert (one.simulated_step_time or 0.0) <= (read[name].simulated_step_time or 0.0) * (1 + 1e-9)
+        for each in (one, read[name]):
+            assert Plan.from_json(each.to_json()) == each
 
 
 def test_training(update_golden: bool) -> None:
