@@ -66,7 +66,7 @@ class Pipeline:
         """A text that is the same, from start to start of a run, where its stages are."""
         layout = self.state.run.layout
         rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
-        recompute = [(where, rule if isinstance(rule, str) else "a policy") for where, rule in rules]
+        recompute = [(where, "a policy" if callable(rule) else rule) for where, rule in rules]
         return repr((self.parts.names, recompute, layout.sharding, layout.place.mesh.tensor))
 
 
@@ -134,7 +134,12 @@ def _assembled(
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
     reader = ranks.reader(train, has_loss=run.has_loss, like=example)
-    training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks)
+    decide = None
+    if float in map(type, run.layout.recompute.stages):
+        from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
+
+        decide = Budgets(run, train, ranks, placed.ownership).decide
+    training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks, decide=decide)
     evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
 
     # 10. What is measured, saved and verified

@@ -35,6 +35,17 @@ class RunFigures:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
         return None if self._building.layout is None else self._building.layout.plan
 
+    def explain(self) -> str:
+        """What of each stage runs again, and under a memory budget why. Collective over the processes."""
+        pipeline = self._building.built("explain")
+        run, names = pipeline.state.run, pipeline.parts.names
+        with run.guard.together():
+            told = run.collectives.gather(pipeline.parts.recomputed.told, what="gathering what runs again")
+        kinds = {float: "as the first batch to train on decides", str: "{!r}"}
+        rules = [kinds.get(type(rule), "by a policy").format(rule) for rule in run.layout.recompute.stages]
+        found = [next((each[s] for each in told if s in each), f"recompute={rule}") for s, rule in enumerate(rules)]
+        return "\n".join(f"stage {s} ({name}): {found[s]}" for s, name in enumerate(names))
+
     @property
     def num_steps(self) -> int:
         """Batches trained on so far, those before a loaded checkpoint included."""

@@ -96,7 +96,8 @@ class PipelineModule(RunFigures):
         recompute: what is computed again in the backward instead of being kept (activation checkpointing): "none";
             "full" (a stage keeps its inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the
             results of its matrix products are kept, too); or one a stage; or for single modules, {"blocks.*": "full",
-            "head": "selective"}.
+            "head": "selective"}; or {"memory_budget": "6GiB"}, of every stage (or ["6GiB", None, ...]): the units that
+            must, so that a stage fits in the least seconds, which the first batch decides and `explain()` tells.
         precision: "bf16" or "fp16": mixed precision, under torch.autocast; `stagewright.Precision` has a loss scale of
             your own and torch.compile, too. By default the autocast that calls are made in, if any.
         verify: "first": the first batch to train on also runs through a copy of the plain model, in the process of the

@@ -29,15 +29,15 @@ def tell(text: str, *, rank: int) -> None:
 
 
 @contextmanager
-def told_if_slow(what: str, *, rank: int) -> Iterator[None]:
-    """Around what may take long: from SILENT_SECONDS on it is told, each time after twice as long."""
+def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Iterator[None]:
+    """Around what may take long: from so many seconds on it is told, each time after twice as long."""
     if rank != 0:
         yield
         return
     ended, begun = threading.Event(), time.perf_counter()
 
     def watch() -> None:
-        pause = SILENT_SECONDS
+        pause = silent
         while not ended.wait(pause):
             pause = time.perf_counter() - begun
             tell(f"{what}: {duration(pause)} so far", rank=rank)

@@ -259,12 +259,8 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[i
     """The optimizers' steps on copies of a unit's parameters."""
     if optimizer is None or not sample.parameters:
         return 0.0, 0, 0
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in sample.parameters]
-    for parameter, copy in zip(sample.parameters, copies, strict=True):
-        copy.grad = _gradient(sample, parameter)
-    pairs = list(zip(sample.parameters, copies, strict=True))
-    called = [(names.get(id(own), f"parameter {number}"), own, copy) for number, (own, copy) in enumerate(pairs)]
-    made = make_optimizers_of_copies(optimizer, called, where=f"unit {sample.unit.name}")
+    called = [(names.get(id(own), f"parameter {number}"), own) for number, own in enumerate(sample.parameters)]
+    made = optimizers_of_copies(optimizer, called, sample.stage.module, sample.inputs, where=f"unit {sample.unit.name}")
     marks = []
     for _ in range(1 + UPDATES):
         for one in made:
@@ -272,19 +268,36 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[i
         marks.append(clock.stamp())
     clock.settle()
     spans = [clock.between(a, b) for a, b in pairwise(marks)]
-    states = [state for one in made for state in one.state.values()]
-    state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-    return Estimate.of(spans).seconds, bytes_of(state), bytes_of(copies)
+    return Estimate.of(spans).seconds, state_bytes(made), bytes_of(sample.parameters)
 
 
-def _gradient(sample: Sample, parameter: torch.Tensor) -> torch.Tensor:
+def optimizers_of_copies(
+    factory: OptimizerFactory,
+    named: Sequence[tuple[str, nn.Parameter]],
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    where: str,
+) -> list[torch.optim.Optimizer]:
+    """Optimizers of copies of a module's parameters, which have gradients to step with."""
+    called = [(name, own, nn.Parameter(own.detach().clone())) for name, own in named]
+    for _, own, copy in called:
+        copy.grad = _gradient(module, inputs, own)
+    return make_optimizers_of_copies(factory, called, where=where)
+
+
+def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    states = [state for one in optimizers for state in one.state.values()]
+    return bytes_of(value for each in states for value in each.values() if isinstance(value, torch.Tensor))
+
+
+def _gradient(module: nn.Module, inputs: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
     """A gradient to step with: of an embedding that makes sparse ones, as many rows as the inputs name at most."""
-    modules = sample.stage.module.modules()
-    embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     dense = torch.full_like(parameter, 1e-3)
     if not any(module.weight is parameter for module in embeddings):
         return dense
-    named = sum(x.numel() for x in sample.inputs if not x.is_floating_point())
+    named = sum(x.numel() for x in inputs if not x.is_floating_point())
     rows = dense[: max(1, min(len(dense), named))]
     at = torch.arange(len(rows), device=rows.device)[None]
     return torch.sparse_coo_tensor(at, rows, dense.shape, check_invariants=True)

@@ -51,6 +51,12 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Total size of what tensors stand in, each storage once [bytes]."""
+    dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in dense}.values())
+
+
 def peaks(actions: Sequence[Callable[[], object]], device: torch.device) -> list[tuple[int, int]]:
     """Run each; (the most that was allocated above what stood at its start, what stays) [bytes].
 
@@ -150,6 +156,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take off what has been let go of."""
         for key in [key for key, (storage, *_) in self.alive.items() if storage.expired()]:
             self.level -= self.alive.pop(key)[1]
+
+    def made(self) -> dict[int, list[Any]]:
+        """What was made within and is there, by address, with its size [bytes]: each a list of its own."""
+        self.settle()
+        return {key: one for key, one in self.alive.items() if one[2] is None}
 
     def _note(self, tensor: torch.Tensor, *, is_new: bool) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ...partition.profiler.memory import storage_bytes
 from ...schedules import MemoryPart
 from ..run.training import Training
 from ..shards.shard import Shard
@@ -154,9 +155,7 @@ class State(Contents):
         yield from ((local[0], MemoryPart.WEIGHTS, tensor) for tensor in self.update.shards.tensors())
 
     def held_bytes(self) -> int:
-        dense = [part for *_, x in self.at_rest() for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
-        return sum(storages.values())
+        return storage_bytes(x for *_, x in self.at_rest())
 
 
 class _Fitting:

@@ -19,14 +19,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from ...partition.model.forms import Tensors
 from ...partition.profiler.memory import LiveBytes, bytes_of
 from ...schedules import Action, MemoryPart, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
 from ..build import Pipeline
-from ..update.gradients import buckets_of
 
 
 @dataclass(slots=True)
@@ -199,20 +197,5 @@ def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
         "gradients": bytes_of(p for p in parameters if p.requires_grad),
         "optimizer": max((bytes_of(each.tensors()) for each in optimizers), default=0),
         "buffers": bytes_of(module.buffers()),
-        "summing": _summing(pipeline, stage, [p for p in parameters if p.requires_grad]),
+        "summing": pipeline.state.update.summing_bytes(stage, [p for p in parameters if p.requires_grad]),
     }
-
-
-def _summing(pipeline: Pipeline, stage: int, parameters: Sequence[nn.Parameter]) -> float:
-    """Bytes beside these gradients while the replicas of a stage add them up."""
-    replicas = len(pipeline.schedule.owners[stage])
-    if replicas == 1:
-        return 0.0
-    parts = [part for one in pipeline.state.update.stages if one.stage == stage for part in one.parts.values()]
-    divided = [p for p in parameters if any(part.whole is p for part in parts)]
-    whole = [p for p in parameters if not any(part.whole is p for part in parts)]
-    if pipeline.schedule.is_asynchronous:  # copies for each of the others, and from each; updated parts
-        return (replicas - 1) * (2 * bytes_of(whole) + 3 * bytes_of(divided) / replicas)
-    copied = sum(bytes_of(whole[i] for i in bucket) for bucket in buckets_of(whole) if len(bucket) > 1)
-    largest = max((bytes_of(divided[i] for i in bucket) for bucket in buckets_of(divided)), default=0)
-    return copied + largest + bytes_of(divided) * (1 - 1 / replicas)

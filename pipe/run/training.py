@@ -34,7 +34,7 @@ from .engine import Engine
 
 
 class Training:
-    """Runs batches forwards and backwards."""
+    """Runs batches forwards and backwards; the first one `decide`s, where there is anything to decide."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Training:
         *,
         unchanged: Unchanged,
         clocks: HostClocks,
+        decide: Callable[[Batch], None] | None = None,
     ) -> None:
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
@@ -62,6 +63,7 @@ class Training:
         self._orders = None if replan is None else replan(update.schedule, run.collectives, run.guard)
         self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
+        self._decide = decide
 
     @property
     def reads_nothing(self) -> bool:
@@ -179,6 +181,9 @@ class Training:
         with self._guard.together():
             self.unchanged.check(training=True)
             check_same_batch(batch, self._collectives, device=self._seeder.device)
+        if self._decide is not None:
+            self._decide(batch)
+            self._decide = None
         if self._orders is not None:
             self._replan(batch, self._orders)
         programs = self._update.begin(batch)

@@ -32,7 +32,8 @@ def _mapped(value: Any, change: Callable[[Any], Any], kind: type, objects: bool,
 
     if isinstance(value, kind):
         return into(change(value))
-    parts, form = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    own = id(value)  # tree_flatten keeps the function, in a circle, until Python's collector runs
+    parts, form = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
     if not form.is_leaf():
         return into(pytree.tree_unflatten(map(inner, parts), form))
     is_whole = isinstance(value, torch.Tensor | nn.Module | type) or callable(value)

@@ -6,6 +6,7 @@
     "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
     "layer:3"     the first 3 of them; likewise "selective:3"                             (`reruns`)
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
+    a budget      the units that must, so that it fits                                    (`run/budget`)
 
 Patterns of module names say the same of single modules, with "full", "selective" or a policy.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from ...partition import quantities
 from ...partition.model.units import StageModule, Together
 from ...partition.stage_cost import RULES, count_again
 from ..shards.patterns import match
@@ -32,7 +34,8 @@ Rule = str | Policy
 NamedRule = tuple[str, Rule]  # a module's name, for errors, and its own recomputation
 
 OF_MODULES = ("full", "selective")
-RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
+BUDGET = "memory_budget"
+RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +43,19 @@ class Recompute:
     """Choice of what is computed again.
 
     Arguments:
-        stages: [S] one of RECOMPUTE, a count such as "layer:3", or a policy.
+        stages: [S] one of RECOMPUTE, a count such as "layer:3", a policy, or a budget [bytes].
         modules: by pattern of module names, one of OF_MODULES or a policy; every stage is then "none". A pattern has as
             many parts between dots as the names that it matches, each as in fnmatch.
 
     Raises ValueError for anything else.
     """
 
-    stages: tuple[Rule, ...]
+    stages: tuple[Rule | float, ...]
     modules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         for kind in self.stages:
-            if not callable(kind):
+            if not callable(kind) and not isinstance(kind, float):
                 count_again(kind, expected=f"{RULES}, or a policy")
         for pattern, rule in self.modules.items():
             if not isinstance(pattern, str):
@@ -71,6 +74,8 @@ class Recompute:
 def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
     """The option `recompute=` for so many stages. Raises ValueError for a value or a number that does not fit."""
     if isinstance(recompute, Mapping):
+        if BUDGET in recompute:
+            return Recompute(stages=_budgets(recompute, num_stages))
         return Recompute(stages=("none",) * num_stages, modules=MappingProxyType(dict(recompute)))
     if isinstance(recompute, str) or callable(recompute):
         return Recompute(stages=(recompute,) * num_stages)
@@ -82,7 +87,21 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
         raise ValueError(
             f"recompute= has {len(recompute)} entries for {num_stages} stages: expected one, or one a stage"
         )
-    return Recompute(stages=tuple(recompute))
+    return Recompute(stages=tuple(f"{kind}" if isinstance(kind, float) else kind for kind in recompute))
+
+
+def _budgets(recompute: Mapping[str, Any], num_stages: int) -> tuple[Rule | float, ...]:
+    """[S] what `{"memory_budget": ...}` says of each stage."""
+    given, where = recompute[BUDGET], f"recompute={dict(recompute)!r:.80}"
+    such = f'expected recompute={{"{BUDGET}": "6GiB"}}, or one a stage, ["6GiB", None, ...]'
+    each = list(given) if isinstance(given, list | tuple) else [given] * num_stages
+    kinds = {type(one) for one in each} - {str, str if given is None else type(None)}
+    if kinds or len(recompute) > 1 or len(each) != num_stages:
+        raise ValueError(f"{where} for {num_stages} stages: {such}")
+    try:
+        return tuple("none" if one is None else quantities.size(where, one) for one in each)
+    except ValueError as error:
+        raise ValueError(f"{error}; {such}") from None
 
 
 class RecomputedModules:
@@ -90,6 +109,7 @@ class RecomputedModules:
 
     Attributes:
         rules: of those that a pattern names.
+        told: by stage under a budget, what was chosen, and why.
 
     Arguments:
         begins: names of the modules with which a unit begins that has several, as a plan's nodes; none: each is one.
@@ -101,6 +121,8 @@ class RecomputedModules:
     def __init__(self, recompute: Recompute, root: nn.Module, begins: Collection[str] = ()) -> None:
         self._stages = recompute.stages
         self._begins = {module for name, module in root.named_modules() if name in begins}
+        self.told: dict[int, str] = {}
+        self._together: Together = ()
         self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
         self.rules: dict[nn.Module, NamedRule] = {}
         said: dict[nn.Module, str] = {}
@@ -139,23 +161,29 @@ class RecomputedModules:
 
     def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
         """ValueError for modules that would run again without those whose tensors they take past their arguments."""
+        self._together = together
         for index, stage in enumerate(stages):
             for module, (_, rule) in self.of_stage(index, stage).items():
-                inside = set(module.modules())
-                parted = (
-                    why
-                    for one, other, why in together
-                    if (one in inside) != (other in inside) or (one is other and one in inside)
-                )
-                why = next(parted, None)
-                if why is not None:
+                if (why := self.parted(module)) is not None:
                     raise ValueError(
                         f"recompute={rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
                         f"{why}, or recompute='full' for the stage, which runs as a whole"
                     )
 
+    def parted(self, module: nn.Module) -> str | None:
+        """Why a module may not run again by itself; None: it may."""
+        inside = set(module.modules())
+        parted = (
+            why
+            for one, other, why in self._together
+            if (one in inside) != (other in inside) or (one is other and one in inside)
+        )
+        return next(parted, None)
+
     def of_stage(self, index: int, stage: StageModule) -> dict[nn.Module, NamedRule]:
         kind = self._stages[index]
+        if isinstance(kind, float):  # the first batch decides
+            return {}
         if kind in ("none", "full"):
             inside = set(stage.module.modules())
             return {module: rule for module, rule in self.rules.items() if module in inside}

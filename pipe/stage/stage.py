@@ -11,6 +11,7 @@ graph is up to `reruns`.
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ class Stage:
         self.index = index
         self.name = name
         self._runs_again = runs_again
-        self._reruns = reruns
+        self.reruns = reruns
         self._compiled = compiled
         self._weights = weights
         self._loss_of = loss_of
@@ -99,6 +100,12 @@ class Stage:
         self._described = f"stage {index} ({name})"
         self._buffers = MovingBuffers(module)
         self._module = module
+
+    def trial(self, reruns: CheckpointedModules) -> Stage:
+        """The same stage with these reruns, the module's own Parameters and nothing under way."""
+        found = copy.copy(self)
+        found.reruns, found._weights, found._live, found._owed = reruns, None, {}, {}
+        return found
 
     def forward(
         self,
@@ -132,7 +139,7 @@ class Stage:
         if weights is not None:
             weights.bind(version)
         self._compiled.begin()
-        self._reruns.begin()
+        self.reruns.begin()
         try:  # called from here, since each function in between costs time; past hooks on all modules: it is no user's
             buffers = self._buffers.before_forward() if runs_again else ()
             targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
@@ -148,7 +155,7 @@ class Stage:
             if runs_again:
                 buffers = self._buffers.after_forward(buffers)
         finally:
-            self._reruns.end()
+            self.reruns.end()
             self._compiled.end()
             if weights is not None:
                 weights.release()
@@ -163,7 +170,8 @@ class Stage:
         )
         if loss is not None:
             mean_or_sum, count = loss
-            return (), (mean_or_sum.detach(), None if count is None else count.detach())
+            # A copy: mse_loss's stands in memory as large as the output.
+            return (), (mean_or_sum.detach().clone(), None if count is None else count.detach())
         return module.detached(outputs), None
 
     def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
@@ -229,7 +237,7 @@ class Stage:
                     self._looked_at_halves = True
                     _tell_of_small_half(self._module, aside, stage=self._described)
         except RuntimeError as error:
-            self._reruns.refuse_changed_inputs(error, stage=self._described)
+            self.reruns.refuse_changed_inputs(error, stage=self._described)
             raise
         finally:
             if self._weights is not None:

@@ -21,9 +21,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from ...comm import TensorSpec
 from ...partition.model.forms import Tensors
+from ...partition.profiler.memory import bytes_of
 from ...schedules import Collective, Message, Schedule, Timeline
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
@@ -42,6 +44,7 @@ from ..batch.checksum import UNKNOWN, Identity
 from ..batch.results import Known
 from ..stage.stage import LossValue
 from ..stage.weights import WeightVersions
+from .gradients import buckets_of
 from .loss_scale import LossScale
 from .optimizers import StageOptimizers, warn_of_unheld
 from .shards import Shards
@@ -243,6 +246,20 @@ class Update(ABC):
     def versions_of(self, rank: int, stage: int) -> WeightVersions | None:
         """Weight versions of a stage on a local rank; None: the module's own Parameters."""
         return None
+
+    def summing_bytes(self, stage: int, parameters: Sequence[nn.Parameter]) -> float:
+        """Bytes beside the gradients of these parameters of a stage while its replicas add them up."""
+        replicas = len(self.schedule.owners[stage])
+        if replicas == 1:
+            return 0.0
+        parts = [part for one in self.stages if one.stage == stage for part in one.parts.values()]
+        divided = [p for p in parameters if any(part.whole is p for part in parts)]
+        whole = [p for p in parameters if not any(part.whole is p for part in parts)]
+        if self.schedule.is_asynchronous:  # copies for each of the others, and from each; updated parts
+            return (replicas - 1) * (2 * bytes_of(whole) + 3 * bytes_of(divided) / replicas)
+        copied = sum(bytes_of(whole[i] for i in bucket) for bucket in buckets_of(whole) if len(bucket) > 1)
+        largest = max((bytes_of(divided[i] for i in bucket) for bucket in buckets_of(divided)), default=0)
+        return copied + largest + bytes_of(divided) * (1 - 1 / replicas)
 
     def learning_rates(self) -> list[float]:
         groups = [group for one in self.stages for made in one.optimizers for group in made.param_groups]

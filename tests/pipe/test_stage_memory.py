@@ -61,9 +61,9 @@ def test_two_stages_by_hand() -> None:
     for stage in (first, second):
         assert (stage.weights, stage.gradients, stage.buffers) == (weights, weights, 0)
         assert stage.optimizer == pytest.approx(2 * weights, rel=0.001)  # and the numbers of steps
-        # What enters GELU and what leaves it, in each block; its input, or the first block's output.
+        # What enters GELU and what leaves it, in each block; its input, or the first block's output; a loss.
         hidden = 2 * 2 * rows * 4 * WIDTH * FLOAT
-        assert hidden <= stage.activations <= hidden + 4 * output
+        assert hidden <= stage.activations <= hidden + 4 * output + FLOAT
     assert (first.output, second.output) == (output, 0)
 
 
@@ -72,7 +72,7 @@ def test_recomputed_stages_keep_less_and_make_it_anew() -> None:
     _, _, again, _ = watched("1f1b", recompute="full")
     for one, other in zip(plain, again, strict=True):
         assert other.activations < one.activations / 4
-        assert other.again > one.again + one.activations / 2
+        assert other.again > one.again + one.activations * 0.4  # F takes a part of it, too: its workspace
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])

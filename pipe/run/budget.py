@@ -1,0 +1,377 @@
+"""Recomputation under a memory budget: of a stage's cut units those run again that let it fit in the least seconds.
+
+    trace    a microbatch through the stage, alone: bytes that stay behind each unit, bytes within it, seconds
+    moments  where the stage may hold most: F and B of each unit, beside the microbatches in flight of its schedule
+    fit      of all choices that stay below the budget at every moment the one with the least seconds
+
+Each rank tries its own stages, with a microbatch of its first batch to train on: once with all units under each rule,
+and then as it was chosen, which has the last word.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from torch.utils import _pytree as pytree
+
+from ...partition.memory import GRADIENTS_SENT, count_in_flight
+from ...partition.model.units import MODEL_INPUT
+from ...partition.model.untouched import untouched
+from ...partition.profiler.clock import Stamp, clock_for
+from ...partition.profiler.measure import optimizers_of_copies, state_bytes
+from ...partition.profiler.memory import LiveBytes, bytes_of, storage_bytes
+from ...partition.profiler.passes import profiled
+from ...partition.topology import Floats
+from ...schedules import Op
+from ...schedules.messages import RECEIVES_AHEAD
+from ...schedules.wording import duration, size
+from ..batch.agreement import agreed
+from ..batch.batches import Batch
+from ..context import Run
+from ..stage.calls import Calls
+from ..stage.ownership import Ownership
+from ..stage.recompute import BUDGET
+from ..stage.reruns import CheckpointedModules
+from ..stage.stage import Stage
+from ..stage.wiring import Mode
+from ..telling import told_if_slow
+from .ranks import Ranks
+
+RULES = ("none", "selective", "full")
+ROUNDS, SECONDS = 15, 3.0  # timed microbatches under each rule: two at least, then until so much time has passed
+TRIALS = 5  # choices that are carried out, where one holds more than its units said
+TOLD_SECONDS = 1.0  # what takes longer is told
+
+Choice = Sequence[int]  # by unit, the number of its rule
+Point = tuple[Op, int, int]  # an action, with so many microbatches in flight, its own among them; within it a call
+
+
+class HeldMoments(NamedTuple):
+    """Bytes of a stage: `base` [n], there in any case, and `held` [n, units, rules]."""
+
+    base: Floats
+    held: Floats
+
+    def peak(self, choice: Choice) -> float:
+        return float(self.by_moment(choice).max())
+
+    def by_moment(self, choice: Choice) -> Floats:
+        return np.asarray(self.base + self.held[:, np.arange(len(choice)), list(choice)].sum(axis=1))
+
+
+def fit(seconds: Floats, moments: HeldMoments, limit: float | None) -> Choice | None:
+    """Of all choices whose peak is at most `limit` the one with the least seconds [units, rules]; None: there is none.
+
+    Without a limit one with the least peak. A multiple-choice knapsack with a row for each moment, solved to the end by
+    HiGHS, so that seconds never rise with the limit; what its tolerance lets through is cut off.
+    """
+    (num_moments, num_units, num_rules), width = moments.held.shape, seconds.size
+    if not width:
+        return () if limit is None or moments.peak(()) <= limit else None
+    scale = float((moments.base + moments.held.max(axis=2).sum(axis=1)).max()) or 1.0
+    rows = np.hstack([moments.held.reshape(num_moments, width) / scale, -np.ones((num_moments, 1))])
+    picks = np.hstack([np.kron(np.eye(num_units), np.ones(num_rules)), np.zeros((num_units, 1))])
+    costs = np.append(seconds.ravel() / (seconds.max() or 1.0) * 1e3, 0.0)  # far above the gap that the solver leaves
+    if limit is None:
+        costs = np.append(np.zeros(width), 1.0)
+    top = np.append(np.ones(width), math.inf if limit is None else limit / scale)
+    rules = [LinearConstraint(picks, 1, 1), LinearConstraint(rows, -math.inf, -moments.base / scale)]
+    whole, options = np.append(np.ones(width), 0), {"mip_rel_gap": 0.0}
+    while True:
+        found = milp(costs, constraints=rules, integrality=whole, bounds=Bounds(0, top), options=options)
+        if found.x is None:
+            return None
+        choice: Choice = found.x[:-1].reshape(num_units, num_rules).argmax(axis=1).tolist()
+        if limit is None or moments.peak(choice) <= limit:
+            return choice
+        rules.append(LinearConstraint(np.append(np.eye(num_rules)[choice].ravel(), 0.0), -math.inf, num_units - 1))
+
+
+def least(seconds: Floats, moments: HeldMoments) -> Choice:
+    """The choice with the least peak, and of these the one with the least seconds."""
+    smallest = fit(seconds, moments, None)
+    assert smallest is not None
+    return fit(seconds, moments, moments.peak(smallest)) or smallest
+
+
+class _UnitTrace(NamedTuple):
+    """A microbatch of one stage, by its units' calls, 1 to C; 0 and C + 1: in front of them, and behind.
+
+    units: of the calls. kept: [C + 2] bytes that stay behind F. most: within F and B. seconds: [C + 2] of both.
+    """
+
+    units: list[int]
+    kept: Floats
+    most: Mapping[tuple[Op, int], int]
+    seconds: Floats
+
+
+class _Probe:
+    """One stage, run beside its training with the largest microbatch of a batch."""
+
+    def __init__(self, run: Run, mode: Mode, stage: Stage, batch: Batch) -> None:
+        part = max((part for part in batch.parts if part.inputs is not None), key=lambda part: part.size)
+        self.module, self.specs = part.inferred.stages[stage.index], part.inferred.specs
+        self.units = tuple(dict.fromkeys(self.module.units))
+        names = {module: name for name, module in run.root.named_modules()}
+        self.names = [names.get(unit, type(unit).__name__) for unit in self.units]
+        self.inputs: list[torch.Tensor] = []
+        for ref in self.module.inputs:
+            if ref.producer == MODEL_INPUT:
+                assert part.inputs is not None
+                self.inputs.append(part.inputs[ref.slot])
+            else:  # as the stage before might send it: small numbers, zeros for integers
+                spec = self.specs[ref.producer][ref.slot]
+                x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=run.settings.device)
+                self.inputs.append(x.normal_() if x.is_floating_point() else x.zero_())
+        targets = pytree.tree_leaves(part.target) if stage.index + 1 == mode.schedule.num_stages else []
+        given = [x for ref, x in zip(self.module.inputs, self.inputs, strict=True) if ref.producer == MODEL_INPUT]
+        self.given_bytes = bytes_of(x for x in (*given, *targets) if isinstance(x, torch.Tensor))
+        self._wants, self._target = mode.wants_grad[stage.index], part.target
+        self._stage, self._batch, self._seeder = stage, batch, run.seeder
+        self._clock = clock_for(run.settings.device)
+
+    def reruns(self, choice: Choice) -> CheckpointedModules:
+        """What runs again so; it has learned what changes in place."""
+        each = zip(self.units, self.names, choice, strict=True)
+        found = CheckpointedModules({unit: (name, RULES[rule]) for unit, name, rule in each if rule}, self._seeder)
+        self.trace(found, None)
+        return found
+
+    def trace(self, reruns: CheckpointedModules, live: LiveBytes | None) -> _UnitTrace:
+        """F and B as the stage runs them; `live` counts bytes, and without it seconds are those of training."""
+        units, most = list[int](), defaultdict[tuple[Op, int], int](int)
+        stamps: list[tuple[int, Stamp]] = [(0, self._clock.stamp())]
+        makers: dict[int, int] = {}
+        now, alive = (Op.F, 0), {} if live is None else live.made()
+
+        def turn(point: tuple[Op, int], _: object = None) -> None:
+            nonlocal now, alive
+            stamps.append((now[1], self._clock.stamp()))
+            if live is not None:
+                before, alive = alive, live.made()
+                makers.update((key, now[1]) for key, one in alive.items() if before.get(key) is not one)
+                most[now], live.most = max(most[now], live.most), live.level
+            now = point
+
+        def mark(unit: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            if now[0] is Op.B:
+                return forward(*args, **kwargs)
+            units.append(unit)
+            backward = partial(turn, (Op.B, len(units)))
+            turn((Op.F, len(units)))
+            value = forward(*args, **kwargs)
+            for x in pytree.tree_leaves(value):
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    x.register_hook(backward)  # type: ignore[no-untyped-call]
+            return value
+
+        stage, batch, counted = self._stage.trial(reruns), self._batch, live or nullcontext()
+        with Calls({unit: partial(mark, number) for number, unit in enumerate(self.units)}).through():
+            self._seeder.begin(step=batch.step, microbatch=0)
+            with counted, batch.autocast.again():
+                outputs, loss = stage.forward(0, self.module, self.inputs, self._wants, self._target)
+            self._seeder.end()
+            turn((Op.B, len(units) + 1))
+            kept = np.zeros(len(units) + 2)
+            for key, (_, number, _) in alive.items():
+                kept[makers[key]] += number
+            ends = outputs if loss is None else (loss[0],)
+            gradients = [torch.full_like(x, 1e-3) if x.is_floating_point() else None for x in ends]
+            self._seeder.begin(step=batch.step, microbatch=0)
+            with counted, batch.autocast.off():
+                stage.backward(0, gradients, [True] * len(ends), autocast=batch.autocast)
+            self._seeder.end()
+            turn(now)
+        self._clock.settle()
+        seconds = np.zeros(len(units) + 2)
+        for (_, begin), (call, end) in pairwise(stamps):
+            seconds[call] += self._clock.between(begin, end)
+        return _UnitTrace(units, kept, most, seconds)
+
+    def seconds(self, every: Sequence[CheckpointedModules]) -> Floats:
+        """[units, rules] seconds a microbatch that each unit takes more than under no rule; all rules in turn."""
+        took, begun = np.full((len(self.units), len(every)), math.inf), time.perf_counter()
+        for turn in range(ROUNDS):
+            for rule, reruns in enumerate(every if turn < 2 or time.perf_counter() - begun < SECONDS else ()):
+                trace = self.trace(reruns, None)
+                each = trace.seconds[1:-1] @ np.eye(len(self.units))[trace.units]
+                took[:, rule] = np.minimum(took[:, rule], each)  # what else runs on the machine makes any other larger
+        return np.where(np.arange(len(every)) > 0, np.maximum(took - took[:, :1], 1e-6), 0.0)
+
+
+class _Stay(NamedTuple):
+    """Points at which a stage may hold most, and what is there `beside` its activations [bytes]; the update first."""
+
+    points: Sequence[Point]
+    beside: Floats
+
+    def most(self, trace: _UnitTrace) -> float:
+        """Where every microbatch in flight is like this one."""
+        kept = trace.kept.sum()
+        each = [(n - (op is not Op.U)) * kept + trace.most.get((op, call), 0) for op, n, call in self.points]
+        return float((self.beside + each).max())
+
+    def moments(self, traces: Sequence[_UnitTrace], num_units: int) -> HeldMoments:
+        """By unit and rule; a call takes what it took where all units had its rule."""
+        units, kept = np.eye(num_units)[traces[0].units], np.array([trace.kept for trace in traces])
+        bases, held = [], []
+        for (op, in_flight, call), beside in zip(self.points, self.beside, strict=True):
+            behind = 0 if op is Op.U else call + (op is Op.B)  # calls that keep something of this microbatch
+            share = kept * (in_flight - (op is not Op.U) + (np.arange(kept.shape[1]) < behind))
+            if op is not Op.U:
+                share[:, call] += [trace.most.get((op, call), 0) for trace in traces] - kept[:, :behind].sum(axis=1)
+            bases.append(beside + share[0, 0] + share[0, -1])
+            held.append((share[:, 1:-1] @ units).T)
+        return HeldMoments(np.array(bases), np.array(held))
+
+
+class Budgets:
+    """Decides, for a first batch to train on, what runs again of this process's stages under a budget.
+
+    Raises ValueError beside what has memory that is not counted here.
+    """
+
+    def __init__(self, run: Run, mode: Mode, ranks: Ranks, ownership: Ownership) -> None:
+        self._run, self._mode, self._ranks, self._ownership = run, mode, ranks, ownership
+        self._recomputed = ranks.parts.recomputed
+        layout, schedule = run.layout, mode.schedule
+        others = {
+            f"schedule={schedule.name!r}, which splits backwards": bool(schedule.split_stages),
+            f"schedule={schedule.name!r} of slices": schedule.num_slices > 1,
+            f"schedule={schedule.name!r}, whose activations move": schedule.moves_activations,
+            "compile=": run.settings.compile is not None,
+            "post_validation=True": run.settings.post_validation,
+            "a tensor group": layout.place.tensor[1] > 1,
+            "a divided optimizer": layout.sharding.is_any,
+        }
+        for what in (what for what, is_there in others.items() if is_there):
+            raise ValueError(
+                f"recompute={{{BUDGET!r}: ...}} beside {what}: expected a word, such as recompute='layer', or a "
+                f"schedule of whole backwards such as '1f1b', without what stands beside it"
+            )
+
+    def decide(self, batch: Batch) -> None:
+        """Collective over the processes. ValueError, on every rank alike, for a stage that fits under no choice."""
+        run, limits = self._run, self._run.layout.recompute.stages
+        stages = {s: stage for each in self._ranks.stages.values() for s, stage in each.items()}
+
+        def choose() -> dict[int, CheckpointedModules]:
+            limited = [(stage, limit) for s, stage in stages.items() if isinstance(limit := limits[s], float)]
+            return {stage.index: self._chosen(stage, batch, limit) for stage, limit in limited}
+
+        with run.guard.together(), run.seeder.call():
+            chosen = agreed(choose, run.collectives, run.guard, what="choosing what runs again")
+        for each in self._ranks.stages.values():
+            for s in chosen.keys() & each.keys():
+                each[s].reruns = chosen[s]
+
+    def _chosen(self, stage: Stage, batch: Batch, limit: float) -> CheckpointedModules:
+        run, s, probe = self._run, stage.index, _Probe(self._run, self._mode, stage, batch)
+        what, rank = f"measuring what the units of stage {s} keep and take", run.layout.place.world.rank
+        slow = told_if_slow(what, rank=rank, silent=TOLD_SECONDS)
+        why = [self._recomputed.parted(unit) for unit in probe.units]
+        optimizer = self._optimizer_bytes(probe, s)
+        left_alone = untouched(*run.settings.user_code, device=run.settings.device)
+        with slow, left_alone, profiled(probe.module.module, device=run.settings.device):
+            every = [probe.reruns([0 if each else rule for each in why]) for rule in range(len(RULES))]
+            traces = [probe.trace(every[0], LiveBytes())]
+            stay = self._stay(probe, s, len(traces[0].units), optimizer)
+            plain = stay.most(traces[0])
+            if plain <= limit:
+                self._recomputed.told[s] = f"budget {size(limit)}: {size(plain)} at the most, nothing runs again"
+                return every[0]
+            traces += [probe.trace(each, LiveBytes()) for each in every[1:]]
+            moments, seconds = stay.moments(traces, len(probe.units)), probe.seconds(every)
+            target = limit
+            for trial in range(TRIALS + 1):
+                fitting = fit(seconds, moments, target) if trial < TRIALS else None
+                choice = fitting or least(seconds, moments)
+                reruns = probe.reruns(choice)
+                most = stay.most(probe.trace(reruns, LiveBytes()))
+                if most <= limit or fitting is None:
+                    break
+                target = moments.peak(choice) - (most - limit)
+        if most > limit:
+            raise ValueError(
+                f"recompute={{{BUDGET!r}: ...}}: {limit:.0f} bytes for stage {s} ({stage.name}), and the least that "
+                f"fits is {math.ceil(most)}B; weights, gradients, optimizer and messages alone take "
+                f"{math.ceil(stay.beside[0])}B. Expected {{{BUDGET!r}: '{math.ceil(most)}B'}} or more, more stages, or "
+                f"smaller microbatches"
+            )
+        took = duration(sum(float(seconds[unit, rule]) for unit, rule in enumerate(choice)))
+        told = f"budget {size(limit)}: {size(most)} at the most, {size(plain)} with nothing run again; {took} more"
+        lines = _told(probe.names, choice, moments, seconds, why)
+        self._recomputed.told[s] = "\n".join([f"{told} a microbatch", *lines])
+        return reruns
+
+    def _stay(self, probe: _Probe, s: int, num_calls: int, optimizer: tuple[int, int]) -> _Stay:
+        run, schedule, stages, module = self._run, self._mode.schedule, self._mode.inference.stages, probe.module.module
+        local, trained = set(run.local_stages), [p for p in module.parameters() if p.requires_grad]
+        versions = max(count_in_flight(schedule)[rank].versions for rank in schedule.owners[s])
+        late = run.settings.delay_correction is not None  # it keeps the last update
+        held = float(storage_bytes(module.parameters()) * versions + bytes_of(trained) * (1 + late) + optimizer[0])
+        held += storage_bytes(module.buffers()) + self._ranks.update.summing_bytes(s, trained)
+        inputs = list(zip(probe.module.inputs, probe.inputs, strict=True))
+        received = bytes_of(x for ref, x in inputs if ref.producer not in (MODEL_INPUT, *local))
+        # A stream copies batches, of which two are under way, and others come to the device as a whole.
+        copies = 2 if schedule.is_asynchronous else int(run.settings.device.type != "cpu")
+        held += copies * schedule.num_microbatches * probe.given_bytes
+        consumers = {c for c, stage in enumerate(stages) for ref in stage.inputs if ref.producer == s}
+        specs = [spec for spec in probe.specs[s] if spec.requires_grad and consumers]
+        returned = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        ahead = min(RECEIVES_AHEAD, schedule.num_microbatches - 1)
+        held += (ahead + GRADIENTS_SENT) * received
+        most = {Op.U: 0, Op.F: 0, Op.B: 0}
+        for rank in schedule.owners[s]:
+            in_flight = 0
+            for action in schedule.programs[rank]:
+                if action.stage == s and action.op in most:
+                    in_flight += action.op is Op.F
+                    most[action.op] = max(in_flight, most[action.op])
+                    in_flight -= action.op is Op.B
+        waiting = min(ahead, most[Op.B] - 1 if consumers <= local else ahead)  # gradients that nobody has taken yet
+        more = {Op.U: optimizer[1], Op.F: waiting * returned, Op.B: (waiting + 1) * returned}
+        calls = {Op.U: range(1), Op.F: range(num_calls + 1), Op.B: range(1, num_calls + 2)}
+        points = [(op, number, call) for op, number in most.items() for call in calls[op]]
+        return _Stay(points, np.array([held + number * received + more[op] for op, number, _ in points]))
+
+    def _optimizer_bytes(self, probe: _Probe, s: int) -> tuple[int, int]:
+        """The state of a stage's optimizers, and what they take while they step; on copies."""
+        named, factory = self._ownership.stage_parameters(s), self._run.settings.optimizer
+        if factory is None or not named:
+            return 0, 0
+        made = optimizers_of_copies(factory, named, probe.module.module, probe.inputs, where=f"stage {s}")
+        with LiveBytes() as live:
+            for optimizer in made:
+                optimizer.step()
+        live.settle()
+        return state_bytes(made), live.most - live.level
+
+
+def _told(
+    names: Sequence[str], choice: Choice, moments: HeldMoments, seconds: Floats, why: Sequence[str | None]
+) -> list[str]:
+    """What runs again and what that brings; candidates that are refused, and why; and those that need not."""
+    plain, lines = moments.by_moment([0] * len(choice)), []
+    for unit, (name, rule, reason) in enumerate(zip(names, choice, why, strict=True)):
+        freed = (moments.held[:, unit, :1] - moments.held[:, unit]).T  # [rules, moments]
+        if rule:
+            number, took = size(freed[rule, plain.argmax()]), duration(float(seconds[unit, rule]))
+            lines.append(f"  runs again  {name} ({RULES[rule]}): {number} at the fullest for {took}")
+        elif reason is None and ((plain - freed).max(axis=1) < plain.max()).any():
+            lines.append(f"  not needed  {name}")
+        else:
+            gone = "what it frees is not there, or made again, when the stage holds most"
+            lines.append(f"  refused     {name}: {reason or (gone if (freed > 0).any() else 'it keeps as much')}")
+    return lines

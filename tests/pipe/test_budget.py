@@ -1,0 +1,305 @@
+"""recompute={"memory_budget": ...}: the least that must runs again, what was predicted is held, all else stays."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.inside import HeldMoments, LiveBytes, fit, least
+from support.lstm_seq2seq import Seq2Seq, batch, token_loss
+from support.pool import Pool
+from support.small import X, make
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import Op
+
+WIDTH, SAMPLES, M = 32, 256, 4
+
+# --- the choice ---
+
+
+def random_case(seed: int, num_units: int = 0) -> tuple[np.ndarray, HeldMoments, np.random.Generator]:
+    """Up to four units under three rules: rules that keep less may take more for a while, and some help nowhere."""
+    rng = np.random.default_rng(seed)
+    num_units = num_units or int(rng.integers(1, 5))
+    seconds = np.hstack(
+        [np.zeros((num_units, 1)), rng.uniform(0.1, 5.0, (num_units, 2)).round(int(rng.integers(0, 3)))]
+    )
+    held = rng.integers(0, 50, (int(rng.integers(1, 8)), num_units, 3)).astype(float)
+    return seconds, HeldMoments(1e7 * rng.integers(0, 100, len(held)), 1e7 * held), rng
+
+
+def took(seconds: np.ndarray, choice: Any) -> float:
+    return sum(seconds[unit, rule] for unit, rule in enumerate(choice))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_choice_is_that_of_brute_force(block: int) -> None:
+    for seed in range(block * 90, block * 90 + 90):
+        seconds, moments, rng = random_case(seed)
+        every = list(itertools.product(range(3), repeat=len(seconds)))
+        peaks = sorted({moments.peak(choice) for choice in every})
+        limit = float(rng.choice(peaks)) + rng.choice([-1.0, 0.0, 1.0])  # a byte: far below what the solver tells apart
+        fitting = [choice for choice in every if moments.peak(choice) <= limit]
+        found = fit(seconds, moments, limit)
+        assert (found is None) == (not fitting), seed
+        if found is not None:
+            assert moments.peak(found) <= limit, seed
+            assert took(seconds, found) == pytest.approx(min(took(seconds, each) for each in fitting), abs=1e-9), seed
+        smallest = least(seconds, moments)
+        assert moments.peak(smallest) == peaks[0], seed
+        at_least = [took(seconds, each) for each in every if moments.peak(each) == peaks[0]]
+        assert took(seconds, smallest) == pytest.approx(min(at_least), abs=1e-9), seed
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), limits=st.tuples(st.floats(1, 400), st.floats(0, 100)))
+def test_more_memory_never_takes_more_time(seed: int, limits: tuple[float, float]) -> None:
+    seconds, moments, _ = random_case(seed)
+    small, large = (fit(seconds, moments, 1e7 * each) for each in (limits[0], sum(limits)))
+    assert small is None or large is not None
+    assert small is None or large is None or took(seconds, large) <= took(seconds, small)
+
+
+def test_many_units_that_are_alike() -> None:
+    """As in a stage of 40 blocks."""
+    seconds, held = np.tile([0.0, 1.0, 2.5], (40, 1)), np.tile([30.0, 14.0, 2.0], (80, 40, 1))
+    found = fit(seconds, HeldMoments(np.arange(80.0), held), 800.0 + 79)
+    assert found is not None
+    assert took(seconds, found) == 25.0  # 16 bytes a second, and then 12 for 1.5
+
+
+# --- a pipeline ---
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+def blocks(recompute: Any, **options: Any) -> PipelineModule:
+    """Three blocks and a linear layer on each of two stages, in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(3))).double()
+    given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": M, "cut": ["4"], "optimizer": torch.optim.AdamW}
+    given |= {"loss_fn": F.mse_loss, "recompute": recompute, "verify": False}
+    return PipelineModule(model, **given | options)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(SAMPLES * M, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+
+
+def gradients(pipe: PipelineModule, *inputs: Tensor) -> list[Tensor]:
+    pipe.forward_backward(*inputs)
+    found = [p.grad for p in pipe.parameters() if p.grad is not None]
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    return found
+
+
+def measured(pipe: PipelineModule, *inputs: Tensor) -> dict[int, float]:
+    """The most bytes of each stage of this one process: all that it holds, and what its actions leave and take.
+
+    The gradient that a stage sends is from then on the one's that gets it.
+    """
+    pipe.train_step(*inputs)  # the optimizers have their state
+    pipeline = pipe._building.pipeline
+    assert pipeline is not None
+    message = inputs[0].nbytes // M
+    level, most, live = defaultdict[int, int](int), defaultdict[int, int](int), LiveBytes()
+
+    def watched(run: Any, action: Any) -> None:
+        live.settle()
+        before = live.most = live.level
+        sent = message if action.op is Op.B and action.stage == 1 else 0
+        run(action)
+        live.settle()
+        most[action.stage] = max(most[action.stage], level[action.stage] + live.most - before)
+        level[action.stage] += live.level - before - sent
+        level[0] += sent
+
+    with ExitStack() as stack:
+        for worker in (local.worker for local in pipeline.engine.ranks):
+            stack.enter_context(patch.object(worker, "run", partial(watched, worker.run)))
+        stack.enter_context(live)
+        pipe.train_step(*inputs)
+    weights = {s: sum(p.nbytes for p in pipeline.parts.train.stages[s].module.parameters()) for s in (0, 1)}
+    states = {one.stage: sum(x.nbytes for x in one.tensors()) for one in pipeline.state.update.stages}
+    return {s: weights[s] + states[s] + most[s] for s in (0, 1)}
+
+
+def told(pipe: PipelineModule) -> dict[int, tuple[float, float]]:
+    """By stage under a budget: it, and the most that is predicted [bytes], to three digits."""
+    units = {"kB": 1e3, "MB": 1e6}
+    found = re.findall(r"stage (\d) .*: budget ([\d.]+) (.B): ([\d.]+) (.B) at the most", pipe.explain())
+    return {int(s): (float(a) * units[b], float(c) * units[d]) for s, a, b, c, d in found}
+
+
+def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not() -> None:
+    plain, x_y = blocks("none"), rows()
+    wanted = gradients(plain, *x_y)
+    whole = measured(plain, *x_y)
+    budget = int(whole[1] * 1.02)
+    assert whole[0] > budget * 1.2
+    pipe = blocks({"memory_budget": f"{budget}B"})
+    assert "as the first batch to train on decides" in (pipe.build(*x_y), pipe.explain())[1]
+    assert all(torch.equal(one, other) for one, other in zip(gradients(pipe, *x_y), wanted, strict=True))
+    first, last = pipe.explain().split("\nstage 1")
+    assert first.count("runs again  ") == 2  # of three blocks
+    assert "nothing runs again" in last
+    assert "refused     3: it keeps as much" in first  # a linear layer keeps its input
+    found = measured(pipe, *x_y)
+    for stage, (limit, predicted) in told(pipe).items():
+        assert found[stage] <= budget
+        assert limit == pytest.approx(budget, rel=0.01)
+        assert found[stage] == pytest.approx(predicted, rel=0.05)
+        assert found[stage] <= whole[stage] * 1.001
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "2bw", "interleaved"])
+def test_what_is_predicted_holds_under_other_schedules(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages in one process hold at most both budgets; gradients are those without recomputation."""
+    x_y, known, chosen = rows(), list[float](), list[float]()
+
+    def noted(seconds: np.ndarray, moments: HeldMoments, limit: float | None) -> Any:
+        known.append(moments.peak([0] * len(seconds)))
+        found = fit(seconds, moments, limit)
+        chosen.append(moments.peak(found or ()))
+        return found
+
+    monkeypatch.setattr("stagewright.pipe.run.budget.fit", noted)
+    options: dict[str, Any] = {"schedule": schedule, "cut": None}
+    plain, pipe = blocks("none", **options), blocks({"memory_budget": "3.2MB"}, **options)
+    for each in (plain, pipe):
+        each.train_step(*x_y)
+        each.train_step(*x_y)
+        each.flush()
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), pipe.parameters(), strict=True))
+    assert "runs again  " in pipe.explain()
+    both = re.findall(r"([\d.]+) MB at the most, ([\d.]+) MB with nothing run again", pipe.explain())
+    for numbers, measured_whole in zip((chosen, known), zip(*both, strict=True), strict=True):
+        # What the units' bytes add up to is what the stage held as a whole.
+        assert sorted(numbers) == pytest.approx(sorted(1e6 * float(each) for each in measured_whole), rel=0.02)
+    with pipe.watch_memory() as memory:
+        pipe.train_step(*x_y)
+        pipe.flush()
+    assert memory.peak_bytes <= sum(predicted for _, predicted in told(pipe).values()) * 1.01
+
+
+def test_what_does_not_fit_names_the_least_that_does() -> None:
+    x_y = rows()
+    pipe = blocks({"memory_budget": ["1MB", None]})
+    pipe.build(*x_y)
+    with pytest.raises(ValueError, match=r"1000000 bytes for stage 0 \(0 .. 3\), and the least that fits is") as error:
+        pipe.train_step(*x_y)
+    alone = re.search(r"messages alone take (\d+)B", str(error.value))
+    smallest = re.search(r"Expected \{'memory_budget': '(\d+B)'\}", str(error.value))
+    assert alone is not None
+    assert smallest is not None
+    weights = sum(p.nbytes for p in list(pipe.parameters())[:20])
+    assert 4 * weights <= int(alone[1]) <= 4.4 * weights  # AdamW takes something while it steps
+    assert pipe.num_steps == 0
+    exact = blocks({"memory_budget": [smallest[1], None]})
+    exact.train_step(*x_y)
+    assert measured(exact, *x_y)[0] <= int(smallest[1][:-1])
+    below = blocks({"memory_budget": [f"{int(smallest[1][:-1]) - 1}B", None]})
+    with pytest.raises(ValueError, match=rf"the least that fits is {smallest[1]}"):
+        below.train_step(*x_y)
+
+
+def test_an_lstm_seq2seq_keeps_half_as_much() -> None:
+    """Echo (Zheng et al. 2020) reports 1.89 times less on average. In float32 an LSTM is one operation, whose result
+    and workspace no rule but "full" lets go."""
+
+    def pipe(recompute: Any) -> PipelineModule:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"num_microbatches": M, "loss_fn": token_loss, "verify": False}
+        return PipelineModule(Seq2Seq(), mesh={"pipe": 2}, optimizer=torch.optim.Adam, recompute=recompute, **options)
+
+    x_y, found = batch(16 * M, 24), {}
+    for name, recompute in {"none": "none", "budget": {"memory_budget": ["5MB", "5MB"]}}.items():
+        each = pipe(recompute)
+        each.train_step(*x_y)
+        with each.watch_memory() as memory:
+            each.train_step(*x_y)
+        found[name] = memory.peak_bytes - each.held_bytes()
+    assert found["none"] / found["budget"] >= 1.9
+
+
+def by_budget(recompute: Any) -> tuple[str, int, list[Tensor]]:
+    pipe, x_y = blocks(recompute), rows()
+    found = gradients(pipe, *x_y)
+    pipe.train_step(*x_y)
+    with pipe.watch_memory() as memory:
+        pipe.train_step(*x_y)
+    return pipe.explain(), memory.peak_bytes, found
+
+
+@pytest.mark.gloo
+def test_processes_choose_for_their_own_stages(gloo: Pool) -> None:
+    found = gloo.run(by_budget, ranks=2, args=({"memory_budget": "3.6MB"},))
+    (text, first, own), (same, last, others) = found
+    assert text == same
+    assert "runs again" in text.split("\nstage 1")[0]
+    predicted = [float(each) * 1e6 for each in re.findall(r"([\d.]+) MB at the most", text)]
+    for peak, most in zip((first, last), predicted, strict=True):
+        assert peak <= 3.6e6
+        assert peak <= most * 1.001
+        assert peak == pytest.approx(most, rel=0.06)  # messages count as if as many waited as may
+    for one, other in zip((*own, *others), gradients(blocks("none"), *rows()), strict=True):
+        assert torch.equal(one, other)
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        ({"memory_budget": "0B"}, "above 0"),
+        ({"memory_budget": "six"}, "'six': expected a number and a unit"),
+        ({"memory_budget": 6}, "for 2 stages"),
+        ({"memory_budget": None}, "for 2 stages"),
+        ({"memory_budget": ["6GiB"]}, "for 2 stages"),
+        ({"memory_budget": "6GiB", "0": "full"}, "'0': 'full'} for 2 stages"),
+    ],
+)
+def test_a_budget_that_makes_no_sense(recompute: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf'{said}.*expected recompute={{"memory_budget": "6GiB"}}, or one a stage'):
+        make(recompute=recompute)
+
+
+def test_a_number_is_no_budget() -> None:
+    with pytest.raises(ValueError, match=r"recompute='1e6'|recompute='1000000.0': expected one of"):
+        make(recompute=[1e6, "none"])
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"schedule": "zb-h1"}, r"schedule='zb-h1', which splits backwards: .*'1f1b'"),
+        ({"compile": {"backend": "eager"}}, "compile="),
+        ({"post_validation": True}, "post_validation=True|splits backwards"),
+    ],
+)
+def test_a_budget_beside_what_it_does_not_count(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=rf"recompute=\{{'memory_budget': \.\.\.\}} beside {what}"):
+        make(recompute={"memory_budget": "1GB"}, max_grad_norm=1.0, example_inputs=(X,), **options)
