@@ -34,6 +34,11 @@ def run(argv: Sequence[str]) -> int:
 
         return show(options, what)
     if "WORLD_SIZE" in os.environ or options.num_processes == 1:
+        if options.diagnose is not None:
+            from .diagnose import diagnose
+
+            assert what is not None  # --plan auto was refused
+            return diagnose(options, what)
         from .loop import train
 
         return train(options, what)
@@ -46,7 +51,9 @@ def run(argv: Sequence[str]) -> int:
 def _check_before_launch(options: TrainOptions) -> None:
     """Raise here, once, what would fail on every rank."""
     assert options.name is not None
-    if options.resume:
+    if options.diagnose is not None:
+        pass  # writes no folder
+    elif options.resume:
         RunFolder.check_going_on(options.name, asdict(options))
     else:
         RunFolder.check_free(options.name)

@@ -123,6 +123,15 @@ class TrainOptions(GptOptions):
     trace_every: int | Literal["auto"] = "auto"
     """Steps from one that each process traces into runs/<name>/trace.rankN.jsonl to the next; auto: 20 at first, and
     more and more; 0: the last step only."""
+    workers: int = 0
+    """Processes that read samples of a Dataset of --data ahead, for each rank."""
+    diagnose: Literal["data"] | None = None
+    """data: do not train, but measure how long steps wait for data, for what, and what would help."""
+    diagnose_steps: int = 20
+    """Steps of each measurement of --diagnose."""
+    diagnose_cache: int | None = None
+    """Bytes of the cache of samples that --diagnose predicts and tries, for all ranks of a host (default: a quarter of
+    its memory)."""
     dry_run: bool = False
     """Show the cut, the grid, predicted bubble and memory, and stop."""
     json: bool = False
@@ -168,10 +177,37 @@ class TrainOptions(GptOptions):
             raise ValueError(
                 f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"
             )
+        if self.workers < 0 or (self.workers and self.model is None):
+            raise ValueError(f"--workers {self.workers}: expected a number from 0 on, beside --model and --data")
+        self._check_diagnose()
         if isinstance(self.trace_every, int) and self.trace_every < 0:
             raise ValueError(
                 f"--trace-every {self.trace_every}: expected at least 1, 0 for the last step only, or {AUTO}"
             )
+
+    def _check_diagnose(self) -> None:
+        defaults = {name: getattr(TrainOptions, name) for name in ("diagnose_steps", "diagnose_cache")}
+        if self.diagnose is None:
+            changed = next((name for name, value in defaults.items() if getattr(self, name) != value), None)
+            if changed is not None:
+                typed = changed.replace("_", "-")
+                raise ValueError(
+                    f"--{typed} {getattr(self, changed)} without --diagnose data: type it beside, or neither"
+                )
+            return
+        for name in defaults:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+        beside = {
+            "--resume": self.resume,
+            "--dry-run": self.dry_run,
+            "--checkpoint-every": self.checkpoint_every is not None,
+            f"--plan {AUTO}": self.plan == AUTO,
+        }
+        for typed, is_given in beside.items():
+            if is_given:
+                raise ValueError(f"--diagnose {self.diagnose} beside {typed}: leave one away, a diagnosis is no run")
 
     @property
     def num_processes(self) -> int:

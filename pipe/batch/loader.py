@@ -228,7 +228,7 @@ class ReplicaLoader:
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
         self._name = type(dataset).__name__
-        self._loader: DataLoader[Any] = DataLoader(
+        self.within: DataLoader[Any] = DataLoader(
             _Seeded(dataset, batches), batch_sampler=_DrawnBatches(batches), **options
         )
         self._is_idle = is_idle
@@ -268,7 +268,7 @@ class ReplicaLoader:
 
     def _loaded(self) -> Iterator[Any]:
         """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was."""
-        loaded = iter(self._loader)
+        loaded = iter(self.within)
         while True:
             with _own_random_state():
                 try:
@@ -325,6 +325,9 @@ class _Seeded(Dataset[Any]):
             seed_generators(self._batches.sample_seed(draw))
             samples.append(self.dataset[draw.number])
         return samples
+
+    def __len__(self) -> int:
+        return count_samples(self.dataset)
 
     def __getattr__(self, name: str) -> Any:  # for a worker_init_fn
         if name.startswith("__") or name == "dataset":
