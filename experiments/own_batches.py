@@ -96,16 +96,14 @@ class OwnBatches(Iterator[Batch]):
         with self._random:
             made: Any = self._begin()
         loader = made.within if isinstance(made, ReplicaLoader) else made
-        if not isinstance(loader, DataLoader):
-            what, lacks = type(loader).__name__, "neither samples by number nor a collate_fn"
-        elif isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-            what, lacks = f"a DataLoader of {type(loader.dataset).__name__}", "no length and no samples by number"
-        else:
-            return loader, partial(_checked, self._value)
-        raise ValueError(
-            f"{why}: --data {self._value} returned {what}, which has {lacks}: expected a Dataset with __len__ and "
-            f"__getitem__, or a DataLoader of one"
-        )
+        within = loader.dataset if isinstance(loader, DataLoader) else loader
+        if within is loader or isinstance(within, IterableDataset) or not hasattr(within, "__len__"):
+            of = "" if within is loader else "a DataLoader of "
+            raise ValueError(
+                f"{why}: --data {self._value} returned {of}{type(within).__name__}, which has no samples to "
+                f"be counted and fetched by number: expected a Dataset with __len__ and __getitem__, or a DataLoader of one"
+            )
+        return loader, partial(_checked, self._value)
 
     def _begin(self) -> Iterable[Any]:
         seed_generators(self._seed + self._epoch)

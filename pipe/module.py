@@ -240,7 +240,14 @@ class PipelineModule(RunFigures):
             remainder=remainder,
         )
         run = self._building
-        return ReplicaLoader(dataset, batches, is_idle=lambda: run.reads_nothing, same_shapes=same_shapes, **options)
+        return ReplicaLoader(
+            dataset,
+            batches,
+            is_idle=lambda: run.reads_nothing,
+            same_shapes=same_shapes,
+            waiting=run.waiting_for_data,
+            **options,
+        )
 
     # Training
 

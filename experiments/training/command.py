@@ -51,11 +51,9 @@ def run(argv: Sequence[str]) -> int:
 def _check_before_launch(options: TrainOptions) -> None:
     """Raise here, once, what would fail on every rank."""
     assert options.name is not None
-    if options.diagnose is not None:
-        pass  # writes no folder
-    elif options.resume:
+    if options.resume:
         RunFolder.check_going_on(options.name, asdict(options))
-    else:
+    elif options.diagnose is None:  # which leaves no folder
         RunFolder.check_free(options.name)
     if options.model is None:
         from .corpus import load_corpus

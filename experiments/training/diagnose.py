@@ -46,8 +46,22 @@ WORKERS = (1, 2, 4, 8)  # that a prediction is made for
 FASTER_DISKS = (2, 10)  # times
 CACHED_BATCHES = 4
 WARM_UP_STEPS = 3  # the first ones are slower
-CACHE_SHARE = 4  # of the memory, for all processes of a host together: a quarter
+CACHE_SHARE = 4  # of the memory of a host: a quarter
 NEAR = 1.03  # of the best prediction: fewer workers that reach it are preferred, and gains below it are none
+_WHATS = {
+    "fetch": "fetch (Dataset.__getitem__)",
+    "preparation": "preparation (collate_fn, rest of the loader)",
+    "transfer": "transfer (to the device)",
+    "other": "other (steps themselves that were slower)",
+}
+
+
+class _Fetched(NamedTuple):
+    """Samples of a batch, and the seconds that they took, on a core and in all."""
+
+    samples: Any
+    cpu: float
+    seconds: float
 
 
 class _Made(NamedTuple):
@@ -59,22 +73,19 @@ class _Made(NamedTuple):
     num_bytes: int
 
 
-class _Fetched(NamedTuple):
-    samples: Any
-    seconds: float
-    cpu: float
-
-
 class Measured(NamedTuple):
-    """Means over the steps of one input [s]: on the rank that waited most for its data."""
+    """Means over the steps of one input [s]: on the rank that waited most for its data.
+
+    made: fetching (`fetching`) and preparing a batch, whoever waited for it. cpu: of all processes of this host.
+    """
 
     step: float
     fetch: float = 0.0
     prepare: float = 0.0
     transfer: float = 0.0
-    made: float = 0.0  # fetching and preparing a batch, whoever waited for it
-    fetching: float = 0.0  # of these
-    cpu: float = 0.0  # of all processes of this host
+    made: float = 0.0
+    fetching: float = 0.0
+    cpu: float = 0.0
 
     @property
     def waited(self) -> float:
@@ -84,89 +95,72 @@ class Measured(NamedTuple):
 class _TimedFetch(Dataset[Any]):
     """A dataset whose samples come with the seconds that they took; those of `kept` come from memory."""
 
-    def __init__(self, within: Any, kept: Mapping[Any, Any] | None = None) -> None:
-        self._within = within
-        self._kept = kept or {}
+    def __init__(self, within: Any, kept: Mapping[Any, Any]) -> None:
+        self._within, self._kept = within, kept
 
     def __getitem__(self, index: Any) -> _Fetched:
-        return self._timed(lambda: self._within[index])
+        return _Fetched(*_timed(lambda: self._within[index]))
 
     def __getitems__(self, indices: Sequence[Any]) -> _Fetched:
-        return self._timed(lambda: self.samples(indices))
+        return _Fetched(*_timed(lambda: self.samples(indices)))
 
     def samples(self, indices: Sequence[Any]) -> list[Any]:
         missing = [index for index in indices if index not in self._kept]
         if getattr(self._within, "__getitems__", None):
-            found = list(self._within.__getitems__(missing)) if missing else []
+            read = iter(self._within.__getitems__(missing) if missing else ())
         else:
-            found = [self._within[index] for index in missing]
-        read = iter(found)
+            read = (self._within[index] for index in missing)
         return [self._kept[index] if index in self._kept else next(read) for index in indices]
 
-    def _timed(self, fetch: Callable[[], Any]) -> _Fetched:
-        began, cpu = time.perf_counter(), time.thread_time()
-        samples = fetch()
-        return _Fetched(samples, time.perf_counter() - began, time.thread_time() - cpu)
+
+def _collated(within: Callable[[Any], Any], fetched: _Fetched) -> tuple[Any, _Made]:
+    """A batch, and what making it took."""
+    batch, cpu, seconds = _timed(lambda: within(fetched.samples))
+    leaves = pytree.tree_leaves(fetched.samples)
+    num_bytes = sum(x.nbytes if isinstance(x, Tensor | np.ndarray) else sys.getsizeof(x) for x in leaves)
+    return batch, _Made(fetched.seconds, seconds, fetched.cpu + cpu, num_bytes)
 
 
-class _TimedCollate:
-    """A collate_fn whose batches come with what making them took."""
-
-    def __init__(self, within: Callable[[Any], Any]) -> None:
-        self._within = within
-
-    def __call__(self, fetched: _Fetched) -> tuple[Any, _Made]:
-        num_bytes = _num_bytes(fetched.samples)
-        began, cpu = time.perf_counter(), time.thread_time()
-        batch = self._within(fetched.samples)
-        took, busy = time.perf_counter() - began, time.thread_time() - cpu
-        return batch, _Made(fetched.seconds, took, fetched.cpu + busy, num_bytes)
+def _timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
+    began, cpu = time.perf_counter(), time.thread_time()
+    done = work()
+    return done, time.thread_time() - cpu, time.perf_counter() - began
 
 
 class _Reader:
-    """The user's loader, read once more with other workers or a cache; each time samples that come next."""
+    """The user's loader, read again with other workers or a cache; each time samples that come next."""
 
     def __init__(self, loader: DataLoader[Any], to_batch: Callable[[Any], Batch], *, seed: int) -> None:
         self._loader, self._to_batch, self._seed = loader, to_batch, seed
         self.num_workers = loader.num_workers
-        self.num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
+        dataset: Any = loader.dataset
+        self.num_samples = len(dataset) if hasattr(dataset, "__len__") else None
         self._draws = self._endless()
 
     def batches(self, number: int, *, workers: int, cached: float = 0.0) -> Iterator[tuple[Batch, _Made]]:
         """So many batches; `cached` is the share of their samples that is in memory before."""
         loader, draws = self._loader, list(itertools.islice(self._draws, number))
-        dataset = _TimedFetch(loader.dataset)
+        dataset = _TimedFetch(loader.dataset, {})
         if cached:
             known = list(dict.fromkeys(itertools.chain.from_iterable(draws)))
             kept = [index for at, index in enumerate(known) if int(at * cached) != int((at + 1) * cached)]
             dataset = _TimedFetch(loader.dataset, {index: dataset.samples([index])[0] for index in kept})
-        ahead = {"prefetch_factor": loader.prefetch_factor} if workers else {}
-        order: dict[str, Any] = {"sampler": draws, "batch_size": None}
-        read = partial(
-            DataLoader,
-            dataset,
-            **(order if loader.batch_sampler is None else {"batch_sampler": draws}),
-            num_workers=workers,
-            collate_fn=_TimedCollate(loader.collate_fn),
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout if workers else 0,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context if workers else None,
-            generator=loader.generator,
-            **ahead,
-        )
+        ahead = ("timeout", "prefetch_factor", "multiprocessing_context") if workers else ()
+        same = ("pin_memory", "worker_init_fn", "generator", *ahead)
+        how: dict[str, Any] = {name: getattr(loader, name) for name in same}
+        how |= {"sampler": draws, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": draws}
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="This DataLoader will create"
             )  # more workers than cores: sleepers
-            made_batches = iter(read())
+            read = DataLoader(dataset, collate_fn=partial(_collated, loader.collate_fn), num_workers=workers, **how)
+            made_batches = iter(read)
         for batch, made in made_batches:
             yield self._to_batch(batch), made
 
     def _endless(self) -> Iterator[Any]:
-        sampler: Iterable[Any] = (
-            self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler
-        )
+        loader = self._loader
+        sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         for epoch in itertools.count():
             seed_generators(self._seed + epoch)  # alike in every process
             yield from sampler
@@ -176,8 +170,7 @@ def diagnose(options: TrainOptions, what: Schedule | Plan) -> int:
     """Run this process's part, and print what was found; exit status."""
     with report_to_launcher():
         task = make_task(options)
-        batches = task.batches()
-        reader = _Reader(*batches.loader("--diagnose data"), seed=options.seed)
+        reader = _Reader(*task.batches().loader("--diagnose data"), seed=options.seed)
         known = [batch for batch, _ in reader.batches(CACHED_BATCHES, workers=0)]
         with make_pipe(replace(options, verify=False), what, task, task.make_model(), known[0]) as pipe:
             for batch in known:
@@ -196,82 +189,65 @@ class _Diagnosis:
     def __init__(self, options: TrainOptions, pipe: PipelineModule, reader: _Reader, known: Sequence[Batch]) -> None:
         self._steps = options.diagnose_steps
         self._pipe, self._reader, self._known = pipe, reader, known
-        self._readers = gather(platform.node()).count(platform.node())  # processes of this host
-        whole = options.diagnose_cache or physical_bytes() // CACHE_SHARE
-        self._cache = whole // self._readers
+        self._host = platform.node()
+        self._cache = (options.diagnose_cache or physical_bytes() // CACHE_SHARE) // gather(self._host).count(
+            self._host
+        )
         self._bytes_a_sample = 0.0
 
     def run(self) -> dict[str, Any]:
-        device, reader = self._pipe.device, self._reader
-        there = self._known[0].map(lambda x: x.to(device))
+        """All that was found, for people and as JSON."""
+        there = self._known[0].map(lambda x: x.to(self._pipe.device))
         self._measure(itertools.repeat((there, None)), WARM_UP_STEPS)
         synthetic = self._measure(itertools.repeat((there, None)), self._steps)
         cached = self._measure(((batch, None) for batch in itertools.cycle(self._known)), self._steps)
-        real = self._real(reader.num_workers)
-        answers = gather(self._predict(synthetic, real))[0]  # what is tried is decided on figures that all have alike
-        self._try(answers, real)
+        real = self._real(self._reader.num_workers)
+        stall = real.step - synthetic.step
+        # What is tried is decided on figures that all ranks have alike.
+        answers = self._tried(gather(self._predict(synthetic, real))[0], real)
+        causes = (real.fetch, real.prepare, real.transfer, stall - real.waited)
         return {
             "steps": self._steps,
             "samples": self._known[0].num_samples,
             "ranks": len(gather(0)),
-            "workers": reader.num_workers,
+            "workers": self._reader.num_workers,
             "steps_seconds": {"synthetic": synthetic.step, "cached": cached.step, "real": real.step},
-            "stall_seconds": real.step - synthetic.step,
-            "causes_seconds": {
-                "fetch": real.fetch,
-                "preparation": real.prepare,
-                "transfer": real.transfer,
-                "other": real.step - synthetic.step - real.waited,
-            },
+            "stall_seconds": stall,
+            "causes_seconds": dict(zip(_WHATS, causes, strict=True)),
             "answers": answers,
         }
 
     def _real(self, workers: int, cached: float = 0.0) -> Measured:
-        steps = self._steps if workers == 0 else -(-self._steps // workers) * workers  # whole rounds of all workers
+        steps = -(-self._steps // max(1, workers)) * max(1, workers)  # whole rounds of all workers
         return self._measure(self._reader.batches(steps + 1, workers=workers, cached=cached), steps, workers)
 
     def _measure(self, source: Iterator[tuple[Batch, _Made | None]], steps: int, workers: int = 0) -> Measured:
         """Steps on batches of a source, from the moment at which the first one is there."""
-        waits, moves, made = list[float](), list[float](), list[_Made]()
+        wait, move, made, samples = 0.0, 0.0, list[_Made](), 0
         batch, _ = next(source)
         gather(0)  # all ranks begin together
-        began, cpu, samples = time.perf_counter(), time.process_time(), 0
+        began, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            before = time.perf_counter()
-            moved = self._moved(batch)
-            moves.append(time.perf_counter() - before)
+            moved, _, seconds = _timed(partial(self._moved, batch))
+            move += seconds
             self._pipe.train_step(*moved.args, **moved.kwargs)
-            before = time.perf_counter()
-            batch, took = next(source)
+            (batch, took), _, seconds = _timed(partial(next, source))
             if took is not None:
-                waits.append(time.perf_counter() - before)
+                wait, samples = wait + seconds, samples + batch.num_samples
                 made.append(took)
-                samples += batch.num_samples
-        own = (time.perf_counter() - began, time.process_time() - cpu)
+        step, cpu = time.perf_counter() - began, time.process_time() - cpu
         self._pipe.flush()
+        making = fetch = fetching = sum(each.fetch for each in made)
         if made:
+            making += sum(each.prepare for each in made)
             self._bytes_a_sample = sum(each.num_bytes for each in made) / samples
-        return self._together(own, waits, moves, made, workers)
-
-    def _together(
-        self,
-        own: tuple[float, float],
-        waits: Sequence[float],
-        moves: Sequence[float],
-        made: Sequence[_Made],
-        workers: int,
-    ) -> Measured:
-        steps, fetching = len(moves), sum(each.fetch for each in made)
-        making, waited = fetching + sum(each.prepare for each in made), sum(waits)
-        if workers == 0:  # all that a batch takes is waited for
-            making, fetch = max(making, waited), fetching
-        else:  # only what the workers are late with
-            fetch = waited * fetching / making
-        transfer, busy = sum(moves), sum(each.cpu for each in made) if workers else 0.0
-        sums = (own[0], fetch, waited - fetch, transfer, making, fetching)
-        mine = Measured(*(each / steps for each in sums), cpu=(own[1] + busy) / steps)
-        everybody = gather((platform.node(), mine))
-        cpu = sum(each.cpu for node, each in everybody if node == platform.node())
+        if workers:  # they are waited for as far as they are late
+            fetch, cpu = wait * fetching / making, cpu + sum(each.cpu for each in made)
+        else:  # all that a batch takes is waited for
+            making = max(making, wait)
+        sums = (step, fetch, wait - fetch, move, making, fetching, cpu)
+        everybody = gather((self._host, Measured(*(each / steps for each in sums))))
+        cpu = sum(each.cpu for host, each in everybody if host == self._host)
         slowest = max((each for _, each in everybody), key=lambda each: each.waited)
         return slowest._replace(step=max(each.step for _, each in everybody), cpu=cpu)
 
@@ -285,30 +261,28 @@ class _Diagnosis:
     def _predict(self, synthetic: Measured, real: Measured) -> list[dict[str, Any]]:
         """Steps under each change, for the processes and cores of this host."""
         reader, now = self._reader, partial(step_with, synthetic, real, cores=num_cores())
+        numbers = [n for n in WORKERS if n != reader.num_workers]
         found: list[dict[str, Any]] = [
-            {"change": count(n, "worker"), "workers": n, "predicted": now(workers=n)}
-            for n in WORKERS
-            if n != reader.num_workers
+            {"change": count(n, "worker"), "workers": n, "predicted": now(workers=n)} for n in numbers
         ]
         now = partial(now, workers=reader.num_workers)
         if reader.num_samples is not None and self._bytes_a_sample:
             share = min(1.0, self._cache / (reader.num_samples * self._bytes_a_sample))
-            of = f" ({share:.0%} of the samples)" if share < 1 else ""
-            change = f"a cache of {size(self._cache)} a rank{of}"
+            change = f"a cache of {size(self._cache)} a rank ({share:.0%} of samples)"
             found.append({"change": change, "cached": share, "predicted": now(fetched=1 - share)})
         for times in FASTER_DISKS:
             found.append({"change": f"fetching {times} times faster", "predicted": now(fetched=1 / times)})
         return [{**each, "measured": None} for each in found]
 
-    def _try(self, answers: list[dict[str, Any]], real: Measured) -> None:
-        """Measure the fewest workers that are as good as any, and the cache, where they should help."""
-        ours = [each for each in answers if "workers" in each]
-        best = min(each["predicted"] for each in ours)
-        tried = [next(each for each in ours if each["predicted"] <= NEAR * best)]
-        for each in (*tried, *(one for one in answers if "cached" in one)):
-            if NEAR * each["predicted"] < real.step:
+    def _tried(self, answers: list[dict[str, Any]], real: Measured) -> list[dict[str, Any]]:
+        """With the fewest workers that are as good as any, and with the cache, measured where they should help."""
+        best = min(each["predicted"] for each in answers if "workers" in each)
+        first = next(each for each in answers if "workers" in each and each["predicted"] <= NEAR * best)
+        for each in answers:
+            if (each is first or "cached" in each) and NEAR * each["predicted"] < real.step:
                 workers = each.get("workers", self._reader.num_workers)
                 each["measured"] = self._real(workers, each.get("cached", 0.0)).step
+        return answers
 
 
 def step_with(synthetic: Measured, real: Measured, *, workers: int, cores: int, fetched: float = 1.0) -> float:
@@ -326,37 +300,21 @@ def step_with(synthetic: Measured, real: Measured, *, workers: int, cores: int, 
 
 def text(found: Mapping[str, Any]) -> str:
     """Tables for people, at most 80 columns wide."""
+
+    def row(*cells: str) -> str:
+        return f"{cells[0]:<50}" + "".join(f"{cell:>12}" for cell in cells[1:])
+
     steps, stall = found["steps_seconds"], found["stall_seconds"]
-    lines = [
-        f"{count(found['steps'], 'step')} of {count(found['samples'], 'sample')} with each input, on "
-        f"{count(found['ranks'], 'rank')}, {count(found['workers'], 'worker')} in each",
-        "",
-        f"{'input':<44}{'step':>12}{'waits':>12}",
-    ]
+    of = [count(found[name], name[:-1]) for name in ("steps", "samples", "ranks", "workers")]
+    lines = [f"{of[0]} of {of[1]} with each input; {of[2]}, {of[3]} in each", "", row("input", "step", "waits")]
     for name, seconds in steps.items():
-        lines.append(f"{name:<44}{duration(seconds):>12}{max(0.0, seconds - steps['synthetic']) / seconds:>12.1%}")
-    lines += ["", f"{'a step waits for':<44}{'seconds':>12}{'of stall':>12}"]
-    whats = {
-        "fetch": "fetch (Dataset.__getitem__)",
-        "preparation": "preparation (collate_fn, rest of the loader)",
-        "transfer": "transfer (to the device)",
-        "other": "other (the steps themselves were slower)",
-    }
+        lines.append(row(name, duration(seconds), f"{max(0.0, 1 - steps['synthetic'] / seconds):.1%}"))
+    lines += ["", row("a step waits for", "seconds", "of stall")]
     for name, seconds in found["causes_seconds"].items():
-        share = f"{seconds / stall:.1%}" if stall > 0 else "-"
-        lines.append(f"{whats[name]:<44}{_signed(seconds):>12}{share:>12}")
-    lines += ["", f"{'a step with':<44}{'predicted':>12}{'measured':>12}"]
+        told = f"{'-' if seconds < 0 else ''}{duration(abs(seconds))}"
+        lines.append(row(_WHATS[name], told, f"{seconds / stall:.1%}" if stall > 0 else "-"))
+    lines += ["", row("a step with", "predicted", "measured")]
     for each in found["answers"]:
         measured = "-" if each["measured"] is None else duration(each["measured"])
-        lines.append(f"{each['change']:<44}{duration(each['predicted']):>12}{measured:>12}")
+        lines.append(row(each["change"], duration(each["predicted"]), measured))
     return "\n".join(lines)
-
-
-def _signed(seconds: float) -> str:
-    return f"-{duration(-seconds)}" if seconds < 0 else duration(seconds)
-
-
-def _num_bytes(samples: Any) -> int:
-    """Of what a cache would keep."""
-    leaves = pytree.tree_leaves(samples)
-    return sum(x.nbytes if isinstance(x, Tensor | np.ndarray) else sys.getsizeof(x) for x in leaves)

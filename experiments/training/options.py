@@ -186,28 +186,14 @@ class TrainOptions(GptOptions):
             )
 
     def _check_diagnose(self) -> None:
-        defaults = {name: getattr(TrainOptions, name) for name in ("diagnose_steps", "diagnose_cache")}
-        if self.diagnose is None:
-            changed = next((name for name, value in defaults.items() if getattr(self, name) != value), None)
-            if changed is not None:
-                typed = changed.replace("_", "-")
-                raise ValueError(
-                    f"--{typed} {getattr(self, changed)} without --diagnose data: type it beside, or neither"
-                )
-            return
-        for name in defaults:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
-        beside = {
-            "--resume": self.resume,
-            "--dry-run": self.dry_run,
-            "--checkpoint-every": self.checkpoint_every is not None,
-            f"--plan {AUTO}": self.plan == AUTO,
-        }
-        for typed, is_given in beside.items():
-            if is_given:
-                raise ValueError(f"--diagnose {self.diagnose} beside {typed}: leave one away, a diagnosis is no run")
+        refused = {"--resume": self.resume, "--dry-run": self.dry_run, f"--plan {AUTO}": self.plan == AUTO}
+        refused["--checkpoint-every"] = self.checkpoint_every is not None
+        for typed in (typed for typed, is_given in refused.items() if is_given and self.diagnose is not None):
+            raise ValueError(f"--diagnose {self.diagnose} beside {typed}: leave one away, a diagnosis is no run")
+        for name, value in given(self, ("diagnose_steps", "diagnose_cache")).items():
+            if self.diagnose is None or not (isinstance(value, int) and value >= 1):
+                typed = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{typed}: expected at least 1, beside --diagnose data")
 
     @property
     def num_processes(self) -> int:

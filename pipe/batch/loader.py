@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -197,6 +197,7 @@ class ReplicaLoader:
         is_idle: whether no stage of this process reads a batch's values, once the stages are built.
         same_shapes: all batches have the first one's shapes; an idle process then loads no other, and passes meta
             tensors (shapes alone).
+        waiting: entered around the wait for a batch.
         options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
     Python's, numpy's and torch's generators are seeded for each sample, so that augmentation is random and can be
@@ -213,6 +214,7 @@ class ReplicaLoader:
         *,
         is_idle: Callable[[], bool] = lambda: False,
         same_shapes: bool = False,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         **options: Any,
     ) -> None:
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
@@ -233,6 +235,7 @@ class ReplicaLoader:
         )
         self._is_idle = is_idle
         self._same_shapes = same_shapes
+        self._waiting = waiting
         self._shapes: Any = None
 
     def __len__(self) -> int:
@@ -270,7 +273,7 @@ class ReplicaLoader:
         """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was."""
         loaded = iter(self.within)
         while True:
-            with _own_random_state():
+            with _own_random_state(), self._waiting():
                 try:
                     batch = next(loaded)
                 except StopIteration:

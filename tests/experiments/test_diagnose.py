@@ -122,7 +122,7 @@ def test_two_ranks_find_the_same(command: Callable[..., Done]) -> None:
     done = command(*WORDS, "--data", "slow_data:slow_collate", "--diagnose-steps", "2")
     assert done.status == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "2 steps of 4 samples with each input, on 2 ranks, 0 workers in each"
+    assert lines[0] == "2 steps of 4 samples with each input; 2 ranks, 0 workers in each"
     assert max(map(len, lines)) <= 80
     assert not Path("runs").exists()
 
@@ -137,7 +137,7 @@ def test_predictions_follow_from_what_was_measured() -> None:
 
 
 def test_the_table_is_80_columns_wide() -> None:
-    answer = {"change": "a cache of 1.23 GB a rank (45% of the samples)", "predicted": 0.0123, "measured": 0.0124}
+    answer = {"change": "a cache of 1.23 GB a rank (45% of samples)", "predicted": 0.0123, "measured": 0.0124}
     found = {
         "steps": 20,
         "samples": 16,
@@ -159,11 +159,15 @@ def test_the_table_is_80_columns_wide() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--data", "slow_data:stream"), "returned generator, which has neither samples by number nor a collate_fn"),
-        (("--data", "slow_data:endless"), "returned a DataLoader of Endless, which has no length and no samples"),
+        (
+            ("--data", "slow_data:stream"),
+            "returned generator, which has no samples to be counted and fetched by number",
+        ),
+        (("--data", "slow_data:endless"), "returned a DataLoader of Endless, which has no samples to be counted"),
         (("--data", "slow_data:slow_collate", "--workers", "2"), "num_workers=2 for a DataLoader of your own"),
         (("--data", "slow_data:slow_fetch", "--workers", "-1"), "--workers -1: expected a number from 0 on"),
         (("--data", "slow_data:slow_fetch", "--diagnose-steps", "0"), "--diagnose-steps 0: expected at least 1"),
+        (("--data", "slow_data:slow_fetch", "--diagnose-cache", "-1"), "--diagnose-cache -1: expected at least 1"),
         (("--data", "slow_data:slow_fetch", "--resume"), "--diagnose data beside --resume: leave one away"),
     ],
 )
