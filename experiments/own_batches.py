@@ -101,7 +101,8 @@ class OwnBatches(Iterator[Batch]):
             of = "" if within is loader else "a DataLoader of "
             raise ValueError(
                 f"{why}: --data {self._value} returned {of}{type(within).__name__}, which has no samples to "
-                f"be counted and fetched by number: expected a Dataset with __len__ and __getitem__, or a DataLoader of one"
+                f"be counted and fetched by number: expected a Dataset with __len__ and __getitem__, or a DataLoader "
+                f"of one"
             )
         return loader, partial(_checked, self._value)
 

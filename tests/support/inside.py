@@ -135,6 +135,7 @@ _NAMES = {
     "pipe.batch.given": "CallReader Given",
     "pipe.batch.loader": "Draw Remainder ReplicaBatches ReplicaLoader",
     "pipe.batch.reader": "BatchReader",
+    "pipe.batch.shared": "HostShare keep_sample kept_sample",
     "pipe.context": "layout_of_plan",
     "pipe.checkpoint.checkpointer": "Checkpointer CheckpointRecord Cost FIRST Interval",
     "pipe.checkpoint.files": "OwnCheckpoints",
