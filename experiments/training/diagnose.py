@@ -48,20 +48,13 @@ CACHED_BATCHES = 4
 WARM_UP_STEPS = 3  # the first ones are slower
 CACHE_SHARE = 4  # of the memory of a host: a quarter
 NEAR = 1.03  # of the best prediction: fewer workers that reach it are preferred, and gains below it are none
+_Timed = tuple[Any, float, float]  # what some work gave, and its seconds, on a core and in all
 _WHATS = {
     "fetch": "fetch (Dataset.__getitem__)",
     "preparation": "preparation (collate_fn, rest of the loader)",
     "transfer": "transfer (to the device)",
     "other": "other (steps themselves that were slower)",
 }
-
-
-class _Fetched(NamedTuple):
-    """Samples of a batch, and the seconds that they took, on a core and in all."""
-
-    samples: Any
-    cpu: float
-    seconds: float
 
 
 class _Made(NamedTuple):
@@ -87,10 +80,6 @@ class Measured(NamedTuple):
     fetching: float = 0.0
     cpu: float = 0.0
 
-    @property
-    def waited(self) -> float:
-        return self.fetch + self.prepare + self.transfer
-
 
 class _TimedFetch(Dataset[Any]):
     """A dataset whose samples come with the seconds that they took; those of `kept` come from memory."""
@@ -98,11 +87,11 @@ class _TimedFetch(Dataset[Any]):
     def __init__(self, within: Any, kept: Mapping[Any, Any]) -> None:
         self._within, self._kept = within, kept
 
-    def __getitem__(self, index: Any) -> _Fetched:
-        return _Fetched(*_timed(lambda: self._within[index]))
+    def __getitem__(self, index: Any) -> _Timed:
+        return _timed(lambda: self._within[index])
 
-    def __getitems__(self, indices: Sequence[Any]) -> _Fetched:
-        return _Fetched(*_timed(lambda: self.samples(indices)))
+    def __getitems__(self, indices: Sequence[Any]) -> _Timed:
+        return _timed(lambda: self.samples(indices))
 
     def samples(self, indices: Sequence[Any]) -> list[Any]:
         missing = [index for index in indices if index not in self._kept]
@@ -113,15 +102,15 @@ class _TimedFetch(Dataset[Any]):
         return [self._kept[index] if index in self._kept else next(read) for index in indices]
 
 
-def _collated(within: Callable[[Any], Any], fetched: _Fetched) -> tuple[Any, _Made]:
+def _collated(within: Callable[[Any], Any], fetched: _Timed) -> tuple[Any, _Made]:
     """A batch, and what making it took."""
-    batch, cpu, seconds = _timed(lambda: within(fetched.samples))
-    leaves = pytree.tree_leaves(fetched.samples)
-    num_bytes = sum(x.nbytes if isinstance(x, Tensor | np.ndarray) else sys.getsizeof(x) for x in leaves)
-    return batch, _Made(fetched.seconds, seconds, fetched.cpu + cpu, num_bytes)
+    samples, fetch_cpu, fetch = fetched
+    batch, cpu, seconds = _timed(lambda: within(samples))
+    sizes = (x.nbytes if isinstance(x, Tensor | np.ndarray) else sys.getsizeof(x) for x in pytree.tree_leaves(samples))
+    return batch, _Made(fetch, seconds, fetch_cpu + cpu, sum(sizes))
 
 
-def _timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
+def _timed(work: Callable[[], Any]) -> _Timed:
     began, cpu = time.perf_counter(), time.thread_time()
     done = work()
     return done, time.thread_time() - cpu, time.perf_counter() - began
@@ -197,7 +186,7 @@ class _Diagnosis:
 
     def run(self) -> dict[str, Any]:
         """All that was found, for people and as JSON."""
-        there = self._known[0].map(lambda x: x.to(self._pipe.device))
+        there = _moved(self._known[0], self._pipe.device)
         self._measure(itertools.repeat((there, None)), WARM_UP_STEPS)
         synthetic = self._measure(itertools.repeat((there, None)), self._steps)
         cached = self._measure(((batch, None) for batch in itertools.cycle(self._known)), self._steps)
@@ -205,7 +194,7 @@ class _Diagnosis:
         stall = real.step - synthetic.step
         # What is tried is decided on figures that all ranks have alike.
         answers = self._tried(gather(self._predict(synthetic, real))[0], real)
-        causes = (real.fetch, real.prepare, real.transfer, stall - real.waited)
+        waits = (real.fetch, real.prepare, real.transfer)
         return {
             "steps": self._steps,
             "samples": self._known[0].num_samples,
@@ -213,7 +202,7 @@ class _Diagnosis:
             "workers": self._reader.num_workers,
             "steps_seconds": {"synthetic": synthetic.step, "cached": cached.step, "real": real.step},
             "stall_seconds": stall,
-            "causes_seconds": dict(zip(_WHATS, causes, strict=True)),
+            "causes_seconds": dict(zip(_WHATS, (*waits, stall - sum(waits)), strict=True)),
             "answers": answers,
         }
 
@@ -228,7 +217,7 @@ class _Diagnosis:
         gather(0)  # all ranks begin together
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            moved, _, seconds = _timed(partial(self._moved, batch))
+            moved, _, seconds = _timed(partial(_moved, batch, self._pipe.device))
             move += seconds
             self._pipe.train_step(*moved.args, **moved.kwargs)
             (batch, took), _, seconds = _timed(partial(next, source))
@@ -248,15 +237,8 @@ class _Diagnosis:
         sums = (step, fetch, wait - fetch, move, making, fetching, cpu)
         everybody = gather((self._host, Measured(*(each / steps for each in sums))))
         cpu = sum(each.cpu for host, each in everybody if host == self._host)
-        slowest = max((each for _, each in everybody), key=lambda each: each.waited)
+        slowest = max((each for _, each in everybody), key=lambda each: each.fetch + each.prepare + each.transfer)
         return slowest._replace(step=max(each.step for _, each in everybody), cpu=cpu)
-
-    def _moved(self, batch: Batch) -> Batch:
-        device = self._pipe.device
-        moved = batch.map(lambda x: x.to(device))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return moved
 
     def _predict(self, synthetic: Measured, real: Measured) -> list[dict[str, Any]]:
         """Steps under each change, for the processes and cores of this host."""
@@ -283,6 +265,13 @@ class _Diagnosis:
                 workers = each.get("workers", self._reader.num_workers)
                 each["measured"] = self._real(workers, each.get("cached", 0.0)).step
         return answers
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    moved = batch.map(lambda x: x.to(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return moved
 
 
 def step_with(synthetic: Measured, real: Measured, *, workers: int, cores: int, fetched: float = 1.0) -> float:

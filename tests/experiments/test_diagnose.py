@@ -37,7 +37,7 @@ SLOW = """
             self.seconds, self.path = seconds, path
 
         def __len__(self):
-            return 64
+            return 256
 
         def __getitem__(self, number):
             if self.path is not None:
