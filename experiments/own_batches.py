@@ -97,8 +97,8 @@ class OwnBatches(Iterator[Batch]):
             made: Any = self._begin()
         loader = made.within if isinstance(made, ReplicaLoader) else made
         within = loader.dataset if isinstance(loader, DataLoader) else loader
-        if within is loader or isinstance(within, IterableDataset) or not hasattr(within, "__len__"):
-            of = "" if within is loader else "a DataLoader of "
+        of = "" if within is loader else "a DataLoader of "
+        if not of or isinstance(within, IterableDataset) or not hasattr(within, "__len__"):
             raise ValueError(
                 f"{why}: --data {self._value} returned {of}{type(within).__name__}, which has no samples to "
                 f"be counted and fetched by number: expected a Dataset with __len__ and __getitem__, or a DataLoader "

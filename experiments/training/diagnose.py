@@ -134,17 +134,14 @@ class _Reader:
             known = list(dict.fromkeys(itertools.chain.from_iterable(draws)))
             kept = [index for at, index in enumerate(known) if int(at * cached) != int((at + 1) * cached)]
             dataset = _TimedFetch(loader.dataset, {index: dataset.samples([index])[0] for index in kept})
-        ahead = ("timeout", "prefetch_factor", "multiprocessing_context") if workers else ()
-        same = ("pin_memory", "worker_init_fn", "generator", *ahead)
-        how: dict[str, Any] = {name: getattr(loader, name) for name in same}
+        same = ("pin_memory", "worker_init_fn", "generator", "timeout", "prefetch_factor", "multiprocessing_context")
+        how: dict[str, Any] = {name: getattr(loader, name) for name in same[: None if workers else 3]}
         how |= {"sampler": draws, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": draws}
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="This DataLoader will create"
-            )  # more workers than cores: sleepers
-            read = DataLoader(dataset, collate_fn=partial(_collated, loader.collate_fn), num_workers=workers, **how)
-            made_batches = iter(read)
-        for batch, made in made_batches:
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
+            timed = partial(_collated, loader.collate_fn)
+            read = iter(DataLoader(dataset, collate_fn=timed, num_workers=workers, **how))
+        for batch, made in read:
             yield self._to_batch(batch), made
 
     def _endless(self) -> Iterator[Any]:
@@ -178,11 +175,9 @@ class _Diagnosis:
     def __init__(self, options: TrainOptions, pipe: PipelineModule, reader: _Reader, known: Sequence[Batch]) -> None:
         self._steps = options.diagnose_steps
         self._pipe, self._reader, self._known = pipe, reader, known
-        self._host = platform.node()
-        self._cache = (options.diagnose_cache or physical_bytes() // CACHE_SHARE) // gather(self._host).count(
-            self._host
-        )
-        self._bytes_a_sample = 0.0
+        self._host, self._bytes_a_sample = platform.node(), 0.0
+        whole = options.diagnose_cache or physical_bytes() // CACHE_SHARE
+        self._cache = whole // gather(self._host).count(self._host)
 
     def run(self) -> dict[str, Any]:
         """All that was found, for people and as JSON."""
@@ -231,7 +226,7 @@ class _Diagnosis:
             making += sum(each.prepare for each in made)
             self._bytes_a_sample = sum(each.num_bytes for each in made) / samples
         if workers:  # they are waited for as far as they are late
-            fetch, cpu = wait * fetching / making, cpu + sum(each.cpu for each in made)
+            fetch, cpu = wait * fetching / max(making, 1e-9), cpu + sum(each.cpu for each in made)
         else:  # all that a batch takes is waited for
             making = max(making, wait)
         sums = (step, fetch, wait - fetch, move, making, fetching, cpu)
@@ -243,10 +238,9 @@ class _Diagnosis:
     def _predict(self, synthetic: Measured, real: Measured) -> list[dict[str, Any]]:
         """Steps under each change, for the processes and cores of this host."""
         reader, now = self._reader, partial(step_with, synthetic, real, cores=num_cores())
-        numbers = [n for n in WORKERS if n != reader.num_workers]
-        found: list[dict[str, Any]] = [
-            {"change": count(n, "worker"), "workers": n, "predicted": now(workers=n)} for n in numbers
-        ]
+        found = list[dict[str, Any]]()
+        for n in (n for n in WORKERS if n != reader.num_workers):
+            found.append({"change": count(n, "worker"), "workers": n, "predicted": now(workers=n)})
         now = partial(now, workers=reader.num_workers)
         if reader.num_samples is not None and self._bytes_a_sample:
             share = min(1.0, self._cache / (reader.num_samples * self._bytes_a_sample))
@@ -300,7 +294,7 @@ def text(found: Mapping[str, Any]) -> str:
         lines.append(row(name, duration(seconds), f"{max(0.0, 1 - steps['synthetic'] / seconds):.1%}"))
     lines += ["", row("a step waits for", "seconds", "of stall")]
     for name, seconds in found["causes_seconds"].items():
-        told = f"{'-' if seconds < 0 else ''}{duration(abs(seconds))}"
+        told = duration(abs(seconds)) if seconds >= 0 else f"-{duration(-seconds)}"
         lines.append(row(_WHATS[name], told, f"{seconds / stall:.1%}" if stall > 0 else "-"))
     lines += ["", row("a step with", "predicted", "measured")]
     for each in found["answers"]:
