@@ -111,6 +111,8 @@ def test_injected_stalls_are_found_where_they_were_put(data: str, capsys: pytest
     tried = [each for each in answers.values() if each["measured"] is not None]
     assert len(tried) == 2  # workers, and the cache, which held all that is fetched
     assert len(took["fetch"]) == 4 * (5 + STEPS + STEPS + 1)
+    cached = next(each["measured"] for name, each in answers.items() if "cache" in name)
+    assert cached < found["steps_seconds"]["real"] - 0.5 * fetched
     # More workers, and a faster disk, as if nothing else were slow.
     step = found["steps_seconds"]["synthetic"]
     slower = answers["fetching 2 times faster"]["predicted"]
