@@ -13,14 +13,15 @@ else in the process changes it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples, seed_generators
 from ..schedules.custom.user_code import UserCodeError, call, load
@@ -33,17 +34,24 @@ class OwnBatches(Iterator[Batch]):
 
     Arguments:
         batch_size: samples of each; None: default_size where the function asks for it, else what it gives.
+        workers: processes that read a Dataset ahead; other data has its own.
 
     Raises ValueError for data of another form; UserCodeError where the user's code fails.
     """
 
     def __init__(
-        self, options: OwnOptions, *, batch_size: int | None, seed: int, default_size: int = DEFAULT_BATCH
+        self,
+        options: OwnOptions,
+        *,
+        batch_size: int | None,
+        seed: int,
+        default_size: int = DEFAULT_BATCH,
+        workers: int = 0,
     ) -> None:
         self._value = str(options.data)
         self._function = load("data", self._value)
         self._batch_size, self._default_size = batch_size, default_size
-        self._seed = seed
+        self._seed, self._workers = seed, workers
         self._random = _RandomState()
         self._made: Iterable[Any] | None = None
         self._epoch, self._passed = 0, 0  # batches of this epoch
@@ -79,6 +87,24 @@ class OwnBatches(Iterator[Batch]):
                     f"--data {self._value} is {now}, and the place is one in {then}: expected the same data"
                 )
             self._batches = self._stream(to_skip=0 if within is not None else self._passed)
+
+    def loader(self, why: str) -> tuple[DataLoader[Any], Callable[[Any], Batch]]:
+        """The DataLoader behind them, and what makes a batch of what it gives.
+
+        Raises ValueError, beginning with `why`, for data that has no samples by number, or none that can be counted.
+        """
+        with self._random:
+            made: Any = self._begin()
+        loader = made.within if isinstance(made, ReplicaLoader) else made
+        within = loader.dataset if isinstance(loader, DataLoader) else loader
+        of = "" if within is loader else "a DataLoader of "
+        if not of or isinstance(within, IterableDataset) or not hasattr(within, "__len__"):
+            raise ValueError(
+                f"{why}: --data {self._value} returned {of}{type(within).__name__}, which has no samples to "
+                f"be counted and fetched by number: expected a Dataset with __len__ and __getitem__, or a DataLoader "
+                f"of one"
+            )
+        return loader, partial(_checked, self._value)
 
     def _begin(self) -> Iterable[Any]:
         seed_generators(self._seed + self._epoch)
@@ -125,7 +151,12 @@ class OwnBatches(Iterator[Batch]):
         made = call("data", self._value, self._function, batch_size=size)
         if isinstance(made, Dataset) and not isinstance(made, IterableDataset):
             batches = ReplicaBatches(count_samples(made), batch_size=size, seed=self._seed, remainder="carry")
-            return ReplicaLoader(made, batches)
+            return ReplicaLoader(made, batches, num_workers=self._workers)
+        if self._workers:
+            raise ValueError(
+                f"--workers {self._workers} and --data {self._value} returned {type(made).__name__}: expected a torch "
+                f"Dataset; leave --workers away, and type num_workers={self._workers} for a DataLoader of your own"
+            )
         if isinstance(made, Iterable) and not isinstance(made, Tensor | nn.Module | str | dict):
             return made
         raise ValueError(

@@ -86,6 +86,14 @@ class Building:
         """Whether no stage of this process reads a batch's values; False before they are built."""
         return self.pipeline is not None and self.pipeline.training.reads_nothing
 
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        recorders = [] if self.pipeline is None else [local.recorder for local in self.pipeline.engine.ranks]
+        begun = [recorder.clock.stamp() for recorder in recorders]
+        yield
+        for recorder, start in zip(recorders, begun, strict=True):
+            recorder.data(start)
+
     def decided_for(self, given: Given) -> Layout:
         """The layout; under schedule="auto" the first batch decides on it. PipelineError behind `close`."""
         if self.is_closed:

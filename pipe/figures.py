@@ -98,6 +98,10 @@ class RunFigures:
         """
         return self._building.built("optimizers").state.optimizers
 
+    def waiting_for_data(self) -> AbstractContextManager[None]:
+        """Around the wait for a batch: the timeline of its step shows it. `pipe.loader` does so by itself."""
+        return self._building.waiting_for_data()
+
     def held_bytes(self) -> int:
         """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
         return self._building.built("parameters and state").state.held_bytes()

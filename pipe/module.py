@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -16,10 +16,12 @@ from torch.utils.data import Dataset
 from ..comm import World, join_world, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
+from ..schedules.kinds import at_least, one_of, option
 from .arguments import AnySchedule, Inputs, MeshLike, Precision, read_arguments
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepResult
+from .batch.shared import share_on_host
 from .building import Building
 from .context import choose_layout
 from .edits import Edits
@@ -212,6 +214,8 @@ class PipelineModule(RunFigures):
         shuffle: bool = True,
         remainder: Remainder = "drop",
         same_shapes: bool = False,
+        shared: Literal["host"] | None = None,
+        cache: int = 0,
         **options: Any,
     ) -> ReplicaLoader:
         """Batches for this process: the same on all ranks of a pipeline, a share of its own for each data replica.
@@ -226,10 +230,20 @@ class PipelineModule(RunFigures):
                 gives a smaller batch, as to evaluate each sample once.
             same_shapes: a promise that all batches have the first one's shapes. Processes whose stages read neither
                 inputs nor target then load one batch only, and pass on its shapes.
+            shared: "host": of the processes of a host that pass the same batches, the first one reads and prepares them
+                for all, through shared memory; where it ends, the others read by themselves. Collective over the
+                processes, which loop over the loader alike.
+            cache: beside it, about so many bytes of samples, as `__getitem__` returned them in the epoch that read them
+                first, are kept in shared memory for all processes of the host: not for random augmentation.
             options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
         Raises ValueError for sizes that make no batch, and for an IterableDataset.
         """
+        cache = option("cache", cache, at_least(0))
+        if shared is not None:
+            option("shared", shared, one_of(("host",)))
+        elif cache:
+            raise ValueError(f'cache={cache} without shared="host": expected both, or neither')
         replica, num_replicas = self._building.replica
         batches = ReplicaBatches(
             count_samples(dataset),
@@ -241,7 +255,16 @@ class PipelineModule(RunFigures):
             remainder=remainder,
         )
         run = self._building
-        return ReplicaLoader(dataset, batches, is_idle=lambda: run.reads_nothing, same_shapes=same_shapes, **options)
+        return ReplicaLoader(
+            dataset,
+            batches,
+            is_idle=lambda: run.reads_nothing,
+            same_shapes=same_shapes,
+            waiting=run.waiting_for_data,
+            share=None if shared is None else share_on_host(run.decided().place, timeout=self._settings.timeout),
+            cache=cache,
+            **options,
+        )
 
     # Training
 

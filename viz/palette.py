@@ -38,6 +38,7 @@ _COLLECTIVES = {
 }
 COLLECTIVE_HUES, COLLECTIVE_WORDS = ({op: row[at] for op, row in _COLLECTIVES.items()} for at in range(2))
 CAUSE_HUES = {  # by field of `Idle`
+    "data": "#F078FF",
     "warm_up": "#DDCC77",
     "drain": "#999933",
     "late_peer": "#CC1F75",

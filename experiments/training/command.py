@@ -34,6 +34,11 @@ def run(argv: Sequence[str]) -> int:
 
         return show(options, what)
     if "WORLD_SIZE" in os.environ or options.num_processes == 1:
+        if options.diagnose is not None:
+            from .diagnose import diagnose
+
+            assert what is not None  # --plan auto was refused
+            return diagnose(options, what)
         from .loop import train
 
         return train(options, what)
@@ -48,7 +53,7 @@ def _check_before_launch(options: TrainOptions) -> None:
     assert options.name is not None
     if options.resume:
         RunFolder.check_going_on(options.name, asdict(options))
-    else:
+    elif options.diagnose is None:  # which leaves no folder
         RunFolder.check_free(options.name)
     if options.model is None:
         from .corpus import load_corpus

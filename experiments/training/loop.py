@@ -197,7 +197,8 @@ class _Training:
         started, first = time.perf_counter(), self.checkpoints.first_step
         bubbles: dict[int, _Bubble | None] = {}  # the newest when a step had run
         for step in range(first, self.options.steps):
-            batch = next(self.source)
+            with self.pipe.waiting_for_data():
+                batch = next(self.source)
             check_samples(batch, num_microbatches=self.pipe.schedule.num_microbatches, task=self.task)
             if step == 1:
                 self.pipe.measured_costs()  # the link's latency: measured while little is under way

@@ -123,6 +123,15 @@ class TrainOptions(GptOptions):
     trace_every: int | Literal["auto"] = "auto"
     """Steps from one that each process traces into runs/<name>/trace.rankN.jsonl to the next; auto: 20 at first, and
     more and more; 0: the last step only."""
+    workers: int = 0
+    """Processes that read samples of a Dataset of --data ahead, for each rank."""
+    diagnose: Literal["data"] | None = None
+    """data: do not train, but measure how long steps wait for data, for what, and what would help."""
+    diagnose_steps: int = 20
+    """Steps of each measurement of --diagnose."""
+    diagnose_cache: int | None = None
+    """Bytes of the cache of samples that --diagnose predicts and tries, for all ranks of a host (default: a quarter of
+    its memory)."""
     dry_run: bool = False
     """Show the cut, the grid, predicted bubble and memory, and stop."""
     json: bool = False
@@ -168,10 +177,23 @@ class TrainOptions(GptOptions):
             raise ValueError(
                 f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"
             )
+        if self.workers < 0 or (self.workers and self.model is None):
+            raise ValueError(f"--workers {self.workers}: expected a number from 0 on, beside --model and --data")
+        self._check_diagnose()
         if isinstance(self.trace_every, int) and self.trace_every < 0:
             raise ValueError(
                 f"--trace-every {self.trace_every}: expected at least 1, 0 for the last step only, or {AUTO}"
             )
+
+    def _check_diagnose(self) -> None:
+        refused = {"--resume": self.resume, "--dry-run": self.dry_run, f"--plan {AUTO}": self.plan == AUTO}
+        refused["--checkpoint-every"] = self.checkpoint_every is not None
+        for typed in (typed for typed, is_given in refused.items() if is_given and self.diagnose is not None):
+            raise ValueError(f"--diagnose {self.diagnose} beside {typed}: leave one away, a diagnosis is no run")
+        for name, value in given(self, ("diagnose_steps", "diagnose_cache")).items():
+            if self.diagnose is None or not (isinstance(value, int) and value >= 1):
+                typed = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{typed}: expected at least 1, beside --diagnose data")
 
     @property
     def num_processes(self) -> int:

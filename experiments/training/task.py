@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ...partition.profiler.optimizers import OptimizerFactory
 from ...pipe.checkpoint.snapshot import HasState
@@ -26,6 +28,9 @@ SAMPLE_BYTES = 240
 
 class Batches(HasState, Iterator[own.Batch], Protocol):
     """Batches without an end; the state is the place behind the last one that was given."""
+
+    def loader(self, why: str) -> tuple[DataLoader[Any], Callable[[Any], own.Batch]]:
+        """The DataLoader behind them, and what makes a batch of what it gives; ValueError where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,7 @@ def _own(options: TrainOptions) -> Task:
         loss_for=lambda batch: own.make_loss(options, batch),
         loss_name=lambda batch: own.describe_loss(options, batch),
         optimizer=lambda parameters: own.make_optimizer(options, parameters, lr=options.lr),
-        batches=lambda: OwnBatches(options, batch_size=options.batch, seed=options.seed),
+        batches=lambda: OwnBatches(options, batch_size=options.batch, seed=options.seed, workers=options.workers),
         validation=lambda: (),
         sample_bytes=None,
         describe=None,
@@ -119,12 +124,20 @@ class Windows(Iterator[own.Batch]):
         self._step = 0
 
     def __next__(self) -> own.Batch:
-        options = self._options
-        batch = self._corpus.batch(
-            seed=options.seed, step=self._step, batch_size=options.batch_size, length=options.length
-        )
         self._step += 1
-        return own.Batch(args=batch)
+        return own.Batch(args=self[self._step - 1])
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, ...]:
+        options = self._options
+        return self._corpus.batch(seed=options.seed, step=step, batch_size=options.batch_size, length=options.length)
+
+    def loader(self, why: str) -> tuple[DataLoader[Any], Callable[[Any], own.Batch]]:
+        """The same batches as of a DataLoader, which fetches each as a whole."""
+        del why
+        sampler = cast("Sampler[int]", itertools.count())
+        return DataLoader(cast("Dataset[Any]", self), sampler=sampler, batch_size=None), lambda args: own.Batch(
+            args=args
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Steps that were given, and the text that they are from."""

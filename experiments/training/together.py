@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.distributed as dist
 
+T = TypeVar("T")
 
-def gather(number: int) -> tuple[int, ...]:
-    """One number from each process, by rank; collective."""
+
+def gather(own: T) -> tuple[T, ...]:
+    """What each process has, by rank; collective."""
     if not dist.is_initialized():
-        return (number,)
-    numbers: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return tuple(numbers)
+        return (own,)
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return tuple(found)
 
 
 def first(text: str) -> str:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from ...schedules.kinds import at_least, one_of, option
 from ..guards.randomness import mix
+from .shared import HostShare, keep_sample, kept_sample
 
 Remainder = Literal["drop", "carry", "keep"]
 
@@ -197,6 +199,9 @@ class ReplicaLoader:
         is_idle: whether no stage of this process reads a batch's values, once the stages are built.
         same_shapes: all batches have the first one's shapes; an idle process then loads no other, and passes meta
             tensors (shapes alone).
+        waiting: entered around the wait for a batch.
+        share: where one process reads for others of its host.
+        cache: bytes of samples that the host keeps for later epochs.
         options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
     Python's, numpy's and torch's generators are seeded for each sample, so that augmentation is random and can be
@@ -213,6 +218,9 @@ class ReplicaLoader:
         *,
         is_idle: Callable[[], bool] = lambda: False,
         same_shapes: bool = False,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        share: HostShare | None = None,
+        cache: int = 0,
         **options: Any,
     ) -> None:
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
@@ -228,11 +236,14 @@ class ReplicaLoader:
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
         self._name = type(dataset).__name__
-        self._loader: DataLoader[Any] = DataLoader(
-            _Seeded(dataset, batches), batch_sampler=_DrawnBatches(batches), **options
+        kept = None if share is None or not cache else (share.folder, cache / count_samples(dataset))
+        self.within: DataLoader[Any] = DataLoader(
+            _Seeded(dataset, batches, kept), batch_sampler=_DrawnBatches(batches), **options
         )
         self._is_idle = is_idle
         self._same_shapes = same_shapes
+        self._waiting = waiting
+        self._share = share
         self._shapes: Any = None
 
     def __len__(self) -> int:
@@ -251,6 +262,8 @@ class ReplicaLoader:
             yield batch
             if self._may_rest():
                 break
+        if left and self._share is not None:
+            self._share.rest()
         for _ in range(left):
             self.batches.passed()
             yield self._shapes
@@ -267,18 +280,38 @@ class ReplicaLoader:
             raise ValueError(f"{self._name} as the dataset: {error}") from None
 
     def _loaded(self) -> Iterator[Any]:
-        """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was."""
-        loaded = iter(self._loader)
+        """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was; or from
+        the process that reads for this one, as long as it does."""
+        share = self._share
+        if share is not None:
+            share.begin()
+            for _ in range(0 if share.reads else self.batches.left):
+                with self._waiting():
+                    taken = share.take((self.batches.epoch, self.batches.position))
+                yield from taken
+                if not taken:
+                    break
+            else:
+                if not share.reads:
+                    return
+        loaded = iter(self.within)
         while True:
-            with _own_random_state():
+            with _own_random_state(), self._waiting():
                 try:
                     batch = next(loaded)
+                    if share is not None and share.reads:
+                        share.put(batch, (self.batches.epoch, self.batches.position))
                 except StopIteration:
                     return
+                except Exception as error:
+                    if share is not None and share.reads:
+                        share.fail(error)
+                    raise
             yield batch
 
     def _may_rest(self) -> bool:
-        return self._shapes is not None and self._is_idle()
+        reads = self._share is not None and self._share.reads
+        return self._shapes is not None and self._is_idle() and not reads
 
     def _check_shapes(self, batch: Any) -> None:
         shapes = pytree.tree_map(_shape_alone, batch)
@@ -309,11 +342,23 @@ class _DrawnBatches(Sampler[list[Draw]]):
 class _Seeded(Dataset[Any]):
     """A dataset whose samples are drawn under seeds of their own; all else is that of the dataset within."""
 
-    def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches) -> None:
+    def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches, kept: tuple[Path, float] | None = None) -> None:
         self.dataset = dataset
         self._batches = batches
+        self._kept = kept  # folder, and bytes for each sample
 
     def __getitems__(self, draws: Sequence[Draw]) -> Any:
+        if self._kept is None:
+            return self._read(draws)
+        folder, share_of = self._kept
+        known = {draw: kept_sample(folder, draw.number) for draw in draws}
+        missing = [draw for draw, kept in known.items() if not kept]
+        for draw, sample in zip(missing, self._read(missing) if missing else (), strict=True):
+            keep_sample(folder, draw.number, sample, share_of=share_of)
+            known[draw].append(sample)
+        return [known[draw][0] for draw in draws]
+
+    def _read(self, draws: Sequence[Draw]) -> Any:
         within: Any = self.dataset
         while isinstance(within, Subset):  # which only passes on what the dataset within can
             within = within.dataset
@@ -325,6 +370,9 @@ class _Seeded(Dataset[Any]):
             seed_generators(self._batches.sample_seed(draw))
             samples.append(self.dataset[draw.number])
         return samples
+
+    def __len__(self) -> int:
+        return count_samples(self.dataset)
 
     def __getattr__(self, name: str) -> Any:  # for a worker_init_fn
         if name.startswith("__") or name == "dataset":

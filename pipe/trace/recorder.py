@@ -19,6 +19,7 @@ _Stamps = tuple[
     list[tuple[Action, Stamp, Stamp]],
     list[tuple[Message, Stamp, Stamp]],
     list[tuple[Collective, Stamp, Stamp]],
+    list[tuple[Stamp, Stamp]],
     set[Action],
 ]
 
@@ -40,6 +41,8 @@ class RankRecorder:
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
         self._collectives: list[tuple[Collective, Stamp, Stamp]] = []
+        self._data: list[tuple[Stamp, Stamp]] = []  # waits for the batch of the step that runs
+        self._data_ahead: list[tuple[Stamp, Stamp]] = []  # and of the one that is to begin
         self._fused: set[Action] = set()
         self._remembered = 0  # actions of this step whose durations are in already
         self._waited: list[tuple[int, Stamp, Stamp]] = []  # behind how many actions of this step
@@ -81,12 +84,13 @@ class RankRecorder:
                 self._around.append(self._outside(*self._step))
         self._step, self._entered, self._step_norms = [] if self._entered is None else [self._entered], None, 0.0
         if counts and self._counts:
-            self._before.append((self._actions, self._waits, self._collectives, self._fused))
+            self._before.append((self._actions, self._waits, self._collectives, self._data, self._fused))
         else:
             self._before.clear()
             self._unrecorded = 0
         self._is_kept = self._counts = counts
         self._fused = set()
+        self._data, self._data_ahead = self._data_ahead, []
         self.begin_again()
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
@@ -112,6 +116,10 @@ class RankRecorder:
         self._waits += [(message, start, end) for message in messages]
         self._waited.append((len(self._actions), start, end))
 
+    def data(self, start: Stamp) -> None:
+        """The batch of the step that is to begin is there, and was waited for since then."""
+        self._data_ahead.append((start, self.clock.stamp()))
+
     def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
         self._collectives.append((collective, start, end))
         self._durations[collective.stages, collective.op].append(self.clock.between(start, end))
@@ -129,18 +137,19 @@ class RankRecorder:
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
-        steps = [*self._before, (self._actions, self._waits, self._collectives, self._fused)]
+        steps = [*self._before, (self._actions, self._waits, self._collectives, self._data, self._fused)]
         at, step = self.clock.seconds, tuple(self._step)
 
         def read() -> RankRecord:
             return RankRecord(
                 compute=tuple(
                     Span(a, start, end)
-                    for actions, _, _, fused in steps
+                    for actions, *_, fused in steps
                     for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in actions], fused)
                 ),
                 arrivals=tuple(Span(m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
-                collectives=tuple(Span(c, at(start), at(end)) for *_, begun, _ in steps for c, start, end in begun),
+                collectives=tuple(Span(c, at(start), at(end)) for _, _, begun, *_ in steps for c, start, end in begun),
+                data=tuple((at(start), at(end)) for *_, waits, _ in steps for start, end in waits),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 

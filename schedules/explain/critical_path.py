@@ -38,12 +38,13 @@ class PathKind(StrEnum):
     GATHER = "gather of weights"  # likewise
     MOVE = "activations away"  # from begun, on the last of its ranks, until they have left or are back
     BEFORE_UPDATE = "before update"  # wait: the global norm and clipping, for which an optimizer step waits
+    DATA = "data"  # wait: measured only, for the batch
     NOT_SEEN = "not seen"  # wait: what came before is not in the timeline (a window of a stream, a missing rank)
     UNEXPLAINED = "unexplained"  # wait: measured only, all was there and nothing ran
 
 
 Key = TypeVar("Key")
-WAITS = frozenset({PathKind.BEFORE_UPDATE, PathKind.NOT_SEEN, PathKind.UNEXPLAINED})
+WAITS = frozenset({PathKind.BEFORE_UPDATE, PathKind.DATA, PathKind.NOT_SEEN, PathKind.UNEXPLAINED})
 _KIND_OF_OP = {
     Op.F: PathKind.FORWARD,
     Op.B: PathKind.BACKWARD,
@@ -151,10 +152,12 @@ class _PathWalk:
             latest = self._latest_input(node, start)
             now = self._origin if latest is None else max(min(latest.end, start), self._origin)
             if now < start:
-                yield PathStep(self._wait(node, latest), None, node.rank, now, start)
+                yield PathStep(self._wait(node, latest, now, start), None, node.rank, now, start)
             node = latest
 
-    def _wait(self, node: PathStep, latest: PathStep | None) -> PathKind:
+    def _wait(self, node: PathStep, latest: PathStep | None, begin: float, end: float) -> PathKind:
+        if any(since < end and to > begin for since, to in self._timeline.ranks[node.rank].data):
+            return PathKind.DATA
         if latest is None:
             return PathKind.NOT_SEEN
         before_update = _is_update(node.what) and not _is_update(latest.what)

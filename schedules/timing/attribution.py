@@ -3,6 +3,8 @@
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
 
+A rank that waits for its batch waits for data first of all; in front of the step so does one that reads none, until
+the first rank acts.
 Activations that come back are made when both ranks have begun that, and arrive when it is through.
 The gap before an optimizer step is drain while another rank still computes, update after that.
 """
@@ -45,15 +47,19 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     def gaps_of(rank: RankTrace) -> dict[Action, Idle]:
         arrived = {message: (ready, end) for message, ready, end in rank.comm}
         gaps: dict[Action, Idle] = {}
+        waits = rank.data or ((timeline.start, timeline.first_action),)
         previous = timeline.start
         for at, (action, start, end) in enumerate(rank.compute):
-            if start > previous and at == 0:
-                gaps[action] = Idle(warm_up=start - previous)
-            elif start > previous:
-                of_update = action.op is Op.U
-                gaps[action] = (
-                    before_update(previous, start) if of_update else before_compute(action, previous, start, arrived)
-                )
+            if start > previous:
+                data = sum(max(0.0, min(to, start) - max(since, previous)) for since, to in waits)
+                previous += data
+                if at == 0:
+                    gap = Idle(warm_up=start - previous)
+                elif action.op is Op.U:
+                    gap = before_update(previous, start)
+                else:
+                    gap = before_compute(action, previous, start, arrived)
+                gaps[action] = gap._replace(data=data)
             previous = end
         return gaps
 
@@ -81,6 +87,7 @@ def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Idle], *, surplus: f
     imbalance = min(late, max(surplus, 0.0))
     updates = sum(end - start for what, start, end in rank.compute if what.op is Op.U)
     return Idle(
+        data=sum(gap.data for gap in gaps),
         warm_up=sum(gap.warm_up for gap in gaps),
         drain=timeline.end - rank.compute[-1].end + sum(gap.drain for gap in gaps),
         late_peer=late - imbalance,

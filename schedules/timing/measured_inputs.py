@@ -84,17 +84,17 @@ def durations_beside(timelines: Sequence[Timeline]) -> Iterator[tuple[str, tuple
 
 
 def seconds_around(timeline: Timeline, known: Costs | None = None) -> float:
-    """Seconds of a measured step that its actions, sums and updates do not show [s]; 0 where nobody stamped the step.
+    """Seconds of a measured step that its actions, sums and updates do not show [s], waiting for its batch among them;
+    0 where nobody stamped the step.
 
     Without a norm, as `known` costs tell, what lies between the last backward or sum and the first update belongs to
     them; else to the norm.
     """
-    if not timeline.around:
-        return 0.0
-    if known is None or known.norm is not None:
-        return timeline.around
+    around = timeline.around + (timeline.first_action - timeline.start)
+    if not timeline.around or known is None or known.norm is not None:
+        return around
     between = around_actions(known, timeline.schedule.num_stages)
-    return timeline.around + max(0.0, _before_updates(timeline, dict(enumerate(between))) or 0.0)
+    return around + max(0.0, _before_updates(timeline, dict(enumerate(between))) or 0.0)
 
 
 def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs:
@@ -154,7 +154,7 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
             gap = gaps.get(span.what)
             if gap is None:
                 yield before.what.stage, 0.0
-            elif gap.late_peer == gap.transfer == 0:
+            elif gap.data == gap.late_peer == gap.transfer == 0:
                 yield before.what.stage, gap.unexplained
 
 

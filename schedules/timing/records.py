@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ class RankRecord:
     Arguments:
         arrivals: (message, wait began, message there).
         collectives: from begun on this rank to through.
+        data: when this rank began to wait for a batch, and had it.
         step: when this rank's step began and ended, with all that it does besides; None where nobody stamped it.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
@@ -33,6 +35,7 @@ class RankRecord:
     compute: tuple[Span[Action], ...]
     arrivals: tuple[Span[Message], ...]
     collectives: tuple[Span[Collective], ...] = ()
+    data: tuple[tuple[float, float], ...] = ()
     step: tuple[float, float] | None = None
     offset: float = 0.0
     error: float = 0.0
@@ -75,22 +78,24 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
                 moves=tuple(span for span in actions if span.what.op in MOVE_OPS),
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
                 collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
+                data=tuple((s + record.offset, e + record.offset) for s, e in record.data if e - s >= _REALLY_WAITED),
             )
         )
     errors = tuple(record.error for record in known)
+    waits = [rank.data[0][0] for rank in ranks if rank.compute and rank.data]
     timeline = Timeline(
         schedule=schedule,
         ranks=tuple(ranks),
         measured=True,
         clock_error=errors if any(errors) else (),
-        around=0.0 if schedule.is_asynchronous else _around(known),
+        around=0.0 if schedule.is_asynchronous else _around(known, min(waits, default=math.inf)),
         missing=tuple(rank for rank, record in enumerate(records) if record is None),
     )
     return timeline.shifted(-timeline.start)
 
 
-def _around(records: Sequence[RankRecord]) -> float:
-    """Seconds of a step in front of its first action and behind its last [s].
+def _around(records: Sequence[RankRecord], waits: float) -> float:
+    """Seconds of a step in front of its first action, or of the first wait for data, and behind its last action [s].
 
     In front they are those of the rank that begins first, behind those of the one that ends last: neither waits there
     for what another rank computes.
@@ -103,7 +108,7 @@ def _around(records: Sequence[RankRecord]) -> float:
         (began, ended), start, end = record.step, record.compute[0].start, record.compute[-1].end
         end = max([end, *(span.end for span in record.collectives)])
         if first is None or start + record.offset < first[0]:
-            first = start + record.offset, start - began
+            first = start + record.offset, min(start, waits - record.offset) - began
         if last is None or end + record.offset > last[0]:
             last = end + record.offset, ended - end
     return 0.0 if first is None or last is None else max(0.0, first[1]) + max(0.0, last[1])
@@ -156,7 +161,11 @@ def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Tim
             compute=moved(record.compute),
             arrivals=moved(record.arrivals),
             collectives=moved(record.collectives),
+            data=tuple(wait for wait in record.data if wait[0] >= begins(record)),
         )
+
+    def begins(record: RankRecord) -> float:
+        return min((span.start for span in record.compute if batch(span.what) >= since), default=math.inf)
 
     rebased = [None if record is None else moved_record(record) for record in records]
     return assemble_timeline(course.stream_of(last).unrolled(last - first + 1), rebased)

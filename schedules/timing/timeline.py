@@ -43,13 +43,14 @@ class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
     comm holds the messages that this rank received, collectives what it did together with others, moves those of
-    activations in its program (OFFLOAD, RELOAD).
+    activations in its program (OFFLOAD, RELOAD), data when it waited for a batch (measured runs only).
     """
 
     compute: tuple[Span[Action], ...]
     comm: tuple[Span[Message], ...] = ()
     collectives: tuple[Span[Collective], ...] = ()
     moves: tuple[Span[Action], ...] = ()
+    data: tuple[tuple[float, float], ...] = ()
 
     @property
     def busy(self) -> float:
@@ -108,6 +109,12 @@ class Timeline(Displayable):
 
     @property
     def start(self) -> float:
+        """The first start of any rank, or where the first began to wait for its batch before that [s]."""
+        waits = [rank.data[0][0] for rank in self.ranks if rank.compute and rank.data]
+        return min([self.first_action, *waits])
+
+    @property
+    def first_action(self) -> float:
         """The first start of any rank [s]."""
         return min((rank.compute[0].start for rank in self.ranks if rank.compute), default=0.0)
 
@@ -120,7 +127,7 @@ class Timeline(Displayable):
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end of any rank [s]."""
+        """From the first start to the last end of any rank, with the wait for data in front [s]."""
         return self.end - self.start
 
     @property
@@ -218,7 +225,13 @@ class Timeline(Displayable):
             return tuple(Span(what, start + offset, end + offset) for what, start, end in spans)
 
         ranks = tuple(
-            RankTrace(compute=move(r.compute), comm=move(r.comm), collectives=move(r.collectives), moves=move(r.moves))
+            RankTrace(
+                compute=move(r.compute),
+                comm=move(r.comm),
+                collectives=move(r.collectives),
+                moves=move(r.moves),
+                data=tuple((start + offset, end + offset) for start, end in r.data),
+            )
             for r in self.ranks
         )
         return replace(self, ranks=ranks)
@@ -231,6 +244,7 @@ class Timeline(Displayable):
                 "comm": [[list(what), start, end] for what, start, end in rank.comm],
                 "collectives": [[str(what), start, end] for what, start, end in rank.collectives],
                 **({"moves": [[str(what), start, end] for what, start, end in rank.moves]} if rank.moves else {}),
+                **({"data": [list(wait) for wait in rank.data]} if rank.data else {}),
             }
             for rank in self.ranks
         ]
@@ -256,6 +270,7 @@ class Timeline(Displayable):
                         _span(Collective.parse(what), *times) for what, *times in rank.get("collectives", ())
                     ),
                     moves=tuple(_span(Action.parse(what), *times) for what, *times in rank.get("moves", ())),
+                    data=tuple((float(start), float(end)) for start, end in rank.get("data", ())),
                 )
                 for rank in data["ranks"]
             )
@@ -301,12 +316,13 @@ def _message(kind: str, src: int, dst: int, index: int) -> Message:
 class Idle(NamedTuple):
     """Seconds in which a rank did not compute, by cause; they add up to makespan - busy.
 
-    warm_up: before its first action. drain: after its last one.
+    data: waiting for a batch (measured runs only). warm_up: before its first action. drain: after its last one.
     late_peer: an input was not made yet, beyond what imbalance explains. transfer: it was made and under way.
     imbalance: waiting that no order could avoid, since another rank has more work of its own.
     update: optimizer steps. unexplained: inputs were there and nothing ran (measured runs only).
     """
 
+    data: float = 0.0
     warm_up: float = 0.0
     drain: float = 0.0
     late_peer: float = 0.0

@@ -232,6 +232,13 @@ def test_a_dataset_is_drawn_from_once_an_epoch_in_another_order_each_time(mine: 
     )
 
 
+@pytest.mark.usefixtures("mine")
+def test_workers_read_the_same_samples_ahead() -> None:
+    options = OwnOptions(model="own_mine:model", data="own_mine:samples")
+    one, other = (OwnBatches(options, batch_size=4, seed=0, workers=workers) for workers in (0, 1))
+    assert [next(one).args[1].tolist() for _ in range(4)] == [next(other).args[1].tolist() for _ in range(4)]
+
+
 def test_a_loader_that_shuffles_by_itself_gives_every_process_the_same_batches(mine: Path) -> None:
     one = take("own_mine:loader", 6, batch_size=4)
     torch.rand(7)  # another process may have drawn other random numbers before

@@ -24,8 +24,9 @@ from support.inside import (
 from support.inside import tracer as tracer_file
 from support.pool import Pool
 from support.small import X, Y, make, stream
+from torch.utils.data import Dataset
 
-from stagewright.schedules import Op, Timeline, simulate, simulate_spread
+from stagewright.schedules import Op, Timeline, attribute_idle, simulate, simulate_spread
 from stagewright.viz import MeasuredStep
 
 AHEAD = (0.0, 1234.5, 1234.5)  # [s] of the two hosts' clocks, by rank
@@ -98,6 +99,41 @@ def test_times_are_those_of_the_timeline(tmp_path: Path) -> None:
     ):
         assert what == again
         assert times == pytest.approx(others, abs=2e-6)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_waits_for_data_are_a_cause_of_their_own(tmp_path: Path, is_stream: bool) -> None:
+    slept = list[float]()
+
+    class Slow(Dataset[tuple[torch.Tensor, ...]]):
+        def __len__(self) -> int:
+            return len(X)
+
+        def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
+            begun = time.perf_counter()
+            if number == 0:
+                time.sleep(0.05)
+            slept.append(time.perf_counter() - begun)
+            return X[number], Y[number]
+
+    pipe = stream() if is_stream else make()
+    loader = pipe.loader(Slow(), batch_size=len(X), shuffle=False)
+    with pipe.tracer(tmp_path, every=1) as tracer:
+        for _ in range(4):
+            for batch in loader:
+                result = pipe.train_step(*batch)
+            tracer.step()
+        measured = result.timeline()
+        pipe.flush()
+    waits = sum(slept[-len(X) :])
+    for timeline in (measured, read(tmp_path)[-1].timeline):
+        for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
+            assert sum(idle) == pytest.approx(timeline.makespan - trace.busy)
+            assert idle.data >= waits - 1e-6
+        assert timeline.makespan >= waits
+    if not is_stream:
+        assert measured.first_action - measured.start >= waits
+        assert measured.batch_seconds == pytest.approx(measured.makespan + measured.around)
 
 
 def test_windows_of_a_stream(tmp_path: Path) -> None:

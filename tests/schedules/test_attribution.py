@@ -20,13 +20,14 @@ from stagewright.schedules import (
     Timeline,
     attribute_idle,
     build,
+    critical_path,
     simulate,
 )
 
 from .builders import ASYNC
 from .random_schedules import by_hand, quarters, schedules_with_costs, steady, window_of
 
-NONE = Idle(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NONE = Idle()
 
 
 def check_sums(timeline: Timeline) -> None:
@@ -122,6 +123,35 @@ def test_the_part_of_a_gap_behind_the_arrival_is_unexplained() -> None:
     assert attribute_idle(measured)[0] == NONE._replace(late_peer=2.0, imbalance=1.0, transfer=1.0, unexplained=2.0)
     gap = find_gaps(measured)[0][Action.parse("0B0")]
     assert (gap.late_peer, gap.transfer, gap.unexplained, gap.seconds, gap.cause) == (3.0, 1.0, 2.0, 6.0, "late_peer")
+
+
+def test_a_wait_for_data_is_a_cause_of_its_own() -> None:
+    """
+    rank 0 |d d d d . F0 .. .. .. B0      its batch is there at 4, its step is entered
+    rank 1 |    d d d .  d d F0 B0        reads the target twice, and is late the second time
+    rank 2 |                              reads nothing: in front of the step it waits for the others' data
+    """
+    schedule = build("gpipe", num_ranks=3, num_microbatches=1)
+
+    def trace(*spans: tuple[str, float, float], data: tuple[tuple[float, float], ...] = ()) -> RankTrace:
+        return RankTrace(compute=tuple(Span(Action.parse(what), *times) for what, *times in spans), data=data)
+
+    ranks = (
+        trace(("0F0", 5.0, 6.0), ("0B0", 14.0, 15.0), data=((0.0, 4.0),)),
+        trace(("1F0", 10.0, 11.0), ("1B0", 13.0, 14.0), data=((2.0, 5.0), (6.5, 9.5))),
+        trace(("2F0", 11.0, 12.0), ("2B0", 12.0, 13.0)),
+    )
+    timeline = Timeline(schedule=schedule, ranks=ranks, measured=True)
+    assert (timeline.start, timeline.first_action, timeline.makespan) == (0.0, 5.0, 15.0)
+    check_sums(timeline)
+    idle = attribute_idle(timeline)
+    assert [(rank.data, rank.warm_up) for rank in idle] == [(4.0, 1.0), (6.0, 4.0), (5.0, 6.0)]
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    moved = timeline.shifted(2.0)
+    assert (moved.start, attribute_idle(moved)) == (2.0, idle)
+    took = ((step.kind.value, step.rank, step.end - step.start) for step in critical_path(timeline).steps)
+    path = [each for each in took if each[2]]
+    assert path[:4] == [("data", 0, 5.0), ("forward", 0, 1.0), ("data", 1, 4.0), ("forward", 1, 1.0)]
 
 
 def test_updates() -> None:

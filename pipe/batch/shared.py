@@ -1,0 +1,209 @@
+"""Batches that the processes of a host read and prepare once, and samples that it keeps: files in shared memory.
+
+    process 0    its DataLoader -> batch 3 --links--> 2.3.1    2.3.2      (iteration, number, process)
+    process 1                                         mapped, and unlinked
+    process 2                                                  mapped, and unlinked
+
+The reader of a replica's batches is the first process of that pipeline on the host. Each process holds a lock on a file
+of its own, which the kernel lets go when it ends: where the reader has ended, the others go on reading by themselves.
+Only this user may enter the folder; it goes with the last process, or, where that was killed, with the next run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ...comm import MeshPlace, machine
+from ...comm.store_exchange import exchanges
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "stagewright-data-"
+_AHEAD = 2  # batches that nobody took yet, of each process
+_POLL = 0.0005  # [s]
+_YOUNG = 60.0  # [s] a folder without locks may still be set up
+_GOLDEN = 0.6180339887498949  # multiples of it fill [0, 1) evenly
+
+_log = logging.getLogger("stagewright")
+
+
+class HostShare:
+    """One replica's batches on one host, for this process.
+
+    Arguments:
+        processes: of the replica on this host, in order; the first one reads.
+        timeout: [s] for which this one waits for another.
+    """
+
+    def __init__(self, folder: Path, process: int, processes: tuple[int, ...], *, timeout: float) -> None:
+        self.folder = folder
+        self._process, self._reader, self._others = process, processes[0], processes[1:]
+        self._timeout = timeout
+        self._iteration = self._number = 0
+        lock = self._lock_of(process).open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        weakref.finalize(self, _leave, folder, lock, os.getpid())
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads, for itself and others."""
+        return self._process == self._reader
+
+    def begin(self) -> None:
+        """Another iteration, on all processes."""
+        self._iteration, self._number = self._iteration + 1, 0
+
+    def put(self, batch: Any, place: tuple[int, int]) -> None:
+        """The next batch, for all others; waits for one that is far behind."""
+        new = self.folder / f"new.{self._process}"
+        torch.save((place, batch), new)
+        for process in self._others:
+            self._wait(process, partial(self._may_have, process), "takes the batches of")
+            if not self._rest_of(process).exists():
+                os.link(new, self._path(process))
+        new.unlink()
+        self._number += 1
+
+    def take(self, place: tuple[int, int]) -> list[Any]:
+        """[the next batch]; [] where the reader has ended; RuntimeError where it failed or is elsewhere."""
+        path, failed = self._path(self._process), self._failure
+        self._wait(self._reader, lambda: path.exists() or failed.exists(), "reads the data for")
+        if failed.exists() and not path.exists():
+            raise RuntimeError(f"process {self._reader} reads the data for this one and failed: {failed.read_text()}")
+        if not path.exists():
+            _log.warning(
+                "process %s, which read the data for process %s, has ended: it reads on by itself, from %s",
+                *(self._reader, self._process, place),
+            )
+            return []
+        its, batch = torch.load(path, mmap=True, weights_only=False)  # in a folder that only this user may enter
+        path.unlink()
+        self._number += 1
+        if its != place:
+            raise RuntimeError(
+                f"process {self._reader} reads the data for process {self._process} and is at (epoch, sample) {its}, "
+                f"not {place}: expected the same loops over the loader, and the same state loaded, on both"
+            )
+        return [batch]
+
+    def rest(self) -> None:
+        """This process takes no more batches."""
+        self._rest_of(self._process).touch()
+
+    def fail(self, error: BaseException) -> None:
+        self._failure.write_text(f"{type(error).__name__}: {error}")
+
+    def _may_have(self, process: int) -> bool:
+        waiting = sum(name.endswith(f".for{process}") for name in os.listdir(self.folder))
+        return waiting < _AHEAD or self._rest_of(process).exists()
+
+    def _wait(self, process: int, until: Callable[[], bool], what: str) -> None:
+        """Until that holds, or the other process has ended."""
+        begun, pause = time.monotonic(), _POLL
+        while not until() and not self._has_ended(process):
+            if time.monotonic() - begun > self._timeout:
+                raise RuntimeError(
+                    f"process {process} {what} process {self._process} on this host, and was waited for for "
+                    f"{self._timeout:g} s: expected equal loops over a shared loader on all processes, or a longer "
+                    f"timeout="
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.01)
+
+    def _has_ended(self, process: int) -> bool:
+        try:
+            return not _is_held(self._lock_of(process))
+        except FileNotFoundError:
+            return True
+
+    @property
+    def _failure(self) -> Path:
+        return self.folder / f"failed.{self._reader}"
+
+    def _path(self, process: int) -> Path:
+        return self.folder / f"{self._iteration}.{self._number}.for{process}"
+
+    def _rest_of(self, process: int) -> Path:
+        return self.folder / f"rests.{process}"
+
+    def _lock_of(self, process: int) -> Path:
+        return self.folder / f"{process}.lock"
+
+
+def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
+    """This process's part. Collective over the processes of the run."""
+    world, root = place.world, _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    if not world.distributed:
+        return HostShare(_new_folder(root), 0, (0,), timeout=timeout)
+    over = time.monotonic() + timeout
+    rounds = exchanges(world, what="loaders of a host")(0, lambda: time.monotonic() > over)
+    what = "sharing the batches of a host"
+    everybody = rounds.gather([f"{machine()} {root.stat().st_dev}", place.replica[0]], what=what)
+    host, replica = everybody[world.rank]
+    first = next(process for process, (own, _) in enumerate(everybody) if own == host)
+    folders = rounds.gather(str(_new_folder(root)) if first == world.rank else None, what=what)
+    share = HostShare(
+        Path(str(folders[first])),
+        world.rank,
+        tuple(process for process, own in enumerate(everybody) if own == [host, replica]),
+        timeout=timeout,
+    )
+    rounds.gather(None, what=what)  # all locks are held
+    return share
+
+
+def _new_folder(root: Path) -> Path:
+    for left in root.glob(f"{_PREFIX}*"):  # by processes that were killed
+        with suppress(OSError):
+            is_old = left.stat().st_uid == os.getuid() and time.time() - left.stat().st_mtime > _YOUNG
+            if is_old and not any(map(_is_held, left.glob("*.lock"))):
+                shutil.rmtree(left)
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+
+
+def _is_held(lock: Path) -> bool:
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _leave(folder: Path, lock: BinaryIO, process: int) -> None:
+    lock.close()
+    if os.getpid() != process:  # a worker that was forked
+        return
+    with suppress(OSError):
+        Path(lock.name).unlink()
+        if not any(folder.glob("*.lock")):
+            shutil.rmtree(folder)
+
+
+def kept_sample(folder: Path, number: int) -> list[Any]:
+    """[the sample]; [] where the host has not kept it."""
+    with suppress(FileNotFoundError):
+        return [torch.load(folder / f"sample.{number}", mmap=True, weights_only=False)]
+    return []
+
+
+def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> None:
+    """Keep it, where its number is among those that fit: so many bytes for each sample of the dataset."""
+    new = folder / f"new.{os.getpid()}.{number}"
+    torch.save(sample, new)
+    if number * _GOLDEN % 1 < share_of / new.stat().st_size:
+        new.rename(folder / f"sample.{number}")
+    else:
+        new.unlink()
