@@ -24,7 +24,7 @@ from ..schedules.transform import replicate
 from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
 from .options import AUTO, LayoutOptions, PlanLike, Settings
-from .shards.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_over
+from .shards.sharding import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.recompute import Recompute, read_recompute
 
@@ -45,6 +45,7 @@ class Layout:
         place: where this process stands, and which of the schedule's ranks it runs.
         tensor: options of the tensor axis.
         replan: makes what orders each batch; None: all have the schedule's order.
+        sync: steps from one agreement of the data replicas to the next, or "adaptive".
 
     Raises ValueError for a tensor group that divides nothing.
     """
@@ -57,6 +58,7 @@ class Layout:
     place: MeshPlace
     tensor: TensorAxis = NO_TENSOR_AXIS
     replan: Callable[[Schedule, Collectives, Guard], BatchSchedules] | None = None
+    sync: int | str = 1
 
     def __post_init__(self) -> None:
         self.tensor.check(self.place)
@@ -118,7 +120,8 @@ def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
     sizes = options.mesh_sizes
     options.check_replan()
     option("data_parallel", options.data_parallel, one_of(DATA_PARALLEL))
-    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel")
+    option("sync", options.sync, SYNC)
+    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel", "sync")
     if options.plan is not None:
         options.refuse_beside("a plan", *decided, "schedule", "mesh", "mesh_order")
         plan, number = read_plan(options.plan), options.num_microbatches
@@ -224,9 +227,33 @@ def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
             sharding=sharding_of(options.data_parallel, replicated, world),
             place=MeshPlace(world=world, mesh=axes),
             tensor=options.tensor,
+            sync=options.sync,
         )
 
     return make
+
+
+def check_sync(layout: Layout, settings: Settings) -> None:
+    """ValueError for what does not go with replicas that agree now and then."""
+    place, schedule = layout.place, layout.schedule
+    if layout.sync == 1:
+        return
+    wrong = {
+        "in one process, whose replicas share their Parameters: expected": not place.world.distributed,
+        "for one replica: expected Mesh(data=D) with D of at least 2, or": place.mesh.data == 1,
+        f"under the asynchronous schedule {schedule.name!r}: expected '1f1b' or another flush schedule,"
+        " or": schedule.is_asynchronous,
+        "beside 'zero1' or 'fsdp', whose replicas hold parts of one optimizer: expected data_parallel='replicate',"
+        " or": layout.sharding.is_any,
+        "without an optimizer: expected PipelineModule(..., optimizer=), since gradients of replicas are never summed,"
+        " or": settings.optimizer is None,
+        "beside a grad_scaler, whose overflows all replicas would have to agree on: expected precision='bf16',"
+        " or": settings.grad_scaler is not None,
+        "beside post_validation=True: expected Synchronous(post_validation=False), or": settings.post_validation,
+    }
+    for text, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"sync={layout.sync!r} {text} sync=1")
 
 
 def read_plan(plan: PlanLike) -> Plan:

@@ -1,0 +1,282 @@
+"""Replicas that need not agree in each step: each updates by itself, and every H-th step their weights are averaged.
+
+    replica 0   F B U   F B U   F B U + average   F B U   ...        H = 3
+    replica 1   F B U   F B U   F B U + average   F B U   ...
+
+In between a replica has its own weights, gradients, norm and optimizer; losses alone travel, so that a result is that
+of all samples, and a loss that is not finite stops all. The arithmetic is that of torch's PeriodicModelAverager, over
+our groups, whose waits end with a report (local SGD: Stich, arXiv 1805.09767).
+
+sync="adaptive" follows SkewScout (Hsieh et al., arXiv 1910.00189): each replica's weights meet a microbatch of its
+neighbour, and H weighs what they lose there against the bytes that fewer averagings save.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from ...schedules import Collective, Op
+from ..batch.batches import Batch, NonFiniteLossError
+from ..batch.checksum import checksum
+from ..batch.given import Given, check_batch
+from ..batch.results import Known
+from ..shards.sharding import ADAPTIVE
+from .flush import FlushPrograms, FlushUpdate
+from .gradients import buckets_of, flatten, unflatten
+from .interface import Programs
+from .parts import UpdateParts
+from .shared_sums import SharedSum
+
+MOST = 64  # steps between two averagings under "adaptive"
+_LOOK_EVERY = 8  # steps between two looks at a neighbour's data, at least
+# As in SkewScout: a loss that is higher by this share costs nothing; beyond, what it costs in shares of all bytes.
+_TOLERANCE, _PRICE = 0.05, 50.0
+
+
+class Averaging(NamedTuple):
+    """How replicas average their weights.
+
+    every: H now. times: averagings so far. sent_bytes: by this process for these, as a ring sends them, and for looks
+    at a neighbour's data. gap: how much higher the loss of weights was on a neighbour's data, as a share; None before
+    it is known.
+    """
+
+    every: int
+    times: int = 0
+    sent_bytes: int = 0
+    gap: float | None = None
+
+
+def next_interval(every: int, gap: float) -> int:
+    """H from here on: half of it, as now, or twice, whichever costs least.
+
+    A gap that grew in H - 1 steps on own gradients is taken to grow in proportion to them; beside it stand the bytes
+    sent, of which H leaves 1 / H.
+
+    >>> next_interval(8, 0.0), next_interval(8, 0.5), next_interval(64, 0.0), next_interval(1, 0.0)
+    (16, 4, 64, 2)
+    """
+
+    def cost(other: int) -> float:
+        grown = 0.0 if other == 1 else gap * (other - 1) / (every - 1) if every > 1 else gap
+        return _PRICE * max(0.0, grown - _TOLERANCE) + 1 / other
+
+    return min((max(1, every // 2), every, min(2 * every, MOST)), key=cost)
+
+
+class LocalUpdate(FlushUpdate):
+    """Updates each replica by itself, and averages weights over the data group every H-th step.
+
+    Within `verify`, which finds all weights alike, gradients are summed over all replicas as ever.
+    """
+
+    def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
+        super().__init__(programs, parts)
+        run = parts.run
+        sync, collectives, (replica, count) = run.layout.sync, run.collectives, run.layout.place.replica
+        (rank,) = run.layout.place.local_ranks
+        self.averaging = Averaging(1 if sync == ADAPTIVE else int(sync))
+        self._adapts = sync == ADAPTIVE
+        self._row = programs.data_groups[rank]
+        self._position = replica
+        pipelines = [range(q, programs.schedule.num_ranks, count) for q in range(count)]
+        self._pipeline = pipelines[replica]
+        self._everywhere = {each: (each.sums, each.replicas) for each in self._flush_ranks.values()}
+        self._within: dict[Collective, Sequence[SharedSum]] = {}
+        groups: list[Sequence[int]] = [*pipelines]
+        for collective in programs.sharing.collectives:
+            if collective.op is not Op.REDUCE_GRAD:
+                continue
+            ranks = collective.ranks(programs.schedule.owners)
+            some = [[each for each in ranks if each in pipeline] for pipeline in pipelines]
+            groups += some
+            is_shared = len(some[replica]) > 1 and rank in ranks
+            self._within[collective] = self._sums(collective, some[replica]) if is_shared else ()
+        for group in groups:
+            if len(group) > 1:
+                collectives.subgroup(group)
+        counted = parts.ownership.counted_parameters([rank], among=self._pipeline)
+        self._counted = [p for p in counted if p.requires_grad]
+        self._is_apart = True  # whether replicas update by themselves
+        self._differs = False  # whether their weights may differ
+        self._next: int | None = None  # step behind which they are averaged
+        self._look_from = 0  # step
+        if collectives.rank == 0:
+            _warn_of_batch_norm(parts)
+
+    def begin(self, batch: Batch) -> Programs:
+        for rank, everywhere in self._everywhere.items():
+            rank.sums, rank.replicas = (self._within, ()) if self._is_apart else everywhere
+        return super().begin(batch)
+
+    def losses_known(self) -> None:
+        super().losses_known()
+        if self._is_apart:
+            _, self.scale = next(iter(self.ranks.values())).total(0, among=self._pipeline)
+
+    def step(self) -> Known:
+        """Clip by this replica's norm, and update it; average behind every H-th step."""
+        known = super().step()
+        self._differs = True
+        if self._is_due(known.step):
+            self._average()
+            self._next = known.step + 1 + self.averaging.every
+        return known
+
+    def drain(self) -> Programs | None:
+        programs = super().drain()
+        with self._parts.run.guard.together():
+            self._average()
+        return programs
+
+    def unite(self) -> None:
+        """Average the optimizers' state, too, since a checkpoint has that of one replica: a run that goes on from it is
+        then the one that saved it. Numbers such as a step count stay, and must be alike."""
+        run = self._parts.run
+        states = {
+            (one.names.get(id(p), ""), key): x
+            for one in self.stages
+            for optimizer in one.optimizers
+            for p, state in optimizer.state.items()
+            for key, x in sorted(state.items())
+            if isinstance(x, torch.Tensor)
+        }
+        moments = [states[name] for name in sorted(states) if _is_moment(states[name])]
+        rest = {name: None if _is_moment(x) else checksum(x) for name, x in states.items()}
+        everyone = run.collectives.by_rank(rest, what="comparing the optimizers of replicas")
+        for row in dict.fromkeys(tuple(one) for one in self._programs.data_groups):
+            for other in row:
+                if everyone[other] != everyone[row[0]]:
+                    raise run.guard.spared(
+                        ValueError(
+                            f"the optimizers of replicas hold different state ({run.collectives.name_of(row[0])} and "
+                            f"{run.collectives.name_of(other)}), as where a parameter had gradients on some alone: a "
+                            f"checkpoint of sync= could not tell whose. Expected the same parameters in use everywhere"
+                        )
+                    )
+        self.gate.enter()
+        self._mean(moments)
+
+    def refuse_users_gradients(self, what: str, *, instead: str) -> None:
+        if self._is_apart:
+            raise ValueError(f"{what} under sync=, whose replicas never sum their gradients: expected {instead}")
+
+    def refuse_reading(self, what: str) -> None:
+        if self._differs:
+            raise ValueError(
+                f"{what} between two averagings of sync=: each replica has weights of its own. Expected pipe.flush() "
+                f"in every process before it, or full_state_dict()"
+            )
+
+    def set_aside(self) -> Callable[[], None]:
+        self._is_apart = False
+        return lambda: None
+
+    def restart(self) -> None:
+        super().restart()
+        self._is_apart, self._differs, self._next = True, False, None
+
+    def look_at_neighbour(
+        self, loss_of: Callable[[Given], float], given: Given, step: int, reads_nothing: bool
+    ) -> None:
+        """Before the last step of an interval: choose the next H, where a look is due. Collective over the processes.
+
+        Arguments:
+            loss_of: mean over the replicas of what their weights make of a batch of each.
+            reads_nothing: whether shapes alone are enough here.
+        """
+        if not self._adapts or not self._is_due(step) or step < self._look_from:
+            return
+        gap, every = 0.0, self.averaging.every
+        if every > 1:
+            num_microbatches = self.schedule.num_microbatches // len(self._row)
+            with self._parts.run.guard.together():  # a batch that one replica refuses
+                check_batch(given, num_microbatches)
+                own = given.detached().cut(num_microbatches)[0]
+            try:
+                home = loss_of(own.copied())
+                gap = (loss_of(self._neighbours(own, shapes_alone=reads_nothing)) - home) / max(abs(home), 1e-30)
+            except NonFiniteLossError:  # on every rank alike
+                gap = math.inf
+        self._look_from = step + _LOOK_EVERY
+        self.averaging = self.averaging._replace(every=next_interval(every, gap), gap=gap if every > 1 else None)
+
+    def _is_due(self, step: int) -> bool:
+        if self._next is None:
+            self._next = (step // self.averaging.every + 1) * self.averaging.every
+        return step + 1 >= self._next
+
+    def _neighbours(self, own: Given, *, shapes_alone: bool) -> Given:
+        """The microbatch of the replica before this one; this one's goes to the next."""
+        collectives, row, at = self._parts.run.collectives, self._row, self._position
+        following, before = row[(at + 1) % len(row)], row[at - 1]
+        content = own.arguments.tensors, own.target
+        if shapes_alone:
+            content = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, content)
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        wire = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(self._parts.device)
+        sizes = collectives.by_rank(wire.numel(), what="looking at a neighbour's data")
+        with self._parts.run.guard.together():
+            received = collectives.exchange(
+                [[wire if rank == following else wire[:0]] for rank in row],
+                [sizes[rank] if rank == before else 0 for rank in row],
+                what="looking at a neighbour's data",
+                ranks=row,
+            )()[row.index(before)]
+        self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + wire.numel())
+        its = io.BytesIO(received.cpu().numpy().tobytes())
+        tensors, target = torch.load(its, map_location=self._parts.device, weights_only=False)
+        return replace(own, arguments=replace(own.arguments, tensors=tensors), target=target)
+
+    def _average(self) -> None:
+        if self._differs:
+            self.gate.enter()
+            self._mean([p.data for p in self._parameters])
+            self._differs = False
+            self.averaging = self.averaging._replace(times=self.averaging.times + 1)
+
+    def _mean(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The mean over this data group, in place. Collective over it."""
+        begun, count = [], len(self._row)
+        for bucket in buckets_of(tensors):
+            some = [tensors[i] for i in bucket]
+            flat = flatten(some).div_(count)
+            wait = self._parts.run.collectives.begin_all_reduce(flat, what="averaging weights", ranks=self._row)
+            begun.append((some, flat, wait))
+        for some, flat, wait in begun:
+            wait()
+            torch._foreach_copy_(some, unflatten(flat, some))
+        sent = sum(2 * (count - 1) * flat.nbytes // count for _, flat, _ in begun)
+        self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + sent)
+
+    def _sum_norm(self, part: torch.Tensor, *, largest: bool) -> None:
+        collectives = self._parts.run.collectives
+        collectives.tensor_sum(part, what="summing the gradient norm")
+        if len(self._pipeline) > 1:
+            collectives.begin_all_reduce(part, what="summing the gradient norm", ranks=self._pipeline)()
+
+
+def _is_moment(x: torch.Tensor) -> bool:
+    """Whether a tensor of an optimizer's state has a mean over replicas; a count of steps has none."""
+    return bool(x.dim()) and (x.is_floating_point() or x.is_complex())
+
+
+def _warn_of_batch_norm(parts: UpdateParts) -> None:
+    found = next((name for name, one in parts.model.root.named_modules() if isinstance(one, _BatchNorm)), None)
+    if found is not None:
+        warnings.warn(
+            f"{found!r} is a BatchNorm under sync=: replicas whose data differ normalise by statistics of their own, "
+            f"which averaged weights do not fit, and a checkpoint has the first replica's running ones. Expected "
+            f"GroupNorm or LayerNorm, or data that is alike everywhere",
+            stacklevel=2,
+        )
