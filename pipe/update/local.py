@@ -36,8 +36,8 @@ from .interface import Programs
 from .parts import UpdateParts
 from .shared_sums import SharedSum
 
-MOST = 64  # steps between two averagings under "adaptive"
-_LOOK_EVERY = 8  # steps between two looks at a neighbour's data, at least
+FIRST, MOST = 8, 64  # steps between two averagings under "adaptive"
+_LOOK_AGAIN = 8  # steps from a look at a neighbour's data that changed nothing, or ended at H = 1, to the next
 # As in SkewScout: a loss that is higher by this share costs nothing; beyond, what it costs in shares of all bytes.
 _TOLERANCE, _PRICE = 0.05, 50.0
 
@@ -84,7 +84,7 @@ class LocalUpdate(FlushUpdate):
         run = parts.run
         sync, collectives, (replica, count) = run.layout.sync, run.collectives, run.layout.place.replica
         (rank,) = run.layout.place.local_ranks
-        self.averaging = Averaging(1 if sync == ADAPTIVE else int(sync))
+        self.averaging = Averaging(FIRST if sync == ADAPTIVE else int(sync))
         self._adapts = sync == ADAPTIVE
         self._row = programs.data_groups[rank]
         self._position = replica
@@ -207,8 +207,9 @@ class LocalUpdate(FlushUpdate):
                 gap = (loss_of(self._neighbours(own, shapes_alone=reads_nothing)) - home) / max(abs(home), 1e-30)
             except NonFiniteLossError:  # on every rank alike
                 gap = math.inf
-        self._look_from = step + _LOOK_EVERY
-        self.averaging = self.averaging._replace(every=next_interval(every, gap), gap=gap if every > 1 else None)
+        following = next_interval(every, gap)
+        self._look_from = step + _LOOK_AGAIN if following in (1, every) else step
+        self.averaging = self.averaging._replace(every=following, gap=gap if every > 1 else self.averaging.gap)
 
     def _is_due(self, step: int) -> bool:
         if self._next is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import next_interval
+from support.inside import Averaging, next_interval
 from support.pool import Pool
 from torch import nn
 
@@ -47,14 +48,16 @@ def batch(step: int, replica: int, *, skew: float = 0.0, samples: int = 0) -> tu
     return x, (x.roll(1, dims=1) + skew * (2 * replica - 1))
 
 
-def make(pipe: int, every: int | str, optimizer: str = "sgd", **options: Any) -> PipelineModule:
+def make(pipe: int, every: int | str, kind: str = "sgd", **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"lr_scheduler": halved, "max_grad_norm": 0.5, "loss_fn": F.mse_loss, "timeout": 60.0}
-    settings = settings | {"num_microbatches": 2, "optimizer": OPTIMIZERS[optimizer]} | options
+    settings |= {"num_microbatches": 2, "optimizer": OPTIMIZERS[kind]} | options
     model = settings.pop("model", None) or tied_model()
-    return PipelineModule(model, mesh=sw.Mesh(pipe=pipe, data=2, sync=every), **settings)
+    return PipelineModule(model, **{"mesh": sw.Mesh(pipe=pipe, data=2, sync=every)} | settings)
 
 
-def plain(every: int, optimizer: str, *, loss_fn: Any) -> tuple[list[float], list[list[float]], dict[str, torch.Tensor]]:
+def plain(
+    every: int, optimizer: str, *, loss_fn: Any
+) -> tuple[list[float], list[list[float]], dict[str, torch.Tensor]]:
     """Losses, norms by replica and the last average, of replicas that one process trains one after the other."""
     models = [tied_model() for _ in range(2)]
     made = [OPTIMIZERS[optimizer](list(model.parameters())) for model in models]
@@ -127,3 +130,129 @@ def test_replicas_step_alone_and_are_averaged(gloo: Pool, pipe: int, every: int,
         assert found["averaging"] == (every, count, count * found["bytes"], None)
         assert "state_dict between two averagings" in found["told"]
         assert found["measured"]
+
+
+def adapt(skew: float, steps: int) -> list[Averaging]:
+    """How replicas averaged by then, step by step; their labels differ by `skew`."""
+    module = make(1, "adaptive", lr_scheduler=None, max_grad_norm=None)
+    found = []
+    for step in range(steps):
+        module.train_step(*batch(step, module.rank, skew=skew, samples=32))
+        found.append(module.averaging)
+    module.close()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.concerns("pipe/update", "pipe/build.py", "pipe/run/training.py")
+def test_adaptive_averages_seldom_where_data_are_alike_and_often_where_labels_differ(gloo: Pool) -> None:
+    alike, skewed = (gloo.run(adapt, ranks=2, args=(skew, 60)) for skew in (0.0, 1.0))
+    for one, other in (alike, skewed):
+        assert [each._replace(sent_bytes=0) for each in one] == [each._replace(sent_bytes=0) for each in other]
+    assert [each.every for each in alike[0]][7::8] == [16, 16, 32, 32, 32, 32, 64]
+    assert [each.every for each in skewed[0][7:14]] == [4, 4, 4, 4, 2, 2, 1]
+    assert sum(each.every == 1 for each in skewed[0]) > 30
+    assert max(each.every for each in skewed[0][14:]) == 2
+    assert alike[0][-1].times <= 4
+    assert skewed[0][-1].times > 40
+    local = sum(p.numel() * 8 for p in tied_model().parameters())
+    for found in (alike[0], skewed[0]):
+        assert found[6].sent_bytes == 0
+        assert 0 < found[-1].sent_bytes - found[-1].times * local < 20 * 8_000  # looks: a microbatch of 16 samples each
+
+
+@pytest.mark.parametrize(("every", "gap", "expected"), [(8, 0.02, 16), (8, 0.04, 8), (8, 0.2, 4), (2, 9.0, 1)])
+def test_the_next_interval_weighs_the_gap_against_bytes(every: int, gap: float, expected: int) -> None:
+    assert next_interval(every, gap) == expected
+    assert next_interval(every, math.inf) == max(1, every // 2)
+
+
+def save_between(folder: str) -> tuple[Any, Any, list[str]]:
+    """Weights of a run that saves between two averagings and goes on, and of one that goes on from there."""
+
+    def weights(module: PipelineModule, first: int, last: int) -> Any:
+        for step in range(first, last):
+            module.train_step(*batch(step, module.rank % 2))
+        return module.full_state_dict()
+
+    one = make(2, 4, "adamw")
+    weights(one, 0, 2)
+    one.eval_step(*batch(2, one.rank % 2))
+    times = [one.averaging.times]
+    one.train_step(*batch(2, one.rank % 2))
+    one.save(folder)
+    went_on, times = weights(one, 3, 7), [*times, one.averaging.times]
+    told = []
+    for call in (one.forward_backward, one.clip_grad_norm_):
+        try:
+            call(*(batch(0, one.rank % 2) if call == one.forward_backward else [1.0]))
+        except ValueError as error:
+            told.append(str(error))
+    one.close()
+    other = make(2, 4, "adamw")
+    other.load(folder)
+    resumed = weights(other, 3, 7)
+    other.close()
+    return went_on, resumed, [*told, str(times)]
+
+
+@pytest.mark.gloo
+@pytest.mark.concerns("pipe/update", "pipe/checkpoint", "pipe/build.py")
+def test_a_checkpoint_between_two_averagings_goes_on_as_the_run_that_saved_it(gloo: Pool, tmp_path: Path) -> None:
+    """To the last bit, with AdamW's state, which replicas share from there on."""
+    for went_on, resumed, told in gloo.run(save_between, ranks=4, args=(str(tmp_path),)):
+        for name, expected in went_on.items():
+            assert torch.equal(resumed[name], expected)
+        assert told[0].startswith("forward_backward under sync=")
+        assert told[1].startswith("clip_grad_norm_ under sync=")
+        assert told[2] == "[1, 4]"  # eval_step; save, step 4, full_state_dict
+
+
+def same_bits() -> list[bool]:
+    found = []
+    for mesh in ({"pipe": 1, "data": 2}, sw.Mesh(pipe=1, data=2, sync=1)):
+        module = make(1, 1, mesh=mesh)
+        found.append([module.train_step(*batch(step, module.rank)).loss for step in range(3)])
+        found.append(module.full_state_dict())
+        module.close()
+    return [found[0] == found[2], *(torch.equal(found[3][name], value) for name, value in found[1].items())]
+
+
+def refused(options: dict[str, Any]) -> list[str]:
+    told = []
+    for each in ({"model": nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()}, *options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                made = make(1, 4, **each)
+                made.build(*batch(0, made.rank))
+                made.close()
+                told.append(" ".join(str(one.message) for one in caught))
+            except ValueError as error:
+                told.append(str(error))
+    return told
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "2bw"}, "sync=4 under the asynchronous schedule '2bw'"),
+    ({"mesh": sw.Mesh(pipe=1, data=2, sync=4, data_parallel="zero1")}, "sync=4 beside 'zero1' or 'fsdp'"),
+    ({"mesh": sw.Mesh(pipe=2, sync=4)}, "sync=4 for one replica: expected Mesh(data=D)"),
+    ({"mesh": sw.Mesh(pipe=1, data=2, sync=0)}, "sync=0: expected a number of steps, at least 1, or 'adaptive'"),
+    ({"mesh": sw.Mesh(pipe=1, data=2, sync="often")}, "sync='often': expected a number of steps"),
+    ({"optimizer": None, "lr_scheduler": None, "max_grad_norm": None}, "sync=4 without an optimizer"),
+    ({"precision": "fp16"}, "sync=4 beside a grad_scaler"),
+    ({"schedule": sw.Synchronous("1f1b")}, "sync=4 beside post_validation=True"),
+    ({"schedule": "auto", "mesh": sw.Mesh(pipe=1, sync=4)}, 'Mesh(sync=) beside schedule="auto"'),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.concerns("pipe/update", "pipe/context.py", "pipe/options.py")
+def test_what_does_not_go_with_it_is_refused_before_the_first_step(gloo: Pool) -> None:
+    for rank, (norm, *told) in enumerate(gloo.run(refused, ranks=2, args=([options for options, _ in REFUSED],))):
+        assert ("'1' is a BatchNorm under sync=" in norm) == (rank == 0)
+        for text, (_, expected) in zip(told, REFUSED, strict=True):
+            assert expected in text
+    assert all(all(each) for each in gloo.run(same_bits, ranks=2))
+    with pytest.raises(ValueError, match="sync=4 in one process, whose replicas share their Parameters"):
+        make(1, 4)
