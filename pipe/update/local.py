@@ -150,7 +150,7 @@ class LocalUpdate(FlushUpdate):
             for key, x in sorted(state.items())
             if isinstance(x, torch.Tensor)
         }
-        moments = [states[name] for name in sorted(states) if _is_moment(states[name])]
+        moments = [(name, states[name, key]) for name, key in sorted(states) if _is_moment(states[name, key])]
         rest = {name: None if _is_moment(x) else checksum(x) for name, x in states.items()}
         everyone = run.collectives.by_rank(rest, what="comparing the optimizers of replicas")
         for row in dict.fromkeys(tuple(one) for one in self._programs.data_groups):
@@ -242,23 +242,29 @@ class LocalUpdate(FlushUpdate):
     def _average(self) -> None:
         if self._differs:
             self.gate.enter()
-            self._mean([p.data for p in self._parameters])
+            self._mean([(name, p.data) for name, p in self._named.items()])
             self._differs = False
             self.averaging = self.averaging._replace(times=self.averaging.times + 1)
 
-    def _mean(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The mean over this data group, in place. Collective over it."""
-        begun, count = [], len(self._row)
-        for bucket in buckets_of(tensors):
-            some = [tensors[i] for i in bucket]
-            flat = flatten(some).div_(count)
-            wait = self._parts.run.collectives.begin_all_reduce(flat, what="averaging weights", ranks=self._row)
-            begun.append((some, flat, wait))
+    def _mean(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The mean of what belongs to each parameter, in place. Collective over the processes.
+
+        It is made over all that hold the parameter: two sums of a tied one, in another order, might differ.
+        """
+        by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for name, tensor in named:
+            by_holders.setdefault(self._parts.ownership.holders(name), []).append(tensor)
+        begun, sent, begin = [], self.averaging.sent_bytes, self._parts.run.collectives.begin_all_reduce
+        for ranks, tensors in by_holders.items():
+            for bucket in buckets_of(tensors):
+                some = [tensors[i] for i in bucket]
+                flat = flatten(some).div_(len(ranks))
+                begun.append((some, flat, begin(flat, what="averaging weights", ranks=ranks)))
+                sent += 2 * (len(ranks) - 1) * flat.nbytes // len(ranks)
         for some, flat, wait in begun:
             wait()
             torch._foreach_copy_(some, unflatten(flat, some))
-        sent = sum(2 * (count - 1) * flat.nbytes // count for _, flat, _ in begun)
-        self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + sent)
+        self.averaging = self.averaging._replace(sent_bytes=sent)
 
     def _sum_norm(self, part: torch.Tensor, *, largest: bool) -> None:
         collectives = self._parts.run.collectives

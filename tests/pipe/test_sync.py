@@ -35,6 +35,11 @@ def tied_model() -> nn.Sequential:
     return model
 
 
+def untied_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 6)).double()
+
+
 def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum, count), which differ from microbatch to microbatch."""
     counts = target[:, 0] > 0
@@ -59,7 +64,7 @@ def plain(
     every: int, optimizer: str, *, loss_fn: Any
 ) -> tuple[list[float], list[list[float]], dict[str, torch.Tensor]]:
     """Losses, norms by replica and the last average, of replicas that one process trains one after the other."""
-    models = [tied_model() for _ in range(2)]
+    models = [tied_model() if loss_fn is masked else untied_model() for _ in range(2)]
     made = [OPTIMIZERS[optimizer](list(model.parameters())) for model in models]
     schedulers = [halved(one) for one in made]
     losses, norms = [], []
@@ -86,10 +91,12 @@ def plain(
     return losses, norms, models[0].state_dict()
 
 
-def train(pipe: int, every: int, optimizer: str, loss: str) -> dict[str, Any]:
-    loss_fn = masked if loss == "masked" else F.mse_loss
-    module = make(pipe, every, optimizer, loss_fn=loss_fn, verify=True)
-    replica = module.rank % 2
+def train(pipe: int, every: int, optimizer: str, tensor: int) -> dict[str, Any]:
+    parallel = {"0": "column", "2": "row"} if tensor > 1 else None
+    mesh = sw.Mesh(pipe=pipe, data=2, tensor=tensor, tensor_parallel=parallel, sync=every)
+    options = {"loss_fn": masked} if tensor == 1 else {"model": untied_model()}
+    module = make(pipe, every, optimizer, mesh=mesh, verify=True, **options)
+    replica = module.rank // tensor % 2
     results = [module.train_step(*batch(step, replica)) for step in range(STEPS)]
     told = ""
     try:
@@ -98,13 +105,14 @@ def train(pipe: int, every: int, optimizer: str, loss: str) -> dict[str, Any]:
         told = str(error)
     module.flush()
     timeline = results[-1].timeline()
-    local = sum(p.numel() * 8 for p in module.parameters())
+    holders = {name: 2 * len(stages) for name, stages in module.stages_of.items()}
+    sent = sum(2 * (holders[name] - 1) * p.nbytes // holders[name] for name, p in module.named_parameters())
     found = {
         "losses": [one.loss for one in results],
         "norms": [one.grad_norm for one in results],
         "weights": module.full_state_dict(),
         "averaging": module.averaging,
-        "bytes": local,
+        "bytes": sent,
         "told": told,
         "measured": timeline.measured and (pipe == 1 or module.measured_costs() is not None),
     }
@@ -115,21 +123,39 @@ def train(pipe: int, every: int, optimizer: str, loss: str) -> dict[str, Any]:
 @pytest.mark.gloo
 @pytest.mark.concerns("pipe/update", "pipe/build.py", "pipe/run/training.py")
 @pytest.mark.parametrize(
-    ("pipe", "every", "optimizer", "loss"), [(1, 3, "sgd", "masked"), (2, 2, "adamw", "mean"), (2, 3, "sgd", "masked")]
+    ("pipe", "every", "optimizer", "tensor"), [(1, 3, "sgd", 1), (2, 2, "adamw", 1), (1, 3, "sgd", 2)]
 )
-def test_replicas_step_alone_and_are_averaged(gloo: Pool, pipe: int, every: int, optimizer: str, loss: str) -> None:
+def test_replicas_step_alone_and_are_averaged(gloo: Pool, pipe: int, every: int, optimizer: str, tensor: int) -> None:
     """With tied weights, clipping, a rate that falls, batches of other sizes, and a first batch that is verified."""
-    losses, norms, weights = plain(every, optimizer, loss_fn=masked if loss == "masked" else F.mse_loss)
+    losses, norms, weights = plain(every, optimizer, loss_fn=masked if tensor == 1 else F.mse_loss)
     tolerance = 1e-12 if optimizer == "sgd" else 1e-10
-    for rank, found in enumerate(gloo.run(train, ranks=2 * pipe, args=(pipe, every, optimizer, loss))):
+    for rank, found in enumerate(gloo.run(train, ranks=2 * pipe * tensor, args=(pipe, every, optimizer, tensor))):
         assert found["losses"] == pytest.approx(losses, rel=tolerance)
-        assert found["norms"] == pytest.approx([both[rank % 2] for both in norms], rel=tolerance)
+        assert found["norms"] == pytest.approx([both[rank // tensor % 2] for both in norms], rel=tolerance)
         for name, expected in weights.items():
             torch.testing.assert_close(found["weights"][name], expected, rtol=tolerance, atol=tolerance)
         count = -(-STEPS // every)
         assert found["averaging"] == (every, count, count * found["bytes"], None)
         assert "state_dict between two averagings" in found["told"]
         assert found["measured"]
+
+
+def first_gap(skew: float) -> float:
+    """How much higher the loss of two models is on each other's next samples, behind seven steps on their own."""
+    models = [tied_model() for _ in range(2)]
+    for replica, model in enumerate(models):
+        optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+        for step in range(7):
+            x, y = batch(step, replica, skew=skew, samples=32)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    first = [[part[:16] for part in batch(7, replica, skew=skew, samples=32)] for replica in range(2)]
+    home, abroad = (
+        sum(float(F.mse_loss(m(x), y).detach()) for m, (x, y) in zip(models, each, strict=True))
+        for each in (first, first[::-1])
+    )
+    return abroad / home - 1
 
 
 def adapt(skew: float, steps: int) -> list[Averaging]:
@@ -156,7 +182,9 @@ def test_adaptive_averages_seldom_where_data_are_alike_and_often_where_labels_di
     assert alike[0][-1].times <= 4
     assert skewed[0][-1].times > 40
     local = sum(p.numel() * 8 for p in tied_model().parameters())
-    for found in (alike[0], skewed[0]):
+    for found, skew in ((alike[0], 0.0), (skewed[0], 1.0)):
+        assert found[6].gap is None
+        assert found[7].gap == pytest.approx(first_gap(skew), rel=1e-10)
         assert found[6].sent_bytes == 0
         assert 0 < found[-1].sent_bytes - found[-1].times * local < 20 * 8_000  # looks: a microbatch of 16 samples each
 
