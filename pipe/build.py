@@ -136,13 +136,7 @@ def _assembled(
     training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks)
     evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
     if isinstance(update, LocalUpdate):
-
-        def loss_of(given: Given) -> float:
-            loss = evaluation.step(given, at_rest=False).loss
-            assert loss is not None
-            return loss
-
-        training.before_step = partial(update.look_at_neighbour, loss_of)
+        training.before_step = partial(update.look_at_neighbour, partial(evaluation.step, at_rest=False))
 
     # 10. What is measured, saved and verified
     def put_together(records: Sequence[RankRecord]) -> Timeline:

@@ -238,22 +238,18 @@ def check_sync(layout: Layout, settings: Settings) -> None:
     place, schedule = layout.place, layout.schedule
     if layout.sync == 1:
         return
-    wrong = {
-        "in one process, whose replicas share their Parameters: expected": not place.world.distributed,
-        "for one replica: expected Mesh(data=D) with D of at least 2, or": place.mesh.data == 1,
-        f"under the asynchronous schedule {schedule.name!r}: expected '1f1b' or another flush schedule,"
-        " or": schedule.is_asynchronous,
-        "beside 'zero1' or 'fsdp', whose replicas hold parts of one optimizer: expected data_parallel='replicate',"
-        " or": layout.sharding.is_any,
-        "without an optimizer: expected PipelineModule(..., optimizer=), since gradients of replicas are never summed,"
-        " or": settings.optimizer is None,
-        "beside a grad_scaler, whose overflows all replicas would have to agree on: expected precision='bf16',"
-        " or": settings.grad_scaler is not None,
-        "beside post_validation=True: expected Synchronous(post_validation=False), or": settings.post_validation,
-    }
-    for text, is_wrong in wrong.items():
+    wrong = [
+        (not place.world.distributed, "in one process, where replicas share Parameters: expected processes"),
+        (place.mesh.data == 1, "for one replica: expected Mesh(data=D) with D of at least 2"),
+        (schedule.is_asynchronous, f"under the asynchronous schedule {schedule.name!r}: expected '1f1b'"),
+        (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
+        (settings.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
+        (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
+    ]
+    for is_wrong, why in wrong:
         if is_wrong:
-            raise ValueError(f"sync={layout.sync!r} {text} sync=1")
+            raise ValueError(f"sync={layout.sync!r} {why}, or sync=1")
 
 
 def read_plan(plan: PlanLike) -> Plan:

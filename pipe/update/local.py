@@ -3,17 +3,14 @@
     replica 0   F B U   F B U   F B U + average   F B U   ...        H = 3
     replica 1   F B U   F B U   F B U + average   F B U   ...
 
-In between a replica has its own weights, gradients, norm and optimizer; losses alone travel, so that a result is that
-of all samples, and a loss that is not finite stops all. The arithmetic is that of torch's PeriodicModelAverager, over
-our groups, whose waits end with a report (local SGD: Stich, arXiv 1805.09767).
-
-sync="adaptive" follows SkewScout (Hsieh et al., arXiv 1910.00189): each replica's weights meet a microbatch of its
-neighbour, and H weighs what they lose there against the bytes that fewer averagings save.
+Losses alone travel in between: a result is that of all samples, and one that is not finite stops all. The arithmetic
+is that of torch's PeriodicModelAverager, over groups whose waits end with a report (local SGD: arXiv 1805.09767).
+"adaptive" follows SkewScout (arXiv 1910.00189): weights meet a microbatch of a neighbour, and H weighs what they lose
+there against bytes.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,11 +21,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from ...schedules import Collective, Op
+from ...schedules import Collective
 from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.checksum import checksum
 from ..batch.given import Given, check_batch
-from ..batch.results import Known
+from ..batch.results import EvalResult, Known
 from ..shards.sharding import ADAPTIVE
 from .flush import FlushPrograms, FlushUpdate
 from .gradients import buckets_of, flatten, unflatten
@@ -57,10 +54,8 @@ class Averaging(NamedTuple):
 
 
 def next_interval(every: int, gap: float) -> int:
-    """H from here on: half of it, as now, or twice, whichever costs least.
-
-    A gap that grew in H - 1 steps on own gradients is taken to grow in proportion to them; beside it stand the bytes
-    sent, of which H leaves 1 / H.
+    """H from here on: half of it, as now, or twice, whichever costs least: the gap, which is taken to grow with the
+    H - 1 steps apart, and the bytes sent, of which H leaves 1 / H.
 
     >>> next_interval(8, 0.0), next_interval(8, 0.5), next_interval(64, 0.0), next_interval(1, 0.0)
     (16, 4, 64, 2)
@@ -87,15 +82,12 @@ class LocalUpdate(FlushUpdate):
         self.averaging = Averaging(FIRST if sync == ADAPTIVE else int(sync))
         self._adapts = sync == ADAPTIVE
         self._row = programs.data_groups[rank]
-        self._position = replica
         pipelines = [range(q, programs.schedule.num_ranks, count) for q in range(count)]
         self._pipeline = pipelines[replica]
         self._everywhere = {each: (each.sums, each.replicas) for each in self._flush_ranks.values()}
         self._within: dict[Collective, Sequence[SharedSum]] = {}
         groups: list[Sequence[int]] = [*pipelines]
         for collective in programs.sharing.collectives:
-            if collective.op is not Op.REDUCE_GRAD:
-                continue
             ranks = collective.ranks(programs.schedule.owners)
             some = [[each for each in ranks if each in pipeline] for pipeline in pipelines]
             groups += some
@@ -150,32 +142,26 @@ class LocalUpdate(FlushUpdate):
             for key, x in sorted(state.items())
             if isinstance(x, torch.Tensor)
         }
-        moments = [(name, states[name, key]) for name, key in sorted(states) if _is_moment(states[name, key])]
-        rest = {name: None if _is_moment(x) else checksum(x) for name, x in states.items()}
-        everyone = run.collectives.by_rank(rest, what="comparing the optimizers of replicas")
-        for row in dict.fromkeys(tuple(one) for one in self._programs.data_groups):
-            for other in row:
-                if everyone[other] != everyone[row[0]]:
-                    raise run.guard.spared(
-                        ValueError(
-                            f"the optimizers of replicas hold different state ({run.collectives.name_of(row[0])} and "
-                            f"{run.collectives.name_of(other)}), as where a parameter had gradients on some alone: a "
-                            f"checkpoint of sync= could not tell whose. Expected the same parameters in use everywhere"
-                        )
+        rest = {name: checksum(x) for name, x in states.items() if not (x.dim() and x.is_floating_point())}
+        everyone = run.collectives.by_rank((sorted(states), rest), what="comparing the optimizers of replicas")
+        for row in {*self._programs.data_groups}:
+            if any(everyone[rank] != everyone[row[0]] for rank in row):  # told by all processes alike
+                raise run.guard.spared(
+                    ValueError(
+                        f"the optimizers of ranks {row} hold state of other parameters (gradients came on some alone), "
+                        f"and a checkpoint has one for all: expected sync=1, or a model of which every batch uses all"
                     )
+                )
         self.gate.enter()
-        self._mean(moments)
+        self._mean([(name[0], states[name]) for name in sorted(states) if name not in rest])
 
     def refuse_users_gradients(self, what: str, *, instead: str) -> None:
         if self._is_apart:
-            raise ValueError(f"{what} under sync=, whose replicas never sum their gradients: expected {instead}")
+            raise ValueError(f"{what} under sync=, where no gradients are summed: expected {instead}")
 
     def refuse_reading(self, what: str) -> None:
         if self._differs:
-            raise ValueError(
-                f"{what} between two averagings of sync=: each replica has weights of its own. Expected pipe.flush() "
-                f"in every process before it, or full_state_dict()"
-            )
+            raise ValueError(f"{what} between two averagings of sync=: expected flush() before, or full_state_dict()")
 
     def set_aside(self) -> Callable[[], None]:
         self._is_apart = False
@@ -186,14 +172,10 @@ class LocalUpdate(FlushUpdate):
         self._is_apart, self._differs, self._next = True, False, None
 
     def look_at_neighbour(
-        self, loss_of: Callable[[Given], float], given: Given, step: int, reads_nothing: bool
+        self, evaluate: Callable[[Given], EvalResult], given: Given, step: int, reads_nothing: bool
     ) -> None:
-        """Before the last step of an interval: choose the next H, where a look is due. Collective over the processes.
-
-        Arguments:
-            loss_of: mean over the replicas of what their weights make of a batch of each.
-            reads_nothing: whether shapes alone are enough here.
-        """
+        """Before the last step of an interval: choose the next H, where a look is due. Collective over the processes;
+        shapes alone are enough in one that `reads_nothing`."""
         if not self._adapts or not self._is_due(step) or step < self._look_from:
             return
         gap, every = 0.0, self.averaging.every
@@ -202,9 +184,10 @@ class LocalUpdate(FlushUpdate):
             with self._parts.run.guard.together():  # a batch that one replica refuses
                 check_batch(given, num_microbatches)
                 own = given.detached().cut(num_microbatches)[0]
+            theirs = self._neighbours(own, shapes_alone=reads_nothing)
             try:
-                home = loss_of(own.copied())
-                gap = (loss_of(self._neighbours(own, shapes_alone=reads_nothing)) - home) / max(abs(home), 1e-30)
+                home, abroad = (loss for each in (own.copied(), theirs) if (loss := evaluate(each).loss) is not None)
+                gap = (abroad - home) / max(abs(home), 1e-30)
             except NonFiniteLossError:  # on every rank alike
                 gap = math.inf
         following = next_interval(every, gap)
@@ -217,26 +200,15 @@ class LocalUpdate(FlushUpdate):
         return step + 1 >= self._next
 
     def _neighbours(self, own: Given, *, shapes_alone: bool) -> Given:
-        """The microbatch of the replica before this one; this one's goes to the next."""
-        collectives, row, at = self._parts.run.collectives, self._row, self._position
-        following, before = row[(at + 1) % len(row)], row[at - 1]
-        content = own.arguments.tensors, own.target
-        if shapes_alone:
-            content = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, content)
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        wire = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(self._parts.device)
-        sizes = collectives.by_rank(wire.numel(), what="looking at a neighbour's data")
-        with self._parts.run.guard.together():
-            received = collectives.exchange(
-                [[wire if rank == following else wire[:0]] for rank in row],
-                [sizes[rank] if rank == before else 0 for rank in row],
-                what="looking at a neighbour's data",
-                ranks=row,
-            )()[row.index(before)]
-        self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + wire.numel())
-        its = io.BytesIO(received.cpu().numpy().tobytes())
-        tensors, target = torch.load(its, map_location=self._parts.device, weights_only=False)
+        """The microbatch of the replica before this one. Collective over the data group."""
+        run = self._parts.run
+        leaves, spec = pytree.tree_flatten((own.arguments.tensors, own.target))
+        there = {i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and not x.is_meta}
+        moved = [x.to("meta" if shapes_alone else "cpu") if i in there else x for i, x in enumerate(leaves)]
+        with run.guard.together():
+            everyone = run.collectives.gather(moved, what="looking at other replicas' data", ranks=self._row)
+        self._sent(0 if shapes_alone else sum(leaves[i].nbytes for i in there) * (len(self._row) - 1))
+        tensors, target = pytree.tree_unflatten(everyone[run.layout.place.replica[0] - 1], spec)
         return replace(own, arguments=replace(own.arguments, tensors=tensors), target=target)
 
     def _average(self) -> None:
@@ -247,24 +219,24 @@ class LocalUpdate(FlushUpdate):
             self.averaging = self.averaging._replace(times=self.averaging.times + 1)
 
     def _mean(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The mean of what belongs to each parameter, in place. Collective over the processes.
-
-        It is made over all that hold the parameter: two sums of a tied one, in another order, might differ.
-        """
+        """The mean of what belongs to each parameter, in place, over all that hold it: two sums of a tied one, in
+        another order, might differ. Collective over the processes."""
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for name, tensor in named:
             by_holders.setdefault(self._parts.ownership.holders(name), []).append(tensor)
-        begun, sent, begin = [], self.averaging.sent_bytes, self._parts.run.collectives.begin_all_reduce
+        begun, begin = [], self._parts.run.collectives.begin_all_reduce
         for ranks, tensors in by_holders.items():
             for bucket in buckets_of(tensors):
                 some = [tensors[i] for i in bucket]
                 flat = flatten(some).div_(len(ranks))
                 begun.append((some, flat, begin(flat, what="averaging weights", ranks=ranks)))
-                sent += 2 * (len(ranks) - 1) * flat.nbytes // len(ranks)
+                self._sent(2 * (len(ranks) - 1) * flat.nbytes // len(ranks))
         for some, flat, wait in begun:
             wait()
             torch._foreach_copy_(some, unflatten(flat, some))
-        self.averaging = self.averaging._replace(sent_bytes=sent)
+
+    def _sent(self, num_bytes: int) -> None:
+        self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + num_bytes)
 
     def _sum_norm(self, part: torch.Tensor, *, largest: bool) -> None:
         collectives = self._parts.run.collectives
@@ -273,17 +245,11 @@ class LocalUpdate(FlushUpdate):
             collectives.begin_all_reduce(part, what="summing the gradient norm", ranks=self._pipeline)()
 
 
-def _is_moment(x: torch.Tensor) -> bool:
-    """Whether a tensor of an optimizer's state has a mean over replicas; a count of steps has none."""
-    return bool(x.dim()) and (x.is_floating_point() or x.is_complex())
-
-
 def _warn_of_batch_norm(parts: UpdateParts) -> None:
     found = next((name for name, one in parts.model.root.named_modules() if isinstance(one, _BatchNorm)), None)
     if found is not None:
         warnings.warn(
-            f"{found!r} is a BatchNorm under sync=: replicas whose data differ normalise by statistics of their own, "
-            f"which averaged weights do not fit, and a checkpoint has the first replica's running ones. Expected "
-            f"GroupNorm or LayerNorm, or data that is alike everywhere",
+            f"{found!r} is a BatchNorm under sync=: where replicas' data differ, so do the statistics that they train "
+            f"with, which averaged weights do not fit, and a checkpoint has the first one's. Expected GroupNorm",
             stacklevel=2,
         )
