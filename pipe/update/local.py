@@ -35,8 +35,7 @@ from .shared_sums import SharedSum
 
 FIRST, MOST = 8, 64  # steps between two averagings under "adaptive"
 _LOOK_AGAIN = 8  # steps from a look at a neighbour's data that changed nothing, or ended at H = 1, to the next
-# As in SkewScout: a loss that is higher by this share costs nothing; beyond, what it costs in shares of all bytes.
-_TOLERANCE, _PRICE = 0.05, 50.0
+_TOLERANCE = 0.2  # of the gap, which few samples show; beyond, twice the loss costs as much as the bytes of each step
 
 
 class Averaging(NamedTuple):
@@ -63,7 +62,7 @@ def next_interval(every: int, gap: float) -> int:
 
     def cost(other: int) -> float:
         grown = 0.0 if other == 1 else gap * (other - 1) / (every - 1) if every > 1 else gap
-        return _PRICE * max(0.0, grown - _TOLERANCE) + 1 / other
+        return max(0.0, grown - _TOLERANCE) + 1 / other
 
     return min((max(1, every // 2), every, min(2 * every, MOST)), key=cost)
 

@@ -172,7 +172,7 @@ def adapt(skew: float, steps: int) -> list[Averaging]:
 @pytest.mark.gloo
 @pytest.mark.concerns("pipe/update", "pipe/build.py", "pipe/run/training.py")
 def test_adaptive_averages_seldom_where_data_are_alike_and_often_where_labels_differ(gloo: Pool) -> None:
-    alike, skewed = (gloo.run(adapt, ranks=2, args=(skew, 60)) for skew in (0.0, 1.0))
+    alike, skewed = (gloo.run(adapt, ranks=2, args=(skew, 60)) for skew in (0.0, 3.0))
     for one, other in (alike, skewed):
         assert [each._replace(sent_bytes=0) for each in one] == [each._replace(sent_bytes=0) for each in other]
     assert [each.every for each in alike[0]][7::8] == [16, 16, 32, 32, 32, 32, 64]
@@ -182,14 +182,14 @@ def test_adaptive_averages_seldom_where_data_are_alike_and_often_where_labels_di
     assert alike[0][-1].times <= 4
     assert skewed[0][-1].times > 40
     local = sum(p.numel() * 8 for p in tied_model().parameters())
-    for found, skew in ((alike[0], 0.0), (skewed[0], 1.0)):
+    for found, skew in ((alike[0], 0.0), (skewed[0], 3.0)):
         assert found[6].gap is None
         assert found[7].gap == pytest.approx(first_gap(skew), rel=1e-10)
         assert found[6].sent_bytes == 0
         assert 0 < found[-1].sent_bytes - found[-1].times * local < 20 * 8_000  # looks: a microbatch of 16 samples each
 
 
-@pytest.mark.parametrize(("every", "gap", "expected"), [(8, 0.02, 16), (8, 0.04, 8), (8, 0.2, 4), (2, 9.0, 1)])
+@pytest.mark.parametrize(("every", "gap", "expected"), [(8, 0.1, 16), (8, 0.2, 8), (8, 0.5, 4), (2, 9.0, 1)])
 def test_the_next_interval_weighs_the_gap_against_bytes(every: int, gap: float, expected: int) -> None:
     assert next_interval(every, gap) == expected
     assert next_interval(every, math.inf) == max(1, every // 2)
@@ -323,12 +323,11 @@ def bytes_and_loss(every: int | str, share: float, seed: int, steps: int) -> tup
 def test_the_figure_of_bytes_and_loss(gloo: Pool) -> None:
     """pytest tests/pipe/test_sync.py -k figure -m "" -s: at 256 equal steps, means of two seeds."""
     found: dict[tuple[float, int | str], tuple[float, ...]] = {}
-    for share in (0.0, 0.5, 1.0):
+    for share in (0.0, 0.25, 0.5, 1.0):
         for every in (1, 4, 8, 16, 64, "adaptive"):
             runs = [gloo.run(bytes_and_loss, ranks=2, args=(every, share, seed, 256))[0] for seed in range(2)]
             sent, loss, interval = found[share, every] = tuple(sum(column) / 2 for column in zip(*runs, strict=True))
             shown = f"{sent:7.3f} MB  loss {loss:.4f}  mean H {interval:.1f}"
             print(f"{share:4.0%} own labels  sync={every!s:9} {shown}")
-    assert found[0.0, "adaptive"][0] < found[0.0, 1][0] / 8
-    for share in (0.0, 0.5, 1.0):
         assert found[share, "adaptive"][1] < 1.03 * found[share, 1][1]
+    assert found[0.0, "adaptive"][0] < found[0.0, 1][0] / 8
