@@ -39,6 +39,7 @@ from .stage.wiring import Mode
 from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
+from .update.local import LocalUpdate
 from .update.parts import UpdateParts
 from .update.speculative import SpeculativeUpdate, refuse_sharding
 from .update.stream import StreamUpdate, stream_course
@@ -141,6 +142,8 @@ def _assembled(
         decide = Budgets(run, train, ranks, placed.ownership).decide
     training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks, decide=decide)
     evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
+    if isinstance(update, LocalUpdate):
+        training.before_step = partial(update.look_at_neighbour, partial(evaluation.step, at_rest=False))
 
     # 10. What is measured, saved and verified
     def put_together(records: Sequence[RankRecord]) -> Timeline:
@@ -328,6 +331,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         loss_fn=kind,
         verify=run.verifies,
         tensor=tensor,
+        **({} if run.layout.sync == 1 else {"sync": run.layout.sync}),
     )
     common = f", microbatches of {microbatch}"
     check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))
@@ -354,6 +358,8 @@ def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[
     programs = flush_programs(run, schedule, placed.ownership)
     if settings.post_validation:
         refuse_sharding(run.layout.sharding)
+    if run.layout.sync != 1:
+        return programs.programs, partial(LocalUpdate, programs)
     return programs.programs, partial(SpeculativeUpdate if settings.post_validation else FlushUpdate, programs)
 
 

@@ -22,7 +22,7 @@ from .checkpoint.process_state import ProcessState, lost_text, read_together
 from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
-from .context import Layout, Run
+from .context import Layout, Run, check_sync
 from .options import AUTO, LayoutOptions, Options
 from .run.engine import check_runnable
 from .stage.loss import with_loss
@@ -59,6 +59,7 @@ class Building:
         settings = self._options.settings
         self._options.layout.check_kind(layout.schedule, settings)
         check_slicing(layout, settings)
+        check_sync(layout, settings)
         check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
         layout.sharding.check_optimizer(has_optimizer=settings.optimizer is not None)
         self.layout = layout

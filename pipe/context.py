@@ -24,7 +24,7 @@ from ..schedules.transform import replicate
 from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
 from .options import AUTO, LayoutOptions, PlanLike, Settings
-from .shards.sharding import DATA_PARALLEL, Sharding, sharding_of, sharding_over
+from .shards.sharding import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.recompute import Recompute, read_recompute
 
@@ -45,6 +45,7 @@ class Layout:
         place: where this process stands, and which of the schedule's ranks it runs.
         tensor: options of the tensor axis.
         replan: makes what orders each batch; None: all have the schedule's order.
+        sync: steps from one agreement of the data replicas to the next, or "adaptive".
 
     Raises ValueError for a tensor group that divides nothing.
     """
@@ -57,6 +58,7 @@ class Layout:
     place: MeshPlace
     tensor: TensorAxis = NO_TENSOR_AXIS
     replan: Callable[[Schedule, Collectives, Guard], BatchSchedules] | None = None
+    sync: int | str = 1
 
     def __post_init__(self) -> None:
         self.tensor.check(self.place)
@@ -118,7 +120,8 @@ def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
     sizes = options.mesh_sizes
     options.check_replan()
     option("data_parallel", options.data_parallel, one_of(DATA_PARALLEL))
-    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel")
+    option("sync", options.sync, SYNC)
+    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel", "sync")
     if options.plan is not None:
         options.refuse_beside("a plan", *decided, "schedule", "mesh", "mesh_order")
         plan, number = read_plan(options.plan), options.num_microbatches
@@ -231,9 +234,29 @@ def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
             sharding=sharding_of(options.data_parallel, replicated, world),
             place=MeshPlace(world=world, mesh=axes),
             tensor=options.tensor,
+            sync=options.sync,
         )
 
     return make
+
+
+def check_sync(layout: Layout, settings: Settings) -> None:
+    """ValueError for what does not go with replicas that agree now and then."""
+    place, schedule = layout.place, layout.schedule
+    if layout.sync == 1:
+        return
+    wrong = [
+        (not place.world.distributed, "in one process, where replicas share Parameters: expected processes"),
+        (place.mesh.data == 1, "for one replica: expected Mesh(data=D) with D of at least 2"),
+        (schedule.is_asynchronous, f"under the asynchronous schedule {schedule.name!r}: expected '1f1b'"),
+        (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
+        (settings.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
+        (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
+    ]
+    for is_wrong, why in wrong:
+        if is_wrong:
+            raise ValueError(f"sync={layout.sync!r} {why}, or sync=1")
 
 
 def read_plan(plan: PlanLike) -> Plan:

@@ -21,6 +21,7 @@ from .options import Settings
 from .run.memory import ActionMemory, stage_bytes, watch
 from .telling import tell
 from .trace.tracer import TraceEvery, Tracer, check_every
+from .update.local import Averaging, LocalUpdate
 
 
 class RunFigures:
@@ -127,6 +128,12 @@ class RunFigures:
         """By stage of this process: the most that one microbatch's activations had when they left the rank [bytes]."""
         ranks = self._building.built("moved_bytes").engine.ranks
         return {stage: size for each in ranks for stage, size in each.worker.moved_bytes.items()}
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """How the replicas have averaged their weights so far; None where they sum the gradients of each step."""
+        update = self._building.built("averaging").state.update
+        return update.averaging if isinstance(update, LocalUpdate) else None
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, what comes between two actions (where the

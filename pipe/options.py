@@ -155,6 +155,7 @@ class LayoutOptions:
     stages: Sequence[nn.Module] | None = None
     recompute: RecomputeLike = "none"
     data_parallel: str = "replicate"
+    sync: int | str = 1
     replan: str | None = None
     trials: int = 0
     kind: str | None = None  # of the schedule, where the user says it: synchronous, asynchronous, sliced
@@ -208,8 +209,8 @@ _KINDS = {
     "asynchronous": ("Asynchronous", "2bw"),
     "sliced": ("Slices", "seq1f1b"),
 }
-_DEFAULTS = {"recompute": "none", "data_parallel": "replicate"}
-_SAID = {"split_points": "cut=", "stages": "a list of stages", "mesh_order": "Mesh(order=)"}
+_DEFAULTS = {"recompute": "none", "data_parallel": "replicate", "sync": 1}
+_SAID = {"split_points": "cut=", "stages": "a list of stages", "mesh_order": "Mesh(order=)", "sync": "Mesh(sync=)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

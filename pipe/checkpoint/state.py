@@ -84,6 +84,7 @@ class State(Contents):
         self.training.drain()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
+            self.update.unite()
             if not self._writers:
                 self._writers.append(Writers(self))
             place = None if loader is None else loader.state_dict()

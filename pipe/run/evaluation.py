@@ -58,8 +58,9 @@ class Evaluation:
         self._training = training
         self._dimensions: dict[Form, Sequence[int | None]] = {}
 
-    def step(self, given: Given) -> EvalResult:
-        loss, output, _ = self._evaluated(given, "eval_step", has_loss=self._run.has_loss)
+    def step(self, given: Given, *, at_rest: bool = True) -> EvalResult:
+        """The result of a batch; unless `at_rest`, with weights as they are in the midst of training."""
+        loss, output, _ = self._evaluated(given, "eval_step", has_loss=self._run.has_loss, at_rest=at_rest)
         return EvalResult(loss=loss, output=output)
 
     def predict(self, given: Given) -> object:
@@ -125,7 +126,7 @@ class Evaluation:
         return mode, like
 
     def _evaluated(
-        self, given: Given, call: Call, *, has_loss: bool
+        self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
         run, device, model_loss = self._run, self._run.settings.device, self._run.settings.model_loss
         num_replicas = run.num_replicas
@@ -137,7 +138,8 @@ class Evaluation:
         with run.guard.together():
             self._training.unchanged.check(training=False)
             check_same_batch(batch, run.collectives, device=device)
-        self._training.drain()
+        if at_rest:
+            self._training.drain()
         for local in engine.ranks:
             local.worker.updates.enter(batch)
             local.recorder.begin(counts=False)

@@ -64,6 +64,7 @@ class Training:
         self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
         self._decide = decide
+        self.before_step: Callable[[Given, int, bool], None] = lambda given, step, reads_nothing: None
 
     @property
     def reads_nothing(self) -> bool:
@@ -81,6 +82,7 @@ class Training:
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
         begun, rates = time.perf_counter(), self._update.learning_rates()
+        self.before_step(given, self.num_steps, self.reads_nothing)
         with self._batch(given, "train_step") as (batch, programs):
             for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
                 self._engine.run(part, goes_on=goes_on)

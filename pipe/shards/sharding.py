@@ -13,8 +13,14 @@ from dataclasses import dataclass
 
 from ...comm import World
 from ...schedules import Collective, Op, Schedule
+from ...schedules.kinds import Kind, at_least
 
 DATA_PARALLEL = ("replicate", "zero1", "fsdp")
+ADAPTIVE = "adaptive"
+SYNC: Kind[int | str] = Kind(
+    "a number of steps, at least 1, or 'adaptive'",
+    lambda value: value if value == ADAPTIVE else at_least(1).read(value),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,12 +116,16 @@ class Ownership:
     def holders(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
 
-    def counted_parameters(self, ranks: Collection[int]) -> list[nn.Parameter]:
-        """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone."""
+    def counted_parameters(self, ranks: Collection[int], *, among: Collection[int]) -> list[nn.Parameter]:
+        """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone.
+
+        Arguments:
+            among: whose norm it is.
+        """
         return [
             p
             for name, p in self.parameters()
-            if self.group.counts(name) and min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
+            if self.group.counts(name) and next(rank for rank in self.holders(name) if rank in among) in ranks
         ]
 
     def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:

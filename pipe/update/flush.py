@@ -119,7 +119,8 @@ class FlushUpdate(Update):
         self._known: Known | None = None  # of the batch that ran last
         self._named = {name: p for name, p in ownership.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._counted = [p for p in ownership.counted_parameters(local) if p.requires_grad]
+        everyone = range(schedule.num_ranks)
+        self._counted = [p for p in ownership.counted_parameters(local, among=everyone) if p.requires_grad]
         self._counted_parts = shards.counted(ownership)
         self._divided = {id(part.whole) for part in shards.parts.values()}
         self._before: list[torch.Tensor | None] = []  # gradients that were there when the batch began
@@ -239,11 +240,14 @@ class FlushUpdate(Update):
             counted += [part.parameter for part in self._counted_parts]
             changed = self._updated()
         part = norm_part([p.grad for p in counted], norm_type=norm_type, device=self._parts.device)
-        self._parts.run.collectives.all_reduce(part, what="summing the gradient norm", largest=math.isinf(norm_type))
+        self._sum_norm(part, largest=math.isinf(norm_type))
         norm = norm_of(part, norm_type=norm_type)
         if math.isfinite(norm) or not only_finite:
             clip_gradients([p.grad for p in changed], norm=norm, max_norm=max_norm)
         return norm
+
+    def _sum_norm(self, part: torch.Tensor, *, largest: bool) -> None:
+        self._parts.run.collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         return assemble_timeline(schedule, records)
@@ -267,32 +271,13 @@ class FlushUpdate(Update):
         self._before = []
 
     def _make_rank(self, rank: int, programs: FlushPrograms, loss_scale: LossScale | None) -> FlushRank:
-        ownership, owners = self._parts.ownership, programs.schedule.owners
-        named, held = dict(ownership.named_parameters()), ownership.shared()
-
-        def sums(collective: Collective) -> list[SharedSum]:
-            """Sums of divided parameters, and of the others."""
-            names = held[collective.stages]
-            own = [name for name in names if name in self.shards.parts]
-            others = [name for name in names if name not in self.shards.parts]
-            return [
-                SharedSum(
-                    collective,
-                    ranks=collective.ranks(owners),
-                    parameters=[(name, named[name]) for name in some],
-                    parts=[self.shards.parts[name] for name in some] if some is own else (),
-                    collectives=self._parts.run.collectives,
-                )
-                for some in (own, others)
-                if some
-            ]
-
+        owners = programs.schedule.owners
         return FlushRank(
             rank,
             programs.schedule,
             loss_scale,
             sums={
-                each: sums(each)
+                each: self._sums(each, each.ranks(owners))
                 for each in programs.programs[rank].steps
                 if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
             },
@@ -301,6 +286,24 @@ class FlushUpdate(Update):
             parts=self._parts,
             shards=self.shards,
         )
+
+    def _sums(self, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:
+        """Sums of divided parameters, and of the others, over these ranks."""
+        ownership = self._parts.ownership
+        named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
+        own = [name for name in names if name in self.shards.parts]
+        others = [name for name in names if name not in self.shards.parts]
+        return [
+            SharedSum(
+                collective,
+                ranks=ranks,
+                parameters=[(name, named[name]) for name in some],
+                parts=[self.shards.parts[name] for name in some] if some is own else (),
+                collectives=self._parts.run.collectives,
+            )
+            for some in (own, others)
+            if some
+        ]
 
 
 def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ all there is:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -155,8 +155,11 @@ class RankUpdate:
     def take(self, message: Message) -> Tensors:
         return (self._summaries[message.index][self._rank],)
 
-    def total(self, group: int) -> tuple[GroupLoss, float]:
+    def total(self, group: int, *, among: Collection[int] | None = None) -> tuple[GroupLoss, float]:
         """The loss of a group, and what its gradients must be multiplied with.
+
+        Arguments:
+            among: ranks whose losses alone the gradients are of; None: all.
 
         Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
         cannot be divided by.
@@ -164,7 +167,7 @@ class RankUpdate:
         number, within = divmod(group * self._group_size, self._batch_indices)
         batch = self.batches[number]
         summaries = self._summaries[group]
-        combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
+        combined = combine_summaries([summaries[rank] for rank in sorted(summaries) if among is None or rank in among])
         outcome, advice = self._after_bad_loss(group)
         loss = read_loss_summary(
             combined, step=batch.step, must_be_finite=self.loss_scale is None, outcome=outcome, advice=advice
@@ -349,6 +352,10 @@ class Update(ABC):
 
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""
+        return
+
+    def unite(self) -> None:
+        """Make the optimizers of all replicas alike, before one of them is saved. Collective over the processes."""
         return
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -139,6 +139,7 @@ class FlushRank(RankUpdate):
     batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
 
     Arguments:
+        sums: none where ranks that share gradients do not add them up now.
         option_numbers: of the optimizers of this process, see `SharedSum.begin`.
         replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
     """
@@ -156,9 +157,9 @@ class FlushRank(RankUpdate):
         shards: Shards,
     ) -> None:
         super().__init__(rank, schedule, shards, loss_scale)
-        self._sums = sums
+        self.sums = sums
         self._option_numbers = option_numbers
-        self._replicas = replicas
+        self.replicas = replicas
         self._collectives = parts.run.collectives
         self._recorder = parts.recorders[rank]
         self._device = parts.device
@@ -171,37 +172,39 @@ class FlushRank(RankUpdate):
     def enter(self, batch: Batch) -> None:
         super().enter(batch)
         self._factor, self._numbers = 1.0, None
-        if self._sums and self._replicas:
+        if self.sums and self.replicas:
             number, count = batch.replica
             own = sum(part.size for part in batch.parts[number::count])
             samples = torch.tensor([own], dtype=torch.float64, device=self._device)
             what = "counting the samples of all data replicas"
-            self._samples = samples, self._collectives.begin_all_reduce(samples, what=what, ranks=self._replicas)
+            self._samples = samples, self._collectives.begin_all_reduce(samples, what=what, ranks=self.replicas)
 
     def begin(self, collective: Collective) -> None:
         """The backwards that make these gradients are through on this rank; or weights come and go."""
         if collective.op is not Op.REDUCE_GRAD:
             super().begin(collective)
             return
+        if not self.sums[collective]:  # others hold them, and agree later
+            return
         self._count_samples()
         if self._numbers is None:
             self._numbers = self._option_numbers()
         stamp = self._recorder.clock.stamp
         stamps = self._begun[collective] = [stamp()]
-        for each in self._sums[collective]:
+        for each in self.sums[collective]:
             each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
 
     def settle(self) -> None:
         self._count_samples()
         for collective, stamps in self._begun.items():
-            for each in self._sums[collective]:
+            for each in self.sums[collective]:
                 each.wait()
             end = stamps[-1] if len(stamps) > 1 else self._recorder.clock.stamp()
             self._recorder.collective(collective, stamps[0], end)
         super().settle()
 
     def finish_sums(self) -> set[str]:
-        present = {name for collective in self._begun for each in self._sums[collective] for name in each.finish()}
+        present = {name for collective in self._begun for each in self.sums[collective] for name in each.finish()}
         self._begun.clear()
         return present
 
@@ -209,7 +212,7 @@ class FlushRank(RankUpdate):
         super().drop()
         self._begun.clear()
         self._samples = None
-        for sums in self._sums.values():
+        for sums in self.sums.values():
             for each in sums:
                 each.drop()
 

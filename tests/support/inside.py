@@ -176,6 +176,7 @@ _NAMES = {
     "pipe.auto.trial": "Trials to_try",
     "pipe.update.delay_correction": "Feedback LAST_UPDATE",
     "pipe.update.gradients": "FlatGradients buckets_of clip_factor",
+    "pipe.update.local": "Averaging next_interval",
     "pipe.update.optimizers": "StageOptimizers separable",
     "pipe.update.options": "SameOptions",
     "pipe.update.stream_rank": "StreamRank",
