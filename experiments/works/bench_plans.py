@@ -1,6 +1,7 @@
 """Plans that were made by measuring and are carried out on the same ranks; and cuts of uneven models, in turn.
 
 planned    profile and links measured -> plan -> the same ranks run it: predicted against measured
+regret     the best few plans of the planner, each carried out: how much slower the chosen one is than the fastest
 memory     the same plan in fresh processes: peak growth of resident memory against what the plan says
 cuts       one model under one schedule, cut in three ways in turn
 """
@@ -8,13 +9,17 @@ cuts       one model under one schedule, cut in three ways in turn
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
+from ...partition import Cluster, Node, Profile, plan
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...schedules import Op, simulate
@@ -24,6 +29,7 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import GPT_MICROBATCH, GPT_SIZE, WholeProblem, gpt_problem, image_problem, sleeping_layers
 from ..measure.sides import TIMEOUT, OurSide, check_same_work
+from ..measure.sleeping import SleepingPipe
 from ..measure.timing import compared, in_turn, median_of, off, say, timed, typical
 from ..training.gpt import GPTConfig
 
@@ -100,6 +106,44 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
         target=Target(limit=case.number("limit")),
         note=f"; F and B took {more:+.1%}; makespan {typical(makespans)}, simulated from its own costs "
         f"{simulate(schedule, costs).makespan * 1e3:.2f}; {shape}",
+    )
+
+
+def regret(case: Case, repetitions: int) -> Iterator[Figure]:
+    """How much slower the plan that was chosen is than the fastest of the best few, each carried out by stages that
+    sleep; the layers' seconds are random numbers of a `seed`, 2 to 12 ms."""
+    chance, ranks = random.Random(case.count("seed")), dist.get_world_size()
+    forward = [chance.uniform(2e-3, 12e-3) for _ in range(case.count("layers"))]
+    nodes = [Node(name=f"layer {i}", forward_seconds=f, backward_seconds=2 * f) for i, f in enumerate(forward)]
+    others: list[Plan] = []
+    chosen = plan(
+        Profile(nodes=nodes),
+        Cluster.parse(f"{ranks}:net=1GB/s@50us"),
+        global_batch=case.count("microbatches"),
+        schedules=("1f1b", "interleaved", "gpipe"),
+        data_sizes=(1,),
+        pipeline_sizes=(ranks,),
+        num_runners_up=4,
+        on_runners_up=others.extend,
+    )
+    with ExitStack() as stack:
+        pipes = [
+            stack.enter_context(closing(SleepingPipe(each.build_schedule(), each.costs))) for each in (chosen, *others)
+        ]
+        named = {f"{n}: {each.schedule} V={each.num_chunks}": pipes[n] for n, each in enumerate((chosen, *others))}
+        for pipe in pipes:
+            pipe.run(1)
+        name = f"{case.text('case')} seed {case.count('seed')}"
+        seconds = in_turn(name, {key: partial(pipe.run, 2) for key, pipe in named.items()}, repetitions=repetitions)
+    typically = [median(each) for each in seconds.values()]
+    yield Figure(
+        case=Case.of({"run": name}),
+        name="regret of the chosen plan",
+        value=typically[0] / min(typically) - 1,
+        unit="error",
+        how=How.EMULATED,
+        target=Target(limit=case.number("limit")),
+        note="; ".join(f"{key} {value * 1e3:.1f} ms" for key, value in zip(seconds, typically, strict=True)),
     )
 
 
