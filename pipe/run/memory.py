@@ -164,7 +164,7 @@ def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
 
 def _summing(pipeline: Pipeline, stage: int, parameters: Sequence[nn.Parameter]) -> float:
     """Bytes beside these gradients while the replicas of a stage add them up."""
-    replicas = len(pipeline.schedule.owners[stage])
+    replicas = len({*pipeline.schedule.owners[stage]})
     if replicas == 1:
         return 0.0
     parts = [part for one in pipeline.state.update.stages if one.stage == stage for part in one.parts.values()]

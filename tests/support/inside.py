@@ -218,7 +218,7 @@ _NAMES = {
     "schedules.traces.trace_file": "TraceHeader clock_line header_line step_line trace_path",
     "schedules.traces.trace_reader": "Traces find_traces read_traces starts_of",
     "schedules.timing.wiring": "ScheduleWiring",
-    "schedules.transform": "defer_updates on_ranks replicate",
+    "schedules.transform": "defer_updates on_ranks replicate schedule_without",
     "schedules.custom.user_code": "UserCodeError load",
     "schedules.rules.versions": "derive_versions",
     "schedules.rules.weight_rules": "RULES",
