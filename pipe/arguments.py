@@ -52,6 +52,10 @@ class Mesh:
             blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
         sends: what goes from stage to stage where all members of a tensor group hold the same: "whole" from each of
             them; in "parts" of 1/T, which are gathered on arrival; "auto": in parts between hosts.
+        on_failure: of a process within `train_step`. "stop": the run ends on all. "reroute": the others do the step
+            again, with the dead one's microbatches at its replicas, and go on; they need D > 1, a schedule that
+            flushes, and a launcher that lets them. All processes pass the same batch then, of D times num_microbatches
+            microbatches, as one process does.
     """
 
     pipe: int | None = None
@@ -61,6 +65,7 @@ class Mesh:
     data_parallel: str = "replicate"
     tensor_parallel: TensorParallelLike | None = None
     sends: str = "auto"
+    on_failure: str = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +236,7 @@ def read_arguments(
     given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
     options: dict[str, Any] = dict.fromkeys(_RENAMED)
     options |= {"flush_first": 0, "post_validation": False, "data_parallel": "replicate", "tensor_sends": "auto"}
+    options["on_failure"] = "stop"
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
     options |= {"split_points": given["cut"], "compile": False, "kind": None}
     model = given["model"]
@@ -306,6 +312,7 @@ def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:
         "data_parallel": mesh.data_parallel,
         "tensor_parallel": mesh.tensor_parallel,
         "tensor_sends": mesh.sends,
+        "on_failure": mesh.on_failure,
     }
 
 

@@ -146,6 +146,17 @@ def _living_owners(stage: int, ranks: Sequence[int], gone: Collection[int]) -> t
     )
 
 
+def on_rows(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The rows of these ranks alone, numbered anew: of a schedule whose other ranks have nothing to do."""
+    number = {rank: new for new, rank in enumerate(ranks)}
+    return replace(
+        schedule,
+        placement=tuple(schedule.placement[rank] for rank in ranks),
+        programs=tuple(schedule.programs[rank] for rank in ranks),
+        owners=tuple(tuple(number[rank] for rank in owners) for owners in schedule.owners),
+    )
+
+
 def on_ranks(schedule: Schedule, ranks: Sequence[int], *, num_ranks: int) -> Schedule:
     """The same on other ranks of a larger world: rank r's program runs on `ranks[r]`, the others have nothing to do.
 

@@ -279,6 +279,14 @@ class Update(ABC):
         """Make the weights what they should be. Nobody waits for this rank."""
         return
 
+    def prepare(self) -> None:
+        """All of `step` that other processes take part in, where it stands apart. Collective over the processes."""
+        return
+
+    def take_back(self) -> None:
+        """Forget the batch whose gradients were ready, or nearly: it is run again."""
+        raise AssertionError("a batch of a stream is not run again")
+
     @abstractmethod
     def step(self) -> Known | None:
         """Clip and update. Returns what is newest known of any batch. Collective over the processes."""

@@ -69,7 +69,7 @@ def test_the_order_of_one_without_its_peer() -> None:
 
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_what_one_death_costs(name: str, options: dict[str, Any]) -> None:
-    """The others of a stage have M + M / (D - 1) microbatches, rounded up, in the place of M: not even as much slower."""
+    """The others of a stage have M + M / (D - 1) microbatches, rounded up, in the place of M: less slow than that."""
     pipe, data, M = 8, 8, 16
     whole = mesh(name, pipe, data, microbatches=M, **options)
     before = simulate(whole, COSTS).makespan
