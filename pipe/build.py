@@ -179,6 +179,7 @@ def _assembled(
         state = replace(state, own_checkpoints=before.own_checkpoints)
 
     def again(anew: Run) -> Pipeline:
+        anew.seeder = run.seeder  # which the cut stages enter
         return _connected(anew, _placed_again(anew, placed, example), example, plain=None, before=state)
 
     return Pipeline(
