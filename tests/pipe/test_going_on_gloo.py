@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
@@ -39,7 +40,8 @@ MESHES = [
 
 def start(folder: Path, mesh: tuple[str, int, int], steps: int, *, strikes: str, **environment: str) -> LaunchResult:
     (_, pipe, data), words = mesh, [*map(str, mesh), str(steps)]
-    path = {"PYTHONPATH": str(Path(going_on.__file__).parents[1]), "OMP_NUM_THREADS": "1", "STRIKES": strikes}
+    paths = [str(Path(going_on.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "STRIKES": strikes}
     command = [sys.executable, going_on.__file__, str(folder), *words]
     return launch(command, num_ranks=pipe * data, timeout=LIMIT, environment=path | environment)
 

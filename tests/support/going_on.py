@@ -2,9 +2,10 @@
 
     python going_on.py FOLDER SCHEDULE PIPE DATA STEPS    STRIKES="rank:step:point[:signal],..."
 
-Points: begin, F (in a forward), B (in a backward), loss, vote (before it), voted, update, form (before the world is formed
-anew), formed, again (before the pipeline has links again), joined, or so many milliseconds from the beginning of the
-step. A signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended, microbatches that its first layer has seen.
+Points: begin, F (in a forward), B (in a backward), loss, vote (before it), voted, update, form (before the world is
+formed anew), formed, again (before the pipeline has links again), joined, or so many milliseconds from the beginning of
+the step. A signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended, microbatches that
+a layer of it has seen.
 """
 
 from __future__ import annotations
