@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -255,8 +255,9 @@ class Training:
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """Around an update: an error leaves it made on some stages alone."""
+        is_alone = self.goes_on and self._guard.ended  # the links broke behind it: nobody else is needed
         try:
-            with self._guard.together():
+            with nullcontext() if is_alone else self._guard.together():
                 yield
         except BaseException as error:
             self._update.lose(error)

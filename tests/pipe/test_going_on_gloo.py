@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 LIMIT = 300.0  # [s] guards against hangs alone
-POINTS = ["begin", "F", "B", "loss", "vote", "voted", "update"]
+POINTS = ["begin", "F", "B", "loss", "vote", "ready", "voted", "update"]
 MESHES = [
     ("1f1b", 2, 2),
     ("zb-h1", 2, 3),
@@ -64,8 +64,8 @@ def check_losses(folder: Path, mesh: tuple[str, int, int], steps: int, survivors
 
 
 def test_processes_die_wherever_they_are(tmp_path: Path) -> None:
-    """In a forward; in the update; two in one step, one of them while the others form anew; stopped for too long."""
-    strikes = "0:1:F,4:2:loss,1:2:form,5:4:B:SIGSTOP"
+    """In the update; two in one step, one of them while the others form anew; stopped for too long."""
+    strikes = "0:1:update,4:2:loss,1:2:form,5:4:B:SIGSTOP"
     result = start(tmp_path, ("zb-h1", 2, 3), 6, strikes=strikes, LIMIT="3")
     assert result.status == 0, result.report
     assert result.report.count("killed by SIGKILL and the others went on without it") == 4
@@ -73,8 +73,8 @@ def test_processes_die_wherever_they_are(tmp_path: Path) -> None:
 
 
 def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
-    """Buffers count each microbatch once; the step whose update had begun somewhere is not made twice."""
-    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:B,0:3:update")
+    """Buffers count each microbatch once; a step whose gradients are whole is not run again."""
+    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:B,0:3:ready")
     assert result.status == 0, result.report
     check_losses(tmp_path, ("1f1b", 2, 2), 5, {1, 2})
     seen = {rank: [line[4] for line in written if line[0] != "threads"] for rank, written in lines(tmp_path).items()}

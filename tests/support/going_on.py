@@ -2,10 +2,10 @@
 
     python going_on.py FOLDER SCHEDULE PIPE DATA STEPS    STRIKES="rank:step:point[:signal],..."
 
-Points: begin, F (in a forward), B (in a backward), loss, vote (before it), voted, update, form (before the world is
-formed anew), formed, again (before the pipeline has links again), joined, or so many milliseconds from the beginning of
-the step. A signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended, microbatches that
-a layer of it has seen.
+Points: begin, F (in a forward), B (in a backward), loss, vote and norm (before them), ready (between them), voted,
+update, form (before the world is formed anew), formed, again (before the pipeline has links again), joined, or so many
+milliseconds from the beginning of the step. A signal may be "raise". Each rank writes a line a step: step, loss,
+seconds, when it ended, microbatches that a layer of it has seen.
 """
 
 from __future__ import annotations
@@ -121,13 +121,14 @@ def losses(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
 
 
 def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
-    from support.inside import Membership, PipeTrainingTraining, Run, report_to_launcher
+    from support.inside import FlushUpdate, Membership, PipeTrainingTraining, Run, report_to_launcher
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     strikes = Strikes(os.environ.get("STRIKES", ""), rank)
     strikes.around(Membership, "form", "form", behind="formed")
     strikes.around(Run, "__init__", "again", behind="joined")
+    strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
     with report_to_launcher(), Path(folder, f"{rank}.log").open("w", buffering=1) as log:
         run = make_pipe(schedule, int(pipe), int(data), strikes)

@@ -169,6 +169,7 @@ _NAMES = {
     "pipe.telling": "tell told_if_slow",
     "pipe.auto.trial": "Trials to_try",
     "pipe.update.delay_correction": "Feedback LAST_UPDATE",
+    "pipe.update.flush": "FlushUpdate",
     "pipe.update.gradients": "FlatGradients buckets_of clip_factor",
     "pipe.update.optimizers": "StageOptimizers separable",
     "pipe.update.options": "SameOptions",
