@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 LIMIT = 300.0  # [s] guards against hangs alone
-POINTS = ["begin", "F", "B", "loss", "vote", "ready", "voted", "update"]
+POINTS = ["begin", "F", "B", "vote", "ready", "voted", "update"]
 MESHES = [
     ("1f1b", 2, 2),
     ("zb-h1", 2, 3),
