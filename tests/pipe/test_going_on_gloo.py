@@ -96,6 +96,14 @@ def test_a_ranks_own_error_ends_the_run_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("point", ["formed", "again", "joined"])
+def test_another_dies_while_the_others_form_anew(tmp_path: Path, point: str) -> None:
+    result = start(tmp_path, ("interleaved", 2, 3), 4, strikes=f"0:1:B,4:1:{point}", LIMIT="5")
+    assert result.status == 0, result.report
+    check_losses(tmp_path, ("interleaved", 2, 3), 4, {1, 2, 3, 5})
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(24))
 def test_deaths_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Half of them at named points, and some in one step; a holder of each stage lives."""
