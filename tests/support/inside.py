@@ -135,7 +135,7 @@ _NAMES = {
     "pipe.batch.given": "CallReader Given",
     "pipe.batch.loader": "Draw Remainder ReplicaBatches ReplicaLoader",
     "pipe.batch.reader": "BatchReader",
-    "pipe.context": "Run layout_of_plan",
+    "pipe.context": "layout_of_plan",
     "pipe.checkpoint.checkpointer": "Checkpointer CheckpointRecord Cost FIRST Interval",
     "pipe.checkpoint.files": "OwnCheckpoints",
     "pipe.checkpoint.host_copy": "HostCopy",
