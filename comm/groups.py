@@ -112,19 +112,7 @@ class Groups:
         make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
         if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
-        answer: Future[dist.ProcessGroup] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(make())
-            except Exception as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
-        try:
-            return answer.result(seconds + _LEAST)
-        except TimeoutError:
-            raise RuntimeError("connecting takes too long") from None
+        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, others_failed=self._others_failed))
 
     def _meet(self, until: float) -> None:
         self._meetings += 1
@@ -155,6 +143,26 @@ class Groups:
             f"{me}: making the links of a PipelineModule: {others} {fate}{limit}{why}: did all of them make this call?"
         )
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
+
+
+def connected(make: Callable[[], T], seconds: float, *, others_failed: Callable[[], bool]) -> T:
+    """What `make` gives, on another thread; RuntimeError when the time is up, or soon after another process failed."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(make())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return answer.result(min(_LOOKS * _MOST_POLL, max(until - time.monotonic(), 0.0)))
+        except TimeoutError:  # of the look
+            if answer.done() or time.monotonic() >= until or others_failed():
+                raise RuntimeError("connecting takes too long, or another process has failed") from None
 
 
 def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes, ...]]:

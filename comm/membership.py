@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, PipelineTimeout, short_reason
+from .groups import connected
 from .mesh import World
 
 JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does
@@ -137,14 +139,16 @@ class Membership:
             dist.destroy_process_group()
         world = World(rank=self.members.index(self.me), size=len(self.members))
         if world.distributed:
+            join = partial(
+                dist.init_process_group,
+                "gloo",
+                store=PrefixStore(self._key("world"), self._store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=self._timeout),
+            )
             try:
-                dist.init_process_group(
-                    "gloo",
-                    store=PrefixStore(self._key("world"), self._store),
-                    rank=world.rank,
-                    world_size=world.size,
-                    timeout=timedelta(seconds=self._timeout),
-                )
+                connected(join, self._timeout, others_failed=self.someone_died)
             except RuntimeError as error:
                 raise PeerLost(f"rank {self.me}: {what} ({short_reason(error)})", peers=self._others()) from error
         return world
