@@ -184,7 +184,7 @@ class Guard:
         return error is self._spared
 
     def others_failed(self) -> bool:
-        return self._board is not None and (self._board.others_failed() or self.someone_died())
+        return self._board is not None and (self.someone_died() or self._board.others_failed())
 
     @property
     def ended(self) -> bool:

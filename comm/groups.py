@@ -54,7 +54,8 @@ class Groups:
         self._made: list[dist.ProcessGroup] = []
         self._meetings = 0
         if world.distributed:
-            self._store = dist.distributed_c10d._get_default_store()
+            # A connection of its own: one that another thread waits at, as in connecting, answers nobody.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
 
     def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:

@@ -142,7 +142,7 @@ class Membership:
             join = partial(
                 dist.init_process_group,
                 "gloo",
-                store=PrefixStore(self._key("world"), self._store),
+                store=PrefixStore(self._key("world"), self._store.clone()),  # type: ignore[attr-defined]
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=self._timeout),
