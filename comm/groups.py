@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from .failures import PeerLost, PipelineError, PipelineTimeout, short_reason
+from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .mesh import MeshPlace
 from .process_group import Lanes, Link
 
@@ -113,7 +113,9 @@ class Groups:
         make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
         if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
-        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, others_failed=self._others_failed))
+        guard = getattr(self._others_failed, "__self__", None)  # a death alone: errors of others are told in time
+        died = guard.someone_died if isinstance(guard, Guard) else lambda: False
+        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, others_failed=died))
 
     def _meet(self, until: float) -> None:
         self._meetings += 1
