@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from .failures import PeerLost, PipelineError, PipelineTimeout, short_reason
+from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .mesh import MeshPlace
 from .process_group import Lanes, Link
 
@@ -54,7 +54,8 @@ class Groups:
         self._made: list[dist.ProcessGroup] = []
         self._meetings = 0
         if world.distributed:
-            self._store = dist.distributed_c10d._get_default_store()
+            # A connection of its own: one that another thread waits at, as in connecting, answers nobody.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
 
     def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:
@@ -112,19 +113,9 @@ class Groups:
         make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
         if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
-        answer: Future[dist.ProcessGroup] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(make())
-            except Exception as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
-        try:
-            return answer.result(seconds + _LEAST)
-        except TimeoutError:
-            raise RuntimeError("connecting takes too long") from None
+        guard = getattr(self._others_failed, "__self__", None)  # a death alone: errors of others are told in time
+        died = guard.someone_died if isinstance(guard, Guard) else lambda: False
+        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, others_failed=died))
 
     def _meet(self, until: float) -> None:
         self._meetings += 1
@@ -155,6 +146,26 @@ class Groups:
             f"{me}: making the links of a PipelineModule: {others} {fate}{limit}{why}: did all of them make this call?"
         )
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
+
+
+def connected(make: Callable[[], T], seconds: float, *, others_failed: Callable[[], bool]) -> T:
+    """What `make` gives, on another thread; RuntimeError when the time is up, or soon after another process failed."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(make())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return answer.result(min(_LOOKS * _MOST_POLL, max(until - time.monotonic(), 0.0)))
+        except TimeoutError:  # of the look
+            if answer.done() or time.monotonic() >= until or others_failed():
+                raise RuntimeError("connecting takes too long, or another process has failed") from None
 
 
 def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes, ...]]:
