@@ -63,6 +63,7 @@ def check_losses(folder: Path, mesh: tuple[str, int, int], steps: int, survivors
         assert (len(made) == steps) == (rank in survivors), (rank, len(made))
 
 
+@pytest.mark.nightly
 def test_processes_die_wherever_they_are(tmp_path: Path) -> None:
     """In the update; two in one step, one of them while the others form anew; stopped for too long."""
     strikes = "0:1:update,4:2:loss,1:2:form,5:4:B:SIGSTOP"
@@ -72,6 +73,7 @@ def test_processes_die_wherever_they_are(tmp_path: Path) -> None:
     check_losses(tmp_path, ("zb-h1", 2, 3), 6, {2, 3})
 
 
+@pytest.mark.nightly
 def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
     """Buffers count each microbatch once; a step whose gradients are whole is not run again."""
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:B,0:3:ready")
@@ -82,6 +84,7 @@ def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
     assert seen[1] == [4, 8, 12, 16, 24]  # step 3 stood when rank 0 died: nobody has done it again
 
 
+@pytest.mark.nightly
 def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="2:1:F,3:2:F")
     assert result.status != 0
@@ -89,6 +92,7 @@ def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
     assert "a checkpoint, of which this run has none" in result.report
 
 
+@pytest.mark.nightly
 def test_a_ranks_own_error_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:loss:raise")
     assert (result.status, result.first_failed) == (1, 3)
