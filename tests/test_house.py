@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 63_524,
     "library code lines": 44_240,
-    "experiments lines": 19_440,
+    "experiments lines": 19_441,
     "library files": 325,
     "library classes": 552,
     "annotated fields": 1_381,
