@@ -101,6 +101,8 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
     does not flush, or whose activations move.
     """
     gone = sorted({*dead})
+    if not gone:
+        return schedule
     if not set(gone) <= set(range(schedule.num_ranks)):
         raise ScheduleError(f"ranks {gone} without which to go on: expected some of 0 to {schedule.num_ranks - 1}")
     if schedule.is_asynchronous or schedule.num_batches > 1 or schedule.moves_activations:
@@ -108,8 +110,6 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
             f"schedule {schedule.name!r} without the ranks {gone}: batches overlap, or activations move, in it; "
             f"expected one that flushes, such as '1f1b'"
         )
-    if not gone:
-        return schedule
     idle = replace(
         schedule,
         name=f"{schedule.name} without {', '.join(map(str, gone))}",
