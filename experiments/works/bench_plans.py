@@ -117,7 +117,7 @@ def regret(case: Case, repetitions: int) -> Iterator[Figure]:
     nodes = [Node(name=f"layer {i}", forward_seconds=f, backward_seconds=2 * f) for i, f in enumerate(forward)]
     others: list[Plan] = []
     chosen = plan(
-        Profile(nodes=nodes),
+        Profile(nodes=tuple(nodes)),
         Cluster.parse(f"{ranks}:net=1GB/s@50us"),
         global_batch=case.count("microbatches"),
         schedules=("1f1b", "interleaved", "gpipe"),
