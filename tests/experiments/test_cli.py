@@ -88,7 +88,7 @@ def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.C
     assert len(hinted) > 30
     for command, rest in hinted:
         help_of = ["experiment", "run"] if command == "experiment" else [command]
-        help_of += ["--check", "run"] if "--check" in rest else []
+        help_of += ["--check", "run"] if "--check" in rest.split() else []
         assert exit_status(*help_of, "--help") == 0, (command, rest)
         known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) | {"--check"}
         assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known, (command, rest)
