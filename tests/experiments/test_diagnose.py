@@ -92,6 +92,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("slow_data", None)
 
 
+@pytest.mark.nightly  # it measures
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("data", ["slow_fetch", "slow_collate", "slow_file"])
 def test_injected_stalls_are_found_where_they_were_put(data: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the p
     "F": ({"schedule": "2bw"}, times(2.0, "forward")),
     "W": ({"schedule": "zb-h1"}, {"input_grad": halves(1.0), "weight_grad": halves(2.0)}),
     "overhead": ({"schedule": "interleaved", "chunk_sizes": (3,), **TWO_BY_TWO}, {"overhead": lambda _: 0.002}),
-    "update": ({"pipeline_sizes": (1,), "data_sizes": (4,)}, times(3.0, "update")),
+    "update": ({"pipeline_sizes": (1,), "data_sizes": (4,)}, times(9.0, "update")),
     "norm": (TWO_BY_TWO, {"norm": lambda _: 0.05}),
     "held": (
         {"schedule": "interleaved", "batch": 12, "chunk_sizes": (3,), "pipeline_sizes": (1,), "data_sizes": (4,)},
