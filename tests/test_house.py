@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 63_002,
     "library code lines": 43_860,
-    "experiments lines": 19_278,
+    "experiments lines": 19_279,
     "library files": 324,
     "library classes": 550,
     "annotated fields": 1_375,
