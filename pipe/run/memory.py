@@ -166,7 +166,7 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
 
 
 def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> dict[tuple[int, MemoryPart], int]:
-    """What this process held at its most, by stage [bytes]: activations are what actions leave and what came for a
+    """Bytes in this process at its most, by stage [bytes]: activations are what actions leave and what came for a
     forward, workspace what an action makes and lets go of, within operations, too, as `cpu_peaks` has `found` it."""
     for (action, parts, rose), (most, _) in zip(watched.moments, found, strict=True):
         parts[action.stage, MemoryPart.WORKSPACE] += max(0, most - rose)
