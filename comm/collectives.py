@@ -120,7 +120,7 @@ class Collectives:
         return self._broadcast(tensor, self._place.process_of(source, tensor=0), self._everyone, what)
 
     def gather(self, mine: T, *, what: str, ranks: Sequence[int] | None = None) -> list[T]:
-        """What every process gives, or those of these ranks, on each of them, by number of the process. ValueError on
+        """Values of every process, or of those of these ranks, on each of them, by number of the process. ValueError on
         all of them unless all are at the same `what`, behind the same calls."""
         return self._gather(mine, self._everyone if ranks is None else self._processes(ranks), what)
 

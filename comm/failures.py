@@ -293,7 +293,7 @@ def _own_lines(whole: TracebackException) -> str:
 
 
 def _leave_to_torchrun(error: BaseException, told: str) -> None:
-    """What torchrun's last lines show, instead of where to read about tracebacks. Causes stand before their echoes."""
+    """Text for torchrun's last lines, instead of where to read about tracebacks. Causes stand before their echoes."""
     path, when = os.environ.get(_ERROR_FILE), int(time.time()) + isinstance(error, PipelineError)
     if path is None or os.path.exists(path):  # torch's own decorator was quicker
         return

@@ -57,6 +57,8 @@ class Groups:
             # A connection of its own: one that another thread waits at, as in connecting, answers nobody.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
+            if backend_for(device) == "nccl":
+                self._claim_device()
 
     def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:
         """Groups of these processes, all within one time-out. Collective over all processes of the world.
@@ -94,6 +96,17 @@ class Groups:
             with suppress(ValueError):  # the user has destroyed all groups of the process already
                 dist.destroy_process_group(group)
         self._made.clear()
+
+    def _claim_device(self) -> None:
+        """NCCL would refuse two processes on one device, as an invalid usage by nobody."""
+        rank = self.world.rank
+        key = f"{self._name}/device {torch.cuda.get_device_properties(self.device).uuid}"
+        first = int(self._store.compare_set(key, "", str(rank)))
+        if first != rank:
+            raise ValueError(
+                f"{self.place.name_of(rank)} and {self.place.name_of(first)} use one device, here {self.device}: "
+                "expected a device a process, as by model.to(f\"cuda:{os.environ['LOCAL_RANK']}\")"
+            )
 
     def _make(self, members: Sequence[int], *, backend: str, until: float) -> dist.ProcessGroup:
         self._meet(until)

@@ -1,4 +1,4 @@
-"""What `mkdocs` builds beside docs/: README.md as the first page, CONTRIBUTING.md, CHANGELOG.md, and the results.
+"""Pages that `mkdocs` builds beside docs/: README.md as the first page, CONTRIBUTING.md, CHANGELOG.md, and the results.
 
 Links stay those of the repository, so that they lead somewhere in both places: here they are turned into the site's.
 """

@@ -236,7 +236,7 @@ class PipelinedModel(nn.Module):
 
 
 class _Trained(NamedTuple):
-    """What a batch gives in training; the model's other outputs have stayed on the last stage."""
+    """Outputs of a batch in training; the model's other outputs have stayed on the last stage."""
 
     loss: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""What a pipeline cannot follow of a Trainer: refused by name before training, with what to type instead."""
+"""Options of a Trainer that a pipeline cannot follow: refused by name before training, with what to type instead."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def read_pipeline(pipeline: object) -> dict[str, Any]:
 
 
 def from_all(value: object, replica: int) -> list[Any]:
-    """What processes have, by data replica or another share of a batch; None is nothing. Collective."""
+    """Values of processes, by data replica or another share of a batch; None is nothing. Collective."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()

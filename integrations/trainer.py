@@ -141,7 +141,7 @@ class PipelineTrainer(Trainer):
         return self.pipe
 
     def _stage_optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Of a stage: like Trainer's over the whole model, which only carries rates."""
+        """Optimizer of a stage, like Trainer's over the whole model, which only carries rates."""
         if self.optimizer is None:
             self.create_optimizer()
         return _like(self.optimizer, self.model, parameters)
@@ -155,7 +155,7 @@ class PipelineTrainer(Trainer):
         return seen_as((self.args.distributed_state, self.accelerator.state), index, count)
 
     def _train_dataloader(self, make: Callable[[], Any]) -> Any:
-        """What a subclass makes of it, too: as in one of as many processes as there are replicas. Training begins."""
+        """Result of a subclass, too: as in one of as many processes as there are replicas. Training begins."""
         self._refuse()
         self._batches.clear()
         with self._seen_as(*self._replica):
@@ -193,7 +193,7 @@ class PipelineTrainer(Trainer):
         return torch.tensor(result.loss, device=self.args.device)
 
     def _arranged(self, batches: Sequence[Batch], num_items: Any) -> tuple[bool, Batch]:
-        """What train_step takes, and whether it is a batch a microbatch, all of one weight."""
+        """Arguments of train_step, and whether it is a batch a microbatch, all of one weight."""
         count = self._num_microbatches
         if num_items is None and self._weight_given is None and not self.model_accepts_loss_kwargs:
             microbatches = one_each(batches, count)
@@ -206,7 +206,7 @@ class PipelineTrainer(Trainer):
         return getattr(self._pipeline.get("example_inputs"), "loss_weight", None)
 
     def _weight(self, **arguments: Any) -> Any:
-        """Of a microbatch in the loss: Trainer takes the mean of batches' losses where it has no number of labels."""
+        """A microbatch's weight in the loss; Trainer: the mean of batches' losses where it has no number of labels."""
         (count,) = self._counting.weigh([self._made()._calls.inputs((), arguments).arguments])
         return count.clamp(max=1) if self._batches_are_equal else count
 

@@ -41,7 +41,7 @@ class RunFigures:
         return None if self._building.layout is None else self._building.layout.plan
 
     def explain(self) -> str:
-        """What of each stage runs again, and under a memory budget why. Collective over the processes."""
+        """Units of each stage that run again, and under a memory budget why. Collective over the processes."""
         pipeline = self._building.built("explain")
         run, names = pipeline.state.run, pipeline.parts.names
         with run.guard.together():

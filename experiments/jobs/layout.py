@@ -47,7 +47,7 @@ class Table:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """That tell its cells apart."""
+        """Names that tell its cells apart."""
         return (*self.rows, *([self.columns] if self.columns else []))
 
 

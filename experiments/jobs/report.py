@@ -56,7 +56,7 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
 
 
 def readme(declaration: Declaration, section: str, folder: Path) -> str:
-    """What the folder's README is to say; ValueError where it has one marker without the other."""
+    """Text of the folder's README; ValueError where it has one marker without the other."""
     path = folder / "README.md"
     before = path.read_text(encoding="utf-8") if path.exists() else f"# {declaration.name}\n\n{declaration.question}\n"
     return with_section(before, section, name=declaration.typed, source=str(path))

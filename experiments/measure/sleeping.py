@@ -98,7 +98,7 @@ class SleepingPipe:
 def in_turn_asleep(
     what: str, schedules: Mapping[str, Schedule], seconds: Callable[[SleepingPipe], float], *, repetitions: int
 ) -> dict[str, list[float]]:
-    """What `seconds` says of a pipeline of each schedule, as `in_turn`."""
+    """Answers of `seconds` for a pipeline of each schedule, as `in_turn`."""
     with ExitStack() as stack:
         pipes = {name: stack.enter_context(closing(SleepingPipe(each))) for name, each in schedules.items()}
         for pipe in pipes.values():

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def gather(own: T) -> tuple[T, ...]:
-    """What each process has, by rank; collective."""
+    """Values of each process, by rank; collective."""
     if not dist.is_initialized():
         return (own,)
     found = [own] * dist.get_world_size()

@@ -151,7 +151,7 @@ class Charges:
         return every / (every + self.checkpoint_seconds) if every else 1.0
 
     def kept(self, seconds: float) -> float:
-        """Of so many seconds behind a restart, those that make samples which a checkpoint has when the device goes."""
+        """Seconds, of so many behind a restart, whose samples a checkpoint has when the device goes."""
         if not self.checkpoint_every:
             return 0.0
         whole = math.floor(seconds / (self.checkpoint_every + self.checkpoint_seconds) + 1e-9)

@@ -125,7 +125,7 @@ def _source(module: str) -> str:
 
 
 def _parts(value: Any) -> Iterable[object]:
-    """What a value consists of."""
+    """Parts of a value."""
     if isinstance(value, torch.Tensor):
         return tensor_form(value)
     if isinstance(value, type | ModuleType | Logger):

@@ -158,7 +158,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.level -= self.alive.pop(key)[1]
 
     def made(self) -> dict[int, list[Any]]:
-        """What was made within and is there, by address, with its size [bytes]: each a list of its own."""
+        """Storages that were made within and are there, by address, with its size [bytes]: each a list of its own."""
         self.settle()
         return {key: one for key, one in self.alive.items() if one[2] is None}
 

@@ -66,7 +66,7 @@ class Evaluated:
 
     @property
     def model(self) -> Model:
-        """Of the smallest tensor size among its stages."""
+        """Model of the smallest tensor size among its stages."""
         return self.models[min(self.models)]
 
     @property
@@ -134,7 +134,7 @@ class PlanEvaluator:
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
     def model(self, c: Configuration) -> Model:
-        """Of the smallest tensor size among its stages."""
+        """Model of the smallest tensor size among its stages."""
         return self.model_of(c.microbatch_size, min(c.tensors))
 
     def least_model(self, c: Configuration) -> Model:
@@ -156,7 +156,7 @@ class PlanEvaluator:
         return float(sum(map(min, zip(*every, strict=True))))
 
     def sums(self, c: Configuration, ends: Ends) -> StageSums:
-        """Of each stage with the tensor size of its place."""
+        """Sums of each stage with the tensor size of its place."""
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model_of(c.microbatch_size, size).stages(ends, c.positions) for size in {*sizes}}
         return found[sizes[0]] if len(found) == 1 else mixed([found[size] for size in sizes])

@@ -59,7 +59,7 @@ def profile_key(*measured: object, device: torch.device) -> str:
 
 
 def read_kept(folder: Path, key: str, num_ranks: int) -> tuple[Measured, str] | None:
-    """What the ranks measured, and when; None where no such file is, or its content is none of a profile."""
+    """Measurements of the ranks, and when; None where no such file is, or its content is none of a profile."""
     path = _path(folder, key)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -278,7 +278,7 @@ class AutoLayout:
         return found
 
     def _measure(self, first: Given, seconds: float) -> Measured:
-        """What each rank measures, all at once. Collective."""
+        """Measurements of each rank, all at once. Collective."""
         settings = self._settings
         loss, target = settings.loss_fn, first.target
         if settings.model_loss is not None:

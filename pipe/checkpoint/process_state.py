@@ -1,4 +1,4 @@
-"""What a checkpoint has of a process itself, beside its stages: its place in the data, and its random generators.
+"""State that a checkpoint has of a process itself, beside its stages: its place in the data, and its random generators.
 
 The user's code goes on with both as soon as `load` returns, while stages may be built by the first batch alone.
 """

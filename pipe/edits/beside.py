@@ -87,7 +87,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def first_difference(plain: Ran, edited: Ran) -> str | None:
-    """What departs, in words; None: nothing. Names that only one of them has are left out."""
+    """Departure, in words; None: nothing. Names that only one of them has are left out."""
     (theirs, tolerance, tied), (ours, own, still) = plain, edited
     if len(theirs.outputs or ()) != len(ours.outputs or ()):
         return f"the model returns {len(ours.outputs or ())} tensors, and {len(theirs.outputs or ())} untouched"

@@ -65,7 +65,7 @@ def _row(model: nn.Module, example: Any, *, limit: float, in_flight: int, state:
 
 
 def measure(model: nn.Module, example: Any) -> tuple[int, int]:
-    """What a forward leaves, and the highest level of one with its backward, gradients of weights included [bytes]."""
+    """Bytes that a forward leaves, and the highest level of one with its backward, gradients of weights included."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def forward() -> Any:

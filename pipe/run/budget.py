@@ -70,7 +70,7 @@ class HeldMoments(NamedTuple):
 
 
 def fit(seconds: Floats, moments: HeldMoments, limit: float | None) -> Choice | None:
-    """Of all choices whose peak is at most `limit` the one with the least seconds [units, rules]; None: there is none.
+    """Choice of least seconds [units, rules] of those whose peak is at most `limit`; None: there is none.
 
     Without a limit one with the least peak. A multiple-choice knapsack with a row for each moment, solved to the end by
     HiGHS, so that seconds never rise with the limit; what its tolerance lets through is cut off.
@@ -142,7 +142,7 @@ class _Probe:
         self._clock = clock_for(run.settings.device)
 
     def reruns(self, choice: Choice) -> CheckpointedModules:
-        """What runs again so; it has learned what changes in place."""
+        """Modules that run again so; it has learned what changes in place."""
         each = zip(self.units, self.names, choice, strict=True)
         found = CheckpointedModules({unit: (name, RULES[rule]) for unit, name, rule in each if rule}, self._seeder)
         self.trace(found, None)
@@ -362,7 +362,7 @@ class Budgets:
 def _told(
     names: Sequence[str], choice: Choice, moments: HeldMoments, seconds: Floats, why: Sequence[str | None]
 ) -> list[str]:
-    """What runs again and what that brings; candidates that are refused, and why; and those that need not."""
+    """Lines on what runs again and what that brings; candidates that are refused, and why; and those that need not."""
     plain, lines = moments.by_moment([0] * len(choice)), []
     for unit, (name, rule, reason) in enumerate(zip(names, choice, why, strict=True)):
         freed = (moments.held[:, unit, :1] - moments.held[:, unit]).T  # [rules, moments]

@@ -57,6 +57,7 @@ class ActionMemory:
         self._pipeline, self._device, self._live = pipeline, device, live
         self._stages: dict[int, _Seen] = {}
         self.mark: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.for_update = 0  # bytes that optimizers needed for themselves, one after the other
         self.update = Action(min(pipeline.state.run.local_stages, default=0), Op.U, 0)
 
     def _level(self) -> int:
@@ -89,6 +90,8 @@ class ActionMemory:
             seen.forward.append(most - max(before, after))
         elif action.op in BACKWARD_OPS:
             seen.backward.append(most - before)
+        elif action.op is Op.U:
+            self.for_update = max(self.for_update, most - max(before, after))
         return result
 
     def put(self, put: Callable[[Message, Tensors], None], message: Message, tensors: Tensors) -> None:
@@ -151,6 +154,8 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     """Within: the actions of a pipeline are watched. On the CPU that makes each operation slower."""
     is_cuda, state = device.type == "cuda", pipeline.state
     held = torch.cuda.memory_allocated(device) if is_cuda else state.held_bytes()
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)  # what was there before counts no more
     live = None if is_cuda else LiveBytes(tensor for *_, tensor in state.at_rest())
     memory, step = ActionMemory(pipeline, device, live, held=held), state.update.step
     with ExitStack() as stack:
@@ -166,7 +171,7 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
 
 
 def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> dict[tuple[int, MemoryPart], int]:
-    """What this process held at its most, by stage [bytes]: activations are what actions leave and what came for a
+    """Bytes in this process at its most, by stage [bytes]: activations are what actions leave and what came for a
     forward, workspace what an action makes and lets go of, within operations, too, as `cpu_peaks` has `found` it."""
     for (action, parts, rose), (most, _) in zip(watched.moments, found, strict=True):
         parts[action.stage, MemoryPart.WORKSPACE] += max(0, most - rose)
@@ -177,6 +182,9 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
     """See PipelineModule.stage_bytes."""
     state, schedule = pipeline.state, pipeline.schedule
     local = {stage: {**_held(pipeline, stage), **watched.figures(stage)} for stage in state.run.local_stages}
+    most = max((held["weights"] for held in local.values()), default=0) or 1
+    for held in local.values():  # the stage with the most weights needed that, and others their part of it
+        held["update"] = watched.for_update * held["weights"] / most
     with state.run.guard.together():
         everyone = state.run.collectives.gather(local, what="gathering the bytes of stages")
     merged: dict[int, dict[str, float]] = {stage: {} for stage in range(schedule.num_stages)}

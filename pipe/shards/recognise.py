@@ -275,7 +275,7 @@ class _Trial:
         return found
 
     def _values(self, outputs: Mapping[str, torch.Tensor], row: str) -> list[list[torch.Tensor]]:
-        """What the row takes, what the columns take, and each value, with these outputs; empty where it fails."""
+        """Inputs of the row, inputs of the columns, and each value, with these outputs; empty where it fails."""
         taken: dict[str, torch.Tensor] = {}
         value = self._run({name: partial(_given, taken, name, out) for name, out in outputs.items()})
         values = value if type(value) is tuple else (value,)

@@ -82,7 +82,7 @@ class Column(Style):
         return [(outputs - self.shared) // self.blocks] * self.blocks + [self.shared] * (self.shared > 0)
 
     def part(self, outputs: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
-        """What a member hands on of the whole outputs."""
+        """Part of the whole outputs that a member hands on."""
         blocks = torch.split(outputs, self.widths(outputs.shape[-1]), -1)
         return torch.cat([b.chunk(count, -1)[index] for b in blocks[: self.blocks]] + [*blocks[self.blocks :]], -1)
 

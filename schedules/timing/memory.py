@@ -5,7 +5,7 @@
     optimizer, buffers    from the start
     activations   of a microbatch, from the start of F to the end of B or W, but not while they are away; what B makes
                   anew or needs beyond the workspace, while it runs
-    workspace     while an action of the stage runs
+    workspace     while an action of the stage runs, or its update
     messages      receives from when they are posted, sends until they are known to be received, as the lowered
                   program has them; all-reduces of gradients while they are under way
 
@@ -58,6 +58,7 @@ class StageBytes:
         workspace: that an action needs for itself while it runs.
         output: of a message to another stage, and of the gradient back.
         summing: held while gradients are summed, or weights gathered, over several ranks.
+        update: that the optimizer needs for itself while it steps.
 
     Raises ValueError for what is no finite number of at least 0.
     """
@@ -71,6 +72,7 @@ class StageBytes:
     workspace: float = 0.0
     output: float = 0.0
     summing: float = 0.0
+    update: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -218,6 +220,8 @@ class _Rank:
         (stage, op, _), start, end = span
         own = self._stages[stage]
         if op is Op.U:
+            self._change(start, {MemoryPart.WORKSPACE: own.update})
+            self._change(end, {MemoryPart.WORKSPACE: -own.update})
             if stage in self._graded and not self._streams:
                 self._graded.remove(stage)
                 self._change(end, {MemoryPart.GRADIENTS: -own.gradients})

@@ -54,8 +54,8 @@ def slow_activations(timeline: Timeline, rank: int, time: float, stages: Sequenc
 
 
 def slow_workspace(timeline: Timeline, rank: int, time: float, stages: Sequence[StageBytes]) -> float:
-    running = [w for w, start, end in timeline.ranks[rank].compute if start <= time < end and w.op is not Op.U]
-    return sum(stages[what.stage].workspace for what in running)
+    running = [what for what, start, end in timeline.ranks[rank].compute if start <= time < end]
+    return sum(getattr(stages[what.stage], "update" if what.op is Op.U else "workspace") for what in running)
 
 
 def slow_gradients(timeline: Timeline, rank: int, time: float, stages: Sequence[StageBytes]) -> float:
@@ -74,7 +74,16 @@ def test_every_moment_is_as_counted_one_by_one(case: tuple[Schedule, Costs]) -> 
     schedule, costs = case
     timeline = simulate(schedule, costs)
     stages = [
-        StageBytes(weights=1, gradients=2.0**s, optimizer=3, activations=3.0**s, again=5, workspace=7 + s, output=11)
+        StageBytes(
+            weights=1,
+            gradients=2.0**s,
+            optimizer=3,
+            activations=3.0**s,
+            again=5,
+            workspace=7 + s,
+            output=11,
+            update=13 + s,
+        )
         for s in range(schedule.num_stages)
     ]
     curves = memory_curves(timeline, stages)

@@ -19,7 +19,7 @@ _BETWEEN = ("TO_BOOL", "EXTENDED_ARG", "CACHE")  # a flag and the jump that take
 
 
 def check_now() -> tuple[bool, str] | None:
-    """What a flag must be that the user's code reads now, since it raises an error otherwise, and the line in the
+    """Value that a flag must have, which the user's code reads now and else raises an error, and the line in the
     innermost module; None where that code goes on either way."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
