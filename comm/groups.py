@@ -44,10 +44,10 @@ class Groups:
         *,
         device: torch.device,
         timeout: float,
-        others_failed: Callable[[], bool] = lambda: False,
+        guard: Guard | None = None,
     ) -> None:
         self.world = world = place.world
-        self._others_failed = others_failed
+        self._guard = guard or Guard(None)  # it knows who has failed
         self.place = place
         self.device = device
         self._timeout = timeout
@@ -96,6 +96,7 @@ class Groups:
             with suppress(ValueError):  # the user has destroyed all groups of the process already
                 dist.destroy_process_group(group)
         self._made.clear()
+        vars(self).pop("_store", None)  # and its connection
 
     def _claim_device(self) -> None:
         """NCCL would refuse two processes on one device, as an invalid usage by nobody."""
@@ -126,9 +127,8 @@ class Groups:
         make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
         if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
-        guard = getattr(self._others_failed, "__self__", None)  # a death alone: errors of others are told in time
-        died = guard.someone_died if isinstance(guard, Guard) else lambda: False
-        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, others_failed=died))
+        died = self._guard.someone_died  # errors of others are told when the time is up
+        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, someone_died=died))
 
     def _meet(self, until: float) -> None:
         self._meetings += 1
@@ -139,7 +139,7 @@ class Groups:
         for looks in count(1):
             if self._store.add(met, 0) == self.world.size:
                 return
-            if time.monotonic() > until or (looks % _LOOKS == 0 and self._others_failed()):
+            if time.monotonic() > until or (looks % _LOOKS == 0 and self._guard.others_failed()):
                 behind = [one for one in self._others if not self._store.check([places[one]])]
                 raise self._lost(behind, "have not come", until=until)
             time.sleep(min(looks * _POLL, _MOST_POLL))
@@ -161,8 +161,8 @@ class Groups:
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
 
 
-def connected(make: Callable[[], T], seconds: float, *, others_failed: Callable[[], bool]) -> T:
-    """What `make` gives, on another thread; RuntimeError when the time is up, or soon after another process failed."""
+def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[], bool]) -> T:
+    """What `make` gives, on another thread; RuntimeError when the time is up, or soon after another process died."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -177,8 +177,8 @@ def connected(make: Callable[[], T], seconds: float, *, others_failed: Callable[
         try:
             return answer.result(min(_LOOKS * _MOST_POLL, max(until - time.monotonic(), 0.0)))
         except TimeoutError:  # of the look
-            if answer.done() or time.monotonic() >= until or others_failed():
-                raise RuntimeError("connecting takes too long, or another process has failed") from None
+            if answer.done() or time.monotonic() >= until or someone_died():
+                raise RuntimeError("connecting takes too long, or another process has died") from None
 
 
 def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes, ...]]:

@@ -148,7 +148,7 @@ class Membership:
                 timeout=timedelta(seconds=self._timeout),
             )
             try:
-                connected(join, self._timeout, others_failed=self.someone_died)
+                connected(join, self._timeout, someone_died=self.someone_died)
             except RuntimeError as error:
                 raise PeerLost(f"rank {self.me}: {what} ({short_reason(error)})", peers=self._others()) from error
         return world

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,11 +146,11 @@ class Building:
             )
         return self.pipeline
 
-    def train_step(self, given: Given, training: Training) -> StepResult:
-        """A step; of a run that goes on when processes die, done until those that are left have made it."""
-        members = self._members
-        if members is None:
-            return training.step(given)
+    def step_of(self, training: Training) -> Callable[[Given], StepResult]:
+        """A step's run; where the run goes on when processes die, until those that are left have made it."""
+        return training.step if self._members is None else partial(self._go_on, training, self._members)
+
+    def _go_on(self, training: Training, members: Membership, given: Given) -> StepResult:
         while True:
             try:
                 if members.changed:
@@ -234,10 +235,8 @@ class Building:
     def _load_first(self, folder: Path, loader: HasState | None) -> None:
         settings, model, world = self._options.settings, self._options.model, self.world
         root = with_loss(nn.ModuleList(self._options.layout.stages) if model is None else model, settings.loss_fn)
-        others_failed = self.guard.others_failed
-        collectives = Collectives(
-            MeshPlace.line(world), device=settings.device, timeout=settings.timeout, others_failed=others_failed
-        )
+        place = MeshPlace.line(world)
+        collectives = Collectives(place, device=settings.device, timeout=settings.timeout, guard=self.guard)
 
         def read(checkpoint: Checkpoint) -> ProcessState:
             check_model(checkpoint, root)

@@ -93,7 +93,7 @@ class Run:
         self.verifies = verifies
         self.if_it_fits = if_it_fits
         device, timeout, place = settings.device, settings.timeout, layout.place
-        self.collectives = Collectives(place, device=device, timeout=timeout, others_failed=guard.others_failed)
+        self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)
         runs_again = layout.recompute.runs_again
         self.seeder = Seeder(settings.seed, device, runs_again=runs_again, member=place.tensor[0])

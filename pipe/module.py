@@ -294,7 +294,7 @@ class PipelineModule(RunFigures):
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
         with self._building.alone():
-            return self._building.train_step(given, self._training_for(given))
+            return self._building.step_of(self._training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
