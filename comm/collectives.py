@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .failures import PeerLost, PipelineError, PipelineTimeout, short_reason
+from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups
 from .mesh import MeshPlace
 from .process_group import break_group
@@ -35,7 +35,7 @@ class Collectives:
     makes those of the links, too.
 
     Arguments:
-        others_failed: whether a process that does not come will not.
+        guard: knows whether a process that does not come will not.
 
     Attributes:
         rank, size: number of this process, and how many there are.
@@ -50,14 +50,14 @@ class Collectives:
         *,
         device: torch.device,
         timeout: float,
-        others_failed: Callable[[], bool] = lambda: False,
+        guard: Guard | None = None,
     ) -> None:
         self._place = place
         world = place.world
         self.rank, self.size, self.alone = world.rank, world.size, not world.distributed
         self.device = device
         self._timeout = timeout
-        self.groups = Groups(place, device=device, timeout=timeout, others_failed=others_failed)
+        self.groups = Groups(place, device=device, timeout=timeout, guard=guard)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.behind = ""

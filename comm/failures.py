@@ -163,6 +163,8 @@ class Guard:
         self._end: str | None = None
         self._spared: BaseException | None = None
         self.closed = False
+        self.goes_on = False  # whether the run may go on without a lost peer: whoever calls finds out
+        self.someone_died: Callable[[], bool] = lambda: False
 
     def stands_at(self, place: MeshPlace) -> None:
         """The mesh is known: reports name processes by their places on it."""
@@ -182,7 +184,7 @@ class Guard:
         return error is self._spared
 
     def others_failed(self) -> bool:
-        return self._board is not None and self._board.others_failed()
+        return self._board is not None and (self.someone_died() or self._board.others_failed())
 
     @property
     def ended(self) -> bool:
@@ -218,6 +220,9 @@ class Guard:
                 self._release()
                 raise
             self._end = f"{type(error).__name__}: {error}"
+            if self.goes_on and isinstance(error, PeerLost | PipelineTimeout):
+                self._release()
+                raise
             self._board.write(error)
             self._release()
             told = self._board.explain(error)

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from .failures import PeerLost, PipelineError, PipelineTimeout, short_reason
+from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .mesh import MeshPlace
 from .process_group import Lanes, Link
 
@@ -44,17 +44,18 @@ class Groups:
         *,
         device: torch.device,
         timeout: float,
-        others_failed: Callable[[], bool] = lambda: False,
+        guard: Guard | None = None,
     ) -> None:
         self.world = world = place.world
-        self._others_failed = others_failed
+        self._guard = guard or Guard(None)  # it knows who has failed
         self.place = place
         self.device = device
         self._timeout = timeout
         self._made: list[dist.ProcessGroup] = []
         self._meetings = 0
         if world.distributed:
-            self._store = dist.distributed_c10d._get_default_store()
+            # A connection of its own: one that another thread waits at, as in connecting, answers nobody.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
             if backend_for(device) == "nccl":
                 self._claim_device()
@@ -95,6 +96,7 @@ class Groups:
             with suppress(ValueError):  # the user has destroyed all groups of the process already
                 dist.destroy_process_group(group)
         self._made.clear()
+        vars(self).pop("_store", None)  # and its connection
 
     def _claim_device(self) -> None:
         """NCCL would refuse two processes on one device, as an invalid usage by nobody."""
@@ -125,19 +127,8 @@ class Groups:
         make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
         if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
-        answer: Future[dist.ProcessGroup] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(make())
-            except Exception as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
-        try:
-            return answer.result(seconds + _LEAST)
-        except TimeoutError:
-            raise RuntimeError("connecting takes too long") from None
+        died = self._guard.someone_died  # errors of others are told when the time is up
+        return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, someone_died=died))
 
     def _meet(self, until: float) -> None:
         self._meetings += 1
@@ -148,7 +139,7 @@ class Groups:
         for looks in count(1):
             if self._store.add(met, 0) == self.world.size:
                 return
-            if time.monotonic() > until or (looks % _LOOKS == 0 and self._others_failed()):
+            if time.monotonic() > until or (looks % _LOOKS == 0 and self._guard.others_failed()):
                 behind = [one for one in self._others if not self._store.check([places[one]])]
                 raise self._lost(behind, "have not come", until=until)
             time.sleep(min(looks * _POLL, _MOST_POLL))
@@ -168,6 +159,26 @@ class Groups:
             f"{me}: making the links of a PipelineModule: {others} {fate}{limit}{why}: did all of them make this call?"
         )
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
+
+
+def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[], bool]) -> T:
+    """What `make` gives, on another thread; RuntimeError when the time is up, or soon after another process died."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(make())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return answer.result(min(_LOOKS * _MOST_POLL, max(until - time.monotonic(), 0.0)))
+        except TimeoutError:  # of the look
+            if answer.done() or time.monotonic() >= until or someone_died():
+                raise RuntimeError("connecting takes too long, or another process has died") from None
 
 
 def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes, ...]]:

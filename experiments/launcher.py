@@ -26,9 +26,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from .host import num_cores
 from .rank_process import SILENT, WHERE, RankProcess
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
@@ -84,17 +88,17 @@ def launch(
         raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
     with (
         tempfile.TemporaryDirectory(prefix="stagewright-") as folder,
-        _rendezvous_store(num_ranks) as port,
+        _rendezvous_store(num_ranks) as store,
         sigterm_as_interrupt(),
     ):
         ranks: list[RankProcess] = []
         try:
             for rank in range(num_ranks):
-                variables = _variables(rank=rank, num_ranks=num_ranks, port=port, folder=folder)
+                variables = _variables(rank=rank, num_ranks=num_ranks, port=store.port, folder=folder)
                 ranks.append(
                     RankProcess.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder)
                 )
-            return _see_through(ranks, grace=grace, timeout=timeout, stall=stall)
+            return _see_through(ranks, _Judge(ranks, store), grace=grace, timeout=timeout, stall=stall)
         finally:
             _end(ranks)
             _restore_terminal()
@@ -184,13 +188,39 @@ class _Watchdog:
         return "\n".join([*lines, *(f"rank {rank.number} stood at {rank.where()}" for rank in running)])
 
 
-def _see_through(ranks: list[RankProcess], *, grace: float, timeout: float | None, stall: float | None) -> LaunchResult:
+class _Judge:
+    """Says which ranks are dead to those that go on without them (stagewright.comm.membership)."""
+
+    def __init__(self, ranks: list[RankProcess], store: TCPStore) -> None:
+        self._running = list(ranks)
+        self._store = store
+
+    def look(self) -> None:
+        """Kill whom the others take for dead, then tell: it cannot come back. One that was killed ends nobody else."""
+        from ..comm.membership import GOES_ON, dead, silent
+
+        if not self._running or not self._store.check([GOES_ON]):
+            return
+        for rank in self._running[:]:
+            if self._store.check([silent(rank.number)]):
+                rank.kill(signal.SIGKILL)
+                rank.process.wait()
+            if rank.poll():
+                rank.is_spared = (rank.process.returncode or 0) < 0 and not rank.done and not rank.failed_by_itself
+                self._store.set(dead(rank.number), "")
+                self._running.remove(rank)
+
+
+def _see_through(
+    ranks: list[RankProcess], judge: _Judge, *, grace: float, timeout: float | None, stall: float | None
+) -> LaunchResult:
     """Poll until all have ended, or until the grace after a failure or after the last result is over."""
     watchdog = _Watchdog(ranks, stall)
     started = time.monotonic()
     overdue_at = None if timeout is None else started + timeout
     grace_until: float | None = None
     while not _all_ended(ranks):
+        judge.look()
         now = time.monotonic()
         if overdue_at is not None and now > overdue_at and grace_until is None:
             late = ", ".join(str(rank.number) for rank in ranks if not rank.poll())
@@ -217,10 +247,15 @@ def _over(rank: RankProcess) -> bool:
 
 
 def _judge(ranks: list[RankProcess]) -> LaunchResult:
+    if all(rank.is_spared for rank in ranks):  # there are no others
+        for rank in ranks:
+            rank.is_spared = False
     failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed_at)
     if not failed:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
-        report = "\n".join(f"rank {rank.number}: {rank.how_it_ended} after its results were out" for rank in odd)
+        so = {True: "and the others went on without it", False: "after its results were out"}
+        lines = [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}" for rank in odd]
+        report = "\n".join(lines)
         return LaunchResult(status=0, first_failed=None, report=report)
     status = failed[0].process.returncode or 1
     return LaunchResult(
@@ -287,6 +322,7 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's env:// rendezvous then connects to our store
+        "STAGEWRIGHT_JUDGES_DEATHS": "1",  # see stagewright.comm.membership
         _FOLDER_VARIABLE: folder,
     }
     # What the user has set stays: threads (each rank its share of the cores), and gloo's interface.
@@ -298,8 +334,8 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
 
 
 @contextmanager
-def _rendezvous_store(num_ranks: int) -> Iterator[int]:
-    """Host the store at which the ranks meet; yields its port. Unlike rank 0's own it outlives every rank."""
+def _rendezvous_store(num_ranks: int) -> Iterator[TCPStore]:
+    """Host the store at which the ranks meet. Unlike rank 0's own it outlives every rank."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # By itself the store listens on all interfaces, and whoever reaches its port may write into it.
@@ -309,7 +345,7 @@ def _rendezvous_store(num_ranks: int) -> Iterator[int]:
         _HOST, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     try:
-        yield store.port
+        yield store
     finally:
         del store
 

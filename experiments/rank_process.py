@@ -32,6 +32,7 @@ class RankProcess:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     pump: threading.Thread | None = None
     ended_at: float = 0.0
+    is_spared: bool = False  # it was killed, and the others go on without it
 
     @classmethod
     def start(cls, command: Sequence[str], number: int, environment: dict[str, str], folder: str) -> RankProcess:
@@ -58,8 +59,12 @@ class RankProcess:
     @property
     def failed(self) -> bool:
         """Whether it ended without them, or says that it will: it may yet hang while it is torn down."""
-        said_so = (self.folder / f"{self.number}.failed").exists()
-        return said_so or (self.process.returncode not in (None, 0) and not self.done)
+        ended_badly = self.process.returncode not in (None, 0) and not self.done and not self.is_spared
+        return self.failed_by_itself or ended_badly
+
+    @property
+    def failed_by_itself(self) -> bool:
+        return (self.folder / f"{self.number}.failed").exists()
 
     @property
     def failed_at(self) -> float:

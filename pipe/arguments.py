@@ -56,6 +56,10 @@ class Mesh:
             H steps on its own batches, with a gradient norm of its own, then their weights are averaged; flush(),
             evaluation, `save`, `full_state_dict` and `close` average, too. "adaptive": H follows how much worse weights
             do on another replica's data, between 1 and 64 (`pipe.averaging` has it).
+        on_failure: of a process within `train_step`. "stop": the run ends on all. "reroute": the others do the step
+            again, with the dead one's microbatches at its replicas, and go on; they need D > 1, a schedule that
+            flushes, and a launcher that lets them. All processes pass the same batch then, of D times num_microbatches
+            microbatches, as one process does.
     """
 
     pipe: int | None = None
@@ -66,6 +70,7 @@ class Mesh:
     tensor_parallel: TensorParallelLike | None = None
     sends: str = "auto"
     sync: int | str = 1
+    on_failure: str = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +242,7 @@ def read_arguments(
     options: dict[str, Any] = dict.fromkeys(_RENAMED)
     options |= {"flush_first": 0, "post_validation": False, "data_parallel": "replicate", "tensor_sends": "auto"}
     options["sync"] = 1
+    options["on_failure"] = "stop"
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
     options |= {"split_points": given["cut"], "compile": False, "kind": None}
     model = given["model"]
@@ -313,6 +319,7 @@ def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:
         "tensor_parallel": mesh.tensor_parallel,
         "tensor_sends": mesh.sends,
         "sync": mesh.sync,
+        "on_failure": mesh.on_failure,
     }
 
 

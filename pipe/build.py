@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..comm import HostClocks, machine
@@ -62,6 +62,7 @@ class Pipeline:
     state: State
     measurement: Measurement
     verifier: Verifier
+    again: Callable[[Run], Pipeline]  # for another membership: the same stages, optimizers and step
 
     def cut_in_words(self) -> str:
         """A text that is the same, from start to start of a run, where its stages are."""
@@ -85,7 +86,6 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     num_slices = layout.schedule.num_slices
     slices = settings.sequence.cut(whole, num_slices) if num_slices > 1 else []
     example = (slices[0].given if slices else whole).arguments
-    microbatch = Signature.of(example)
 
     # 2. A copy to compare with, before the model is divided
     refuse_divided(run.root)
@@ -94,6 +94,15 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
 
+    return _connected(run, placed, example, plain=plain)
+
+
+def _connected(
+    run: Run, placed: _Placed, example: Arguments, *, plain: PlainModule | None, before: State | None = None
+) -> Pipeline:
+    """Steps 7 to 10, with the optimizers of another membership before, if any. Collective over the processes."""
+    settings, guard = run.settings, run.guard
+
     # 7. Programs, and the links that they need
     programs, make_update = _update(run, placed)
     evaluation_programs = batch_programs(placed.evaluate.schedule, Sharing(loss=run.has_loss))
@@ -101,15 +110,22 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
 
     # 8. The update behind them
     update = make_update(
-        UpdateParts(run=run, model=placed.parts, ownership=placed.ownership, recorders=links.recorders)
+        UpdateParts(
+            run=run,
+            model=placed.parts,
+            ownership=placed.ownership,
+            recorders=links.recorders,
+            made=() if before is None else before.update.stages,
+        )
     )
     clocks = HostClocks(run.collectives, now=clock_for(settings.device).now, machine=machine())
     guard.on_failure(clocks.abort)
 
     # 9. and 10. What trains, evaluates, measures, saves and verifies
-    _tell_of_two_axes(run, placed, microbatch)
+    if before is None:
+        _tell_of_two_axes(run, placed, Signature.of(example))
     ranks = Ranks(run, placed.parts, links, update)
-    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain)
+    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain, before=before)
 
 
 def _copy_to_verify(run: Run) -> PlainModule | None:
@@ -128,7 +144,14 @@ def _copy_to_verify(run: Run) -> PlainModule | None:
 
 
 def _assembled(
-    run: Run, placed: _Placed, ranks: Ranks, *, example: Arguments, clocks: HostClocks, plain: PlainModule | None
+    run: Run,
+    placed: _Placed,
+    ranks: Ranks,
+    *,
+    example: Arguments,
+    clocks: HostClocks,
+    plain: PlainModule | None,
+    before: State | None,
 ) -> Pipeline:
     update, train, unchanged = ranks.update, placed.train, placed.unchanged
 
@@ -159,6 +182,14 @@ def _assembled(
         clocks=clocks,
     )
     state = State(run=run, ownership=placed.ownership, update=update, training=training)
+    if before is not None:
+        training.restart(before.training.num_steps)
+        state = replace(state, own_checkpoints=before.own_checkpoints)
+
+    def again(anew: Run) -> Pipeline:
+        anew.seeder = run.seeder  # which the cut stages enter
+        return _connected(anew, _placed_again(anew, placed, example), example, plain=None, before=state)
+
     return Pipeline(
         schedule=update.schedule,
         parts=placed.parts,
@@ -168,6 +199,7 @@ def _assembled(
         state=state,
         measurement=measurement,
         verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation, parts=placed.parts),
+        again=again,
     )
 
 
@@ -231,6 +263,17 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         unchanged=unchanged,
         peers_in_parts=peers,
         regions=regions,
+    )
+
+
+def _placed_again(run: Run, placed: _Placed, example: Arguments) -> _Placed:
+    """The same stages under another schedule of the same processes."""
+    schedule, microbatch = run.layout.schedule, Signature.of(example)
+    placed.ownership.follow(schedule)
+    return replace(
+        placed,
+        train=Mode(schedule, placed.train.inference, microbatch),
+        evaluate=Mode(schedule.forward_only(), placed.evaluate.inference, microbatch),
     )
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..comm import Collectives, Guard, MeshPlace, PipelineError, World
+from ..comm import Collectives, Guard, MeshPlace, PeerLost, PipelineError, PipelineTimeout, World, make_guard
+from ..comm.membership import Membership
 from ..partition.model.forms import Arguments
+from ..schedules.transform import on_rows, schedule_without
 from .batch.agreement import unequal_weights
 from .batch.given import Given, check_batch
+from .batch.results import StepResult
 from .batch.slicing import check_slicing
 from .build import Pipeline, build
 from .checkpoint.process_state import ProcessState, lost_text, read_together
@@ -23,14 +29,16 @@ from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run, check_sync
-from .options import AUTO, LayoutOptions, Options
+from .options import AUTO, REROUTE, LayoutOptions, Options
 from .run.engine import check_runnable
+from .run.training import Training
 from .stage.loss import with_loss
 from .telling import told_if_slow
 
 if TYPE_CHECKING:
     from .auto.layout import AutoLayout
 
+_log = logging.getLogger("stagewright")
 _ALONE = threading.RLock()  # recording a model, and random numbers, change what all threads see
 
 
@@ -41,8 +49,9 @@ class Building:
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
     ) -> None:
         self._options = options
-        self._world = world
-        self._guard = guard
+        self.world = world
+        self.guard = guard
+        self._members: Membership | None = None  # of a run that goes on when processes die
         self._auto: AutoLayout | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
@@ -63,7 +72,12 @@ class Building:
         check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
         layout.sharding.check_optimizer(has_optimizer=settings.optimizer is not None)
         self.layout = layout
-        self._guard.stands_at(layout.place)
+        if self._options.layout.on_failure == REROUTE:
+            settings.refuse_reroute()
+            if self.world.distributed:
+                self._members = Membership(self.world, timeout=settings.timeout)
+                self._judged(self.guard, self._members)
+        self.guard.stands_at(layout.place)
         if example is not None:
             replica, num_replicas = layout.place.replica
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
@@ -76,7 +90,7 @@ class Building:
         self._options.settings.refuse_flush(AUTO)
         assert self._options.model is not None
         settings, cache = self._options.settings, cache_folder()
-        self._auto = AutoLayout(self._options.model, self._world, options, settings, guard=self._guard, cache=cache)
+        self._auto = AutoLayout(self._options.model, self.world, options, settings, guard=self.guard, cache=cache)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -132,6 +146,73 @@ class Building:
             )
         return self.pipeline
 
+    def step_of(self, training: Training) -> Callable[[Given], StepResult]:
+        """A step's run; where the run goes on when processes die, until those that are left have made it."""
+        return training.step if self._members is None else partial(self._go_on, training, self._members)
+
+    def _go_on(self, training: Training, members: Membership, given: Given) -> StepResult:
+        while True:
+            try:
+                if members.changed:
+                    self._form(members)
+                training = self.built("train_step").training
+                training.goes_on = self.guard.goes_on = True
+                return training.step(given)
+            except (PeerLost, PipelineTimeout) as error:
+                if self._makes_update(members, training, error):
+                    return training.make_update()
+                training.take_back()
+            except BaseException as error:
+                if self.guard.ended:
+                    members.fail(error)
+                raise
+            finally:
+                self.guard.goes_on = False
+
+    def _makes_update(self, members: Membership, training: Training, error: PipelineError) -> bool:
+        """Whether the step that failed is whole here, as those that are left agree; else they do it again."""
+        assert self.layout is not None
+        assert self.pipeline is not None
+        before = members.members
+        verdict = members.agree(training.steps_made, is_ready=training.is_ready)
+        gone = [one for one in before if one not in verdict.members]
+        failed = verdict.failed
+        for stage, ranks in enumerate(self.layout.schedule.owners):
+            if not failed and not set(ranks) & set(verdict.members):
+                names = [*self.pipeline.state.own_checkpoints]
+                last = f"the last checkpoint, {names[-1]}" if names else "a checkpoint, of which this run has none"
+                failed = (
+                    f"ranks {', '.join(map(str, ranks))} are dead, and nobody else has stage {stage} "
+                    f"({self.pipeline.parts.names[stage]}): expected a new start from {last}"
+                )
+        if failed:
+            raise type(error)(f"{error}\ncause: {failed}", peers=error.peers, is_explained=True) from error
+        if members.me == verdict.members[0]:
+            _log.warning("rank %s died: %d ranks go on without it", ", ".join(map(str, gone)), len(verdict.members))
+        return verdict.is_whole and training.is_ready
+
+    def _form(self, members: Membership) -> None:
+        """The world and the pipeline of those that are left. Collective over them."""
+        assert self.layout is not None
+        assert self.pipeline is not None
+        before, options = self.pipeline, self._options
+        for local in before.engine.ranks:
+            local.transport.close()
+        world = members.form()
+        guard = self._judged(make_guard(world), members)
+        guard.goes_on = True
+        gone = set(range(self.layout.schedule.num_ranks)) - set(members.members)
+        schedule = on_rows(schedule_without(self.layout.schedule, gone), members.members)
+        layout = replace(self.layout, schedule=schedule, place=MeshPlace.line(world))
+        with guard.together():
+            run = Run(layout, options.settings, guard, model=options.model, stages=options.layout.stages)
+            self.pipeline = before.again(run)
+        self.world, self.guard, members.changed = world, guard, False
+
+    def _judged(self, guard: Guard, members: Membership) -> Guard:
+        guard.someone_died = members.someone_died
+        return guard
+
     @property
     def num_steps(self) -> int:
         """Batches trained on so far."""
@@ -144,7 +225,7 @@ class Building:
 
         Collective over the processes.
         """
-        with told_if_slow(f"reading the checkpoint {folder}", rank=self._world.rank):
+        with told_if_slow(f"reading the checkpoint {folder}", rank=self.world.rank):
             if self.pipeline is not None:
                 self.pipeline.state.load(folder, loader)
             else:
@@ -152,18 +233,16 @@ class Building:
         self.unequal = None
 
     def _load_first(self, folder: Path, loader: HasState | None) -> None:
-        settings, model, world = self._options.settings, self._options.model, self._world
+        settings, model, world = self._options.settings, self._options.model, self.world
         root = with_loss(nn.ModuleList(self._options.layout.stages) if model is None else model, settings.loss_fn)
-        others_failed = self._guard.others_failed
-        collectives = Collectives(
-            MeshPlace.line(world), device=settings.device, timeout=settings.timeout, others_failed=others_failed
-        )
+        place = MeshPlace.line(world)
+        collectives = Collectives(place, device=settings.device, timeout=settings.timeout, guard=self.guard)
 
         def read(checkpoint: Checkpoint) -> ProcessState:
             check_model(checkpoint, root)
             return ProcessState(checkpoint, loader, process=world.rank, num_processes=world.size)
 
-        checkpoint, own = read_together(folder, read, collectives, self._guard)
+        checkpoint, own = read_together(folder, read, collectives, self.guard)
         own.take()
         self._loaded = checkpoint
         if own.lost and world.rank == 0:
@@ -179,7 +258,7 @@ class Building:
         dtype = settings.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
         with torch.inference_mode(False), autocast:
-            if self._world.distributed:  # waiting for another thread, each rank would wait for the others
+            if self.world.distributed:  # waiting for another thread, each rank would wait for the others
                 yield
                 return
             with _ALONE:
@@ -202,12 +281,12 @@ class Building:
             check_batch(given, own if given.microbatches else 1)  # training asks for more
             return given.cut(own)[0].arguments.map(like)
 
-        slow = told_if_slow("building the pipeline", rank=self._world.rank)
-        with self.alone(), self._guard.together(), slow:
+        slow = told_if_slow("building the pipeline", rank=self.world.rank)
+        with self.alone(), self.guard.together(), slow:
             run = Run(
                 layout,
                 self._options.settings,
-                self._guard,
+                self.guard,
                 model=self._options.model,
                 stages=self._options.layout.stages,
                 verifies=self._options.verify_every is not None,

@@ -23,7 +23,7 @@ from ..schedules.kinds import one_of, option
 from ..schedules.transform import replicate
 from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
-from .options import AUTO, LayoutOptions, PlanLike, Settings
+from .options import AUTO, REROUTE, LayoutOptions, PlanLike, Settings
 from .shards.sharding import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.recompute import Recompute, read_recompute
@@ -93,7 +93,7 @@ class Run:
         self.verifies = verifies
         self.if_it_fits = if_it_fits
         device, timeout, place = settings.device, settings.timeout, layout.place
-        self.collectives = Collectives(place, device=device, timeout=timeout, others_failed=guard.others_failed)
+        self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)
         runs_again = layout.recompute.runs_again
         self.seeder = Seeder(settings.seed, device, runs_again=runs_again, member=place.tensor[0])
@@ -121,7 +121,8 @@ def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
     options.check_replan()
     option("data_parallel", options.data_parallel, one_of(DATA_PARALLEL))
     option("sync", options.sync, SYNC)
-    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel", "sync")
+    option("on_failure", options.on_failure, one_of(("stop", REROUTE)))
+    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel", "sync", "on_failure")
     if options.plan is not None:
         options.refuse_beside("a plan", *decided, "schedule", "mesh", "mesh_order")
         plan, number = read_plan(options.plan), options.num_microbatches
@@ -225,14 +226,17 @@ def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
         else:
             one = own.build(otherwise | sizes if own.needs_ranks else sizes) if whole is None else whole
             _check_sizes(one, sizes)
-        replicated = replicate(one, axes.data)
+        replicated, goes_on = replicate(one, axes.data), options.on_failure == REROUTE
+        if goes_on:
+            options.check_reroute(replicated, num_replicas=axes.data, tensor=max(axes.tensor_sizes))
         return Layout(
             schedule=replicated,
             split_points=options.split_points,
             plan=None,
             recompute=read_recompute(options.recompute, one.num_stages),
             sharding=sharding_of(options.data_parallel, replicated, world),
-            place=MeshPlace(world=world, mesh=axes),
+            # Whoever takes over a microbatch has its samples: replicas share one batch, and there is no axis of data.
+            place=MeshPlace.line(world) if goes_on and world.distributed else MeshPlace(world=world, mesh=axes),
             tensor=options.tensor,
             sync=options.sync,
         )

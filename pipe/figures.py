@@ -27,9 +27,13 @@ from .update.local import Averaging, LocalUpdate
 class RunFigures:
     """Figures, parts and state of a run, for `PipelineModule`."""
 
-    world: World
     _building: Building
     _settings: Settings
+
+    @property
+    def world(self) -> World:
+        """The processes of the run: those that are left, where it goes on without some."""
+        return self._building.world
 
     @property
     def plan(self) -> Plan | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..comm import World, join_world, make_guard
+from ..comm import Guard, join_world, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
@@ -157,9 +157,12 @@ class PipelineModule(RunFigures):
         self._verify_every = options.verify_every or math.inf
         self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
         self._has_trained = False
-        self.world: World = join_world(device=self.device, timeout=timeout)
-        self._guard = make_guard(self.world)
-        self._building = Building(options, make_layout, world=self.world, guard=self._guard)
+        world = join_world(device=options.settings.device, timeout=timeout)
+        self._building = Building(options, make_layout, world=world, guard=make_guard(world))
+
+    @property
+    def _guard(self) -> Guard:
+        return self._building.guard
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
         """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""
@@ -291,7 +294,7 @@ class PipelineModule(RunFigures):
         self._settings.require_loss()
         given = self._given(inputs_and_target, keywords)
         with self._building.alone():
-            return self._training_for(given).step(given)
+            return self._building.step_of(self._training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""

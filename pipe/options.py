@@ -25,6 +25,7 @@ from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
 from ..schedules.custom.user_schedules import UserScheduleLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
+from ..schedules.transform import schedule_without
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
@@ -36,6 +37,7 @@ from .update.delay_correction import ErrorFeedback, read_delay_correction
 from .update.loss_scale import read_grad_scaler
 from .update.optimizers import SchedulerFactory
 
+REROUTE = "reroute"
 AUTO = "auto"
 TRIALS = 3  # of plans under schedule="auto", at most
 
@@ -109,6 +111,18 @@ class Settings:
         if self.delay_correction is not None:
             self.delay_correction.refuse_flush(schedule)
 
+    def refuse_reroute(self) -> None:
+        """ValueError for options under which no rank's work can be another's, or a step cannot be done again."""
+        given = {
+            "a loss scale, which moves with each try": self.grad_scaler is not None,
+            "post_validation=True, which is ahead of the others": self.post_validation,
+            "a CUDA device, whose groups were never broken": self.device.type == "cuda",
+            "an optimizer of your own": self.optimizer is None,
+        }
+        for what, is_given in given.items():
+            if is_given:
+                raise ValueError(f'Mesh(on_failure="reroute") beside {what}: expected none, or on_failure="stop"')
+
     @property
     def user_code(self) -> list[object]:
         """The user's own loss, and what makes the optimizers: what runs beside training puts back what they reach."""
@@ -158,6 +172,7 @@ class LayoutOptions:
     sync: int | str = 1
     replan: str | None = None
     trials: int = 0
+    on_failure: str = "stop"
     kind: str | None = None  # of the schedule, where the user says it: synchronous, asynchronous, sliced
 
     @property
@@ -195,6 +210,18 @@ class LayoutOptions:
                 f'batch: expected schedule="auto", whose plan knows what microbatches of each size take'
             )
 
+    def check_reroute(self, schedule: Schedule, *, num_replicas: int, tensor: int) -> None:
+        """ValueError for a mesh without replicas that could take over, and for what only one rank has."""
+        said = 'mesh=Mesh(on_failure="reroute")'
+        if num_replicas < 2:
+            raise ValueError(f"{said} with data={num_replicas}: nobody could take over. Expected data=2 or more")
+        if tensor > 1 or self.data_parallel != "replicate" or self.mesh_order is not None:
+            raise ValueError(
+                f"{said} beside tensor={tensor}, data_parallel={self.data_parallel!r}, order={self.mesh_order}: "
+                f'expected tensor=1, "replicate" and no order, so that each replica of a stage has all of it'
+            )
+        schedule_without(schedule, range(1, num_replicas))  # says what else it cannot do
+
     def refuse_beside(self, what: str, *names: str) -> None:
         for name in names:
             value = self.mesh_sizes if name == "mesh" else getattr(self, name)
@@ -209,8 +236,14 @@ _KINDS = {
     "asynchronous": ("Asynchronous", "2bw"),
     "sliced": ("Slices", "seq1f1b"),
 }
-_DEFAULTS = {"recompute": "none", "data_parallel": "replicate", "sync": 1}
-_SAID = {"split_points": "cut=", "stages": "a list of stages", "mesh_order": "Mesh(order=)", "sync": "Mesh(sync=)"}
+_DEFAULTS = {"recompute": "none", "data_parallel": "replicate", "sync": 1, "on_failure": "stop"}
+_SAID = {
+    "on_failure": "Mesh(on_failure=)",
+    "split_points": "cut=",
+    "stages": "a list of stages",
+    "mesh_order": "Mesh(order=)",
+    "sync": "Mesh(sync=)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

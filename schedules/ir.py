@@ -77,7 +77,8 @@ class Schedule(Displayable):
         name: of the family, for people.
         placement: [P] tuples: the stages of each rank. A stage may stand on several ranks (replicas).
         owners: [S] tuples: the ranks of each stage in the order in which microbatches go round: microbatch k of a batch
-            belongs to `owners[s][k % len(owners[s])]`, with all its slices. Ascending where not given.
+            belongs to `owners[s][k % len(owners[s])]`, with all its slices. One that takes several turns stands there
+            as often. Ascending where not given.
         programs: [P] tuples of actions, each in the order in which its rank runs them.
         num_microbatches: M, of one batch.
         num_slices: n, of one microbatch along the sequence: slice q of microbatch k has the index k*n + q. A slice
@@ -353,10 +354,10 @@ def _read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...
     if len(declared) != len(placed):
         raise ScheduleError(f"owners of {len(declared)} stages for {len(placed)}: expected the ranks of each stage")
     for stage, (said, ranks) in enumerate(zip(declared, placed, strict=True)):
-        if tuple(sorted(said)) != ranks:
+        if tuple(sorted({*said})) != ranks:
             raise ScheduleError(
                 f"the owners of stage {stage} are said to be the ranks {tuple(said)}, and it is placed on {ranks}: "
-                f"expected each of these once, in the order in which microbatches go round"
+                f"expected each of these, in the order in which microbatches go round"
             )
     return tuple(tuple(ranks) for ranks in declared)
 

@@ -1,8 +1,9 @@
-"""Schedules made of schedules: with a flush, as replicas, on other ranks, with late updates, with offloading."""
+"""Schedules made of schedules: with a flush, as replicas, without dead ranks, on other ranks, with late updates, with
+offloading."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
@@ -82,6 +83,77 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
         programs=tuple(tuple(of_replica(a, q) for a in program) for program in schedule.programs for q in replicas),
         num_microbatches=schedule.num_microbatches * num_replicas,
         update_every=None if schedule.update_every is None else schedule.update_every * num_replicas,
+    )
+
+
+def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
+    """The same work without these ranks: their microbatches go to the other owners of the same stages, in turn.
+
+        1f1b, P=2, D=2    rank 0 | 0F0 0F2 0B0 0B2    without rank 1    rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+                          rank 1 | 0F1 0F3 0B1 0B3                      rank 1 |
+                          rank 2 | 1F0 1B0 1F2 1B2                      rank 2 | 1F0 1B0 1F2 1B2
+                          rank 3 | 1F1 1B1 1F3 1B3                      rank 3 | 1F1 1B1 1F3 1B3
+
+    A dead rank is one with nothing to do. Each other runs its own and what it took over in the order in which they
+    began before: a topological order of all actions, whence no deadlock. After ReCycle (SOSP 2024, section 3).
+
+    Raises ScheduleError for ranks that are none, for a stage that stands on dead ranks alone, and for a schedule that
+    does not flush, or whose activations move.
+    """
+    gone = sorted({*dead})
+    if not gone:
+        return schedule
+    if not set(gone) <= set(range(schedule.num_ranks)):
+        raise ScheduleError(f"ranks {gone} without which to go on: expected some of 0 to {schedule.num_ranks - 1}")
+    if schedule.is_asynchronous or schedule.num_batches > 1 or schedule.moves_activations:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} without the ranks {gone}: batches overlap, or activations move, in it; "
+            f"expected one that flushes, such as '1f1b'"
+        )
+    idle = replace(
+        schedule,
+        name=f"{schedule.name} without {', '.join(map(str, gone))}",
+        placement=tuple(() if r in gone else stages for r, stages in enumerate(schedule.placement)),
+        owners=tuple(_living_owners(stage, ranks, gone) for stage, ranks in enumerate(schedule.owners)),
+        programs=((),) * schedule.num_ranks,
+    )
+    traces = simulate(schedule, Costs(forward=1.0, backward=2.0)).ranks
+    programs: list[list[Action]] = [[] for _ in traces]
+    for span in sorted((span for trace in traces for span in trace.compute), key=lambda span: span.start):
+        programs[idle.owner(span.what.stage, span.what.index)].append(span.what)
+    return replace(idle, programs=tuple(map(tuple, programs)))
+
+
+def _living_owners(stage: int, ranks: Sequence[int], gone: Collection[int]) -> tuple[int, ...]:
+    """Owners of a stage without the dead: a dead one's turns go round the others, so some stand there several times.
+
+    >>> _living_owners(0, (0, 1, 2), [1])
+    (0, 2, 2, 0, 0, 2)
+    """
+    living = [rank for rank in ranks if rank not in gone]
+    if not living:
+        raise ScheduleError(
+            f"stage {stage} stands on rank {', '.join(map(str, ranks))} alone, and none of them is left: expected one "
+            f"that lives"
+        )
+    if len(living) in (1, len(ranks)):
+        return tuple(living)
+    laps = range(len(living))
+    return tuple(
+        living[(lap + place) % len(living)] if rank in gone else rank
+        for lap in laps
+        for place, rank in enumerate(ranks)
+    )
+
+
+def on_rows(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The rows of these ranks alone, numbered anew: of a schedule whose other ranks have nothing to do."""
+    number = {rank: new for new, rank in enumerate(ranks)}
+    return replace(
+        schedule,
+        placement=tuple(schedule.placement[rank] for rank in ranks),
+        programs=tuple(schedule.programs[rank] for rank in ranks),
+        owners=tuple(tuple(number[rank] for rank in owners) for owners in schedule.owners),
     )
 
 

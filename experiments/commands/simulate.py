@@ -22,6 +22,7 @@ from ...schedules import (
     simulate_spread,
 )
 from ...schedules.traces.run_file import NAME, RunFile
+from ...schedules.transform import replicate, schedule_without
 from ...schedules.wording import count, duration, wrapped
 from ..options import plain_help, read
 from .schedule_options import NAME_HELP, CostOptions
@@ -39,6 +40,10 @@ class SimulateOptions(SynthesisOptions):
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
     csv: str | None = None
     """The schedule's file, in place of its name."""
+    data: int = 1
+    """D, pipelines side by side: rank r of each becomes the ranks rD .. rD+D-1."""
+    without: tuple[int, ...] = ()
+    """Ranks that died: their microbatches go to the other replicas of their stages (`Mesh(on_failure="reroute")`)."""
     spread: str | None = None
     """How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
     Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
@@ -167,7 +172,8 @@ def _schedule(options: SimulateOptions) -> tuple[Schedule, Costs, Synthesis | No
             "8` or `stagewright simulate mine.csv`"
         )
     name = str(options.schedule or options.csv)
-    return made_or_found(name, options, command=f"simulate {name}")
+    schedule, costs, found = made_or_found(name, options, command=f"simulate {name}")
+    return schedule_without(replicate(schedule, options.data), options.without), costs, found
 
 
 def table(answer: SimulationSummary, options: CostOptions) -> str:

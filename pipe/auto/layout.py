@@ -100,7 +100,7 @@ class AutoLayout:
             MeshPlace.line(world),
             device=settings.device,
             timeout=settings.timeout,
-            others_failed=guard.others_failed,
+            guard=guard,
         )
         guard.on_failure(self._collectives.abort)
 

@@ -76,6 +76,9 @@ class OwnCheckpoints:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
     def begin(self, name: str) -> None:
         self._names[name] = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -25,12 +25,15 @@ from ..batch.given import Given
 from ..batch.reader import BatchReader
 from ..batch.results import Known, StepResult
 from ..context import Run
+from ..stage.buffers import MovingBuffers, Snapshot
 from ..stage.unchanged import Unchanged
 from ..trace.measurement import gather_records
 from ..trace.steps import StepReports
 from ..update.gradients import check_norm_type
 from ..update.interface import Programs, Update
 from .engine import Engine
+
+GOES_ON = 'mesh=Mesh(on_failure="reroute")'
 
 
 class Training:
@@ -65,6 +68,12 @@ class Training:
         self._num_samples = 0  # of the newest batch
         self._decide = decide
         self.before_step: Callable[[Given, int, bool], None] = lambda given, step, reads_nothing: None
+        self.goes_on = False  # whether a step in which a process dies may be done again
+        self.is_ready = False  # whether all is here that the update of such a step is made of
+        self.steps_made = 0  # updates in front of the newest such step
+        self._buffers: Snapshot = ()
+        self._root = run.root
+        self._begun = 0.0
 
     @property
     def reads_nothing(self) -> bool:
@@ -81,21 +90,30 @@ class Training:
         return batch
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
-        begun, rates = time.perf_counter(), self._update.learning_rates()
+        self._begun = time.perf_counter()
         self.before_step(given, self.num_steps, self.reads_nothing)
+        if self.goes_on:
+            self._remember()
         with self._batch(given, "train_step") as (batch, programs):
             for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
                 self._engine.run(part, goes_on=goes_on)
+        if self.goes_on:
+            self._vote()
+        return self.make_update(is_reported=is_reported)
+
+    def make_update(self, *, is_reported: bool = True) -> StepResult:
+        """The end of a step, whose gradients are ready; where steps may be done again, nobody waits for this rank."""
+        rates, self.is_ready = self._update.learning_rates(), False
         with self._updating():
             known = self._update.step()
+        self.steps_made, self._buffers = self.num_steps, ()
         for local in self._engine.ranks:
             local.recorder.leave()
         result = self._result(known)
         if is_reported:
-            seconds = time.perf_counter() - begun
             self._reports.passed(
                 self.num_steps - 1,
-                seconds=seconds,
+                seconds=time.perf_counter() - self._begun,
                 learning_rates=tuple(dict.fromkeys(rates)),
                 num_samples=self._num_samples,
                 replan_seconds=self._replan_seconds,
@@ -104,7 +122,36 @@ class Training:
             self._reports.tell([*self._update.waiting(), *told])
         return result
 
+    def _remember(self) -> None:
+        """What a step that is done again begins with."""
+        self.steps_made, self.is_ready = self.num_steps, False
+        if any(p.grad is not None for p in self._root.parameters()):
+            raise ValueError(
+                f"gradients are left from before, beside {GOES_ON}, where a step that is done again must drop its own: "
+                f"expected p.grad = None"
+            )
+        self._buffers = MovingBuffers(self._root).before_forward()
+
+    def _vote(self) -> None:
+        """Behind it each rank knows that all have what their update is made of: it is made, come what may."""
+        with self._guard.together():
+            self._update.prepare()
+            self.is_ready = True
+            self._collectives.all_reduce(torch.zeros(1), what="asking whether all gradients are whole")
+
+    def take_back(self) -> None:
+        """The step that failed is done again: it has never begun."""
+        self.num_steps, self.is_ready = self.steps_made, False
+        if self._buffers:
+            self._update.take_back()
+        with torch.no_grad():
+            for place in self._buffers:
+                place.module._buffers[place.name] = place.buffer
+                place.buffer.copy_(place.copy)
+
     def accumulate(self, given: Given) -> StepResult:
+        if self.goes_on:
+            raise ValueError(f"forward_backward beside {GOES_ON}: expected train_step, which is done again as one")
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         with self._batch(given, "forward_backward") as (batch, programs):
             for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
@@ -144,7 +191,7 @@ class Training:
 
     def restart(self, step: int) -> None:
         """Another state was loaded: the next batch is this one."""
-        self.num_steps = step
+        self.num_steps = self.steps_made = step
         for local in self._engine.ranks:
             local.recorder.restart()
 
@@ -215,8 +262,9 @@ class Training:
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """Around an update: an error leaves it made on some stages alone."""
+        is_alone = self.goes_on and self._guard.ended  # the links broke behind it: nobody else is needed
         try:
-            with self._guard.together():
+            with nullcontext() if is_alone else self._guard.together():
                 yield
         except BaseException as error:
             self._update.lose(error)

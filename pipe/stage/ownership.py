@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
+from ...schedules import Schedule
 from ..context import Run
 from ..shards.member_shards import MemberShards
 from ..shards.shard import Shard
@@ -77,6 +78,10 @@ class Ownership:
         for module in self._modules:
             if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
                 module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
+
+    def follow(self, schedule: Schedule) -> None:
+        """Other ranks hold the stages; this process, the same."""
+        self._owners = schedule.owners
 
     def is_local(self, name: str) -> bool:
         return not self._local.isdisjoint(self.stages[name])

@@ -117,6 +117,7 @@ class FlushUpdate(Update):
         self._max_grad_norm = settings.max_grad_norm
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
+        self._prepared: tuple[float | None, bool] | None = None  # its norm, and whether its update is skipped
         self._named = {name: p for name, p in ownership.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
         everyone = range(schedule.num_ranks)
@@ -171,15 +172,11 @@ class FlushUpdate(Update):
 
     def step(self) -> Known:
         """Clip, and step every optimizer; with a loss scale divide by it first, and step none where one overflowed."""
+        if self._prepared is None:
+            self.prepare()
         assert self._known is not None
-        known, norm = self._known, None
-        self._add_before_to_parts()
-        skipped = self._unscale()
-        if self._max_grad_norm is not None:
-            recorder = next(iter(self._parts.recorders.values()))
-            start = recorder.clock.stamp()
-            norm = self.clip(self._max_grad_norm, of_parts=True)
-            recorder.norm(start, recorder.clock.stamp())
+        assert self._prepared is not None
+        known, (norm, skipped), self._prepared = self._known, self._prepared, None
         self.gate.enter()
         for part in self.shards.parts.values():
             part.follow()
@@ -187,6 +184,21 @@ class FlushUpdate(Update):
         if not self.shards.apart:
             self.shards.gather()
         return known._replace(grad_norm=norm, skipped=skipped)
+
+    def prepare(self) -> None:
+        self._add_before_to_parts()
+        norm, skipped = None, self._unscale()
+        if self._max_grad_norm is not None:
+            recorder = next(iter(self._parts.recorders.values()))
+            start = recorder.clock.stamp()
+            norm = self.clip(self._max_grad_norm, of_parts=True)
+            recorder.norm(start, recorder.clock.stamp())
+        self._prepared = norm, skipped
+
+    def take_back(self) -> None:
+        self._prepared, self._known, self._before = None, None, []
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _step_optimizers(self, loss: float | None, skipped: bool) -> None:
         for rank, optimizers in self._steppers:

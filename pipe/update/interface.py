@@ -252,7 +252,7 @@ class Update(ABC):
 
     def summing_bytes(self, stage: int, parameters: Sequence[nn.Parameter]) -> float:
         """Bytes beside the gradients of these parameters of a stage while its replicas add them up."""
-        replicas = len(self.schedule.owners[stage])
+        replicas = len({*self.schedule.owners[stage]})
         if replicas == 1:
             return 0.0
         parts = [part for one in self.stages if one.stage == stage for part in one.parts.values()]
@@ -298,6 +298,14 @@ class Update(ABC):
     def settle(self) -> None:
         """Make the weights what they should be. Nobody waits for this rank."""
         return
+
+    def prepare(self) -> None:
+        """All of `step` that other processes take part in, where it stands apart. Collective over the processes."""
+        return
+
+    def take_back(self) -> None:
+        """Forget the batch whose gradients were ready, or nearly: it is run again."""
+        raise AssertionError("a batch of a stream is not run again")
 
     @abstractmethod
     def step(self) -> Known | None:

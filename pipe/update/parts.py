@@ -26,12 +26,14 @@ class UpdateParts:
 
     Arguments:
         recorders: by local rank.
+        made: optimizers that go on, where the membership has changed.
     """
 
     run: Run
     model: CutModel
     ownership: Ownership
     recorders: Mapping[int, RankRecorder]
+    made: Sequence[StageOptimizers] = ()
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +52,8 @@ class UpdateParts:
         Arguments:
             delays: [S] of each stage's gradients [updates].
         """
+        if self.made:
+            return next(one for one in self.made if one.stage == stage)
         settings, ownership = self.run.settings, self.ownership
         assert settings.optimizer is not None
         feedback = None

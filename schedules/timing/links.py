@@ -205,7 +205,7 @@ class Links:
     def channels_of_sum(self, each: AllReduce, ranks: Iterable[int]) -> list[Hashable]:
         """Names of what a sum of these ranks occupies, and the weights that are gathered after it."""
         if each.ways is None:
-            return [(side, rank) for rank in ranks for side in ("out", "in")]
+            return [(side, rank) for rank in dict.fromkeys(ranks) for side in ("out", "in")]
         return list(dict.fromkeys(name for src, dst in each.ways for name in self.channels(src, dst)))
 
 

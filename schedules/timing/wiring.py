@@ -262,7 +262,7 @@ class ScheduleWiring:
                 Meeting(
                     stages=(each.stage,),
                     op=Op.UNSHARD,
-                    ranks=schedule.owners[each.stage],
+                    ranks=tuple(dict.fromkeys(schedule.owners[each.stage])),
                     seconds=each.gather,
                     channels=self._around(each),
                     fills=fills,

@@ -1,0 +1,179 @@
+"""Who is in a run that goes on when processes die: agreed on at the launcher's store, epoch by epoch.
+
+    FORM -> RUN -> error -> BREAK -> REPORT -> VERDICT -+-> all have the gradient: step --> FORM
+                                                        +-> do the step again ------------> FORM
+
+The launcher hosts the store, so that it outlives every rank, and judges death: it says who has ended. Who has neither
+reported nor ended within the run's time-out is named to it, and killed before the others are told: it cannot come back
+and write. Once each member has reported or is dead, anybody writes the verdict; the first one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from .failures import PeerLost, PipelineTimeout, short_reason
+from .groups import connected
+from .mesh import World
+
+JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does
+GOES_ON = "stagewright/goes on"  # keys of the launcher's store: whether a death is to end all
+_POLL = 0.002  # [s]
+
+
+def dead(rank: int) -> str:
+    """The launcher's word on a process, by its first number: it has ended."""
+    return f"stagewright/dead/{rank}"
+
+
+def silent(rank: int) -> str:
+    """The others' word on a process: it is to be ended."""
+    return f"stagewright/silent/{rank}"
+
+
+class Verdict(NamedTuple):
+    """Outcome of an epoch.
+
+    members: who goes on, by their first numbers.
+    is_whole: whether all of them have the gradient of the step, or have made it.
+    failed: why nobody goes on; empty: they do.
+    """
+
+    members: tuple[int, ...]
+    is_whole: bool
+    failed: str
+
+
+class Membership:
+    """A process's place among those that are left.
+
+    Attributes:
+        me: number of this process in the world that began.
+        members: such numbers, by rank of the world as it is now.
+        changed: whether they are to form a world anew.
+
+    Raises ValueError without a launcher that judges, and for a second run in this process.
+    """
+
+    def __init__(self, world: World, *, timeout: float) -> None:
+        if os.environ.get(JUDGED) is None:
+            raise ValueError(
+                'mesh=Mesh(on_failure="reroute") in processes whose launcher ends all of them with the first, as '
+                "torchrun does: expected stagewright.experiments.launcher.launch([...], num_ranks=N), which lets the "
+                'others go on, or on_failure="stop"'
+            )
+        self._store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
+        self.me, self._timeout, self._epoch = world.rank, timeout, 0
+        self.members: tuple[int, ...] = tuple(range(world.size))
+        self.changed = False
+        if self._store.add(f"stagewright/runs of {world.rank}", 1) > 1:
+            raise ValueError(
+                'a second PipelineModule with on_failure="reroute" in a process: both would form the world anew. '
+                "Expected one"
+            )
+        self._store.set(GOES_ON, "")
+
+    def someone_died(self) -> bool:
+        return any(self._store.check([dead(one)]) for one in self.members)
+
+    def fail(self, error: BaseException) -> None:
+        """This process's own error ends the run on all."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._report(0, False, f"rank {self.me} failed: {type(error).__name__}: {error}")
+
+    def agree(self, num_steps: int, *, is_ready: bool) -> Verdict:
+        """Report, wait until every member has or is dead, and take the verdict.
+
+        Arguments:
+            num_steps: updates that this process has made.
+            is_ready: whether it has all that the next one is made of.
+        """
+        self._report(num_steps, is_ready, "")
+        key, until = self._key("verdict"), time.monotonic() + self._timeout
+        while not self._store.check([key]):
+            alive = [one for one in self.members if not self._store.check([dead(one)])]
+            missing = [one for one in alive if not self._store.check([self._key("report", one)])]
+            if not missing:
+                reports = {one: json.loads(self._store.get(self._key("report", one))) for one in alive}
+                self._store.compare_set(key, "", json.dumps(_judge(reports)))
+            elif time.monotonic() > until:
+                for one in missing:
+                    self._store.set(silent(one), "")
+                until += self._timeout
+            time.sleep(_POLL)
+        members, is_whole, failed = json.loads(self._store.get(key))
+        if self.me not in members and not failed:  # killed a moment later
+            failed = f"rank {self.me} was taken for dead by the others, which go on without it"
+        self._epoch += 1
+        self.members, self.changed = tuple(members), True
+        return Verdict(self.members, is_whole, failed)
+
+    def form(self) -> World:
+        """The world of all that are left; its process group. PeerLost where one more dies meanwhile."""
+        what, until = "forming the processes that are left anew", time.monotonic() + self._timeout
+        self._store.set(self._key("here", self.me), "")
+        while not self._store.check([self._key("here", one) for one in self.members]):
+            late = time.monotonic() > until
+            if late or self.someone_died():
+                kind = PipelineTimeout if late else PeerLost
+                raise kind(f"rank {self.me}: {what}: one died, too, or does not come", peers=self._others())
+            time.sleep(_POLL)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        world = World(rank=self.members.index(self.me), size=len(self.members))
+        if world.distributed:
+            join = partial(
+                dist.init_process_group,
+                "gloo",
+                store=PrefixStore(self._key("world"), self._store.clone()),  # type: ignore[attr-defined]
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=self._timeout),
+            )
+            try:
+                connected(join, self._timeout, someone_died=self.someone_died)
+            except RuntimeError as error:
+                raise PeerLost(f"rank {self.me}: {what} ({short_reason(error)})", peers=self._others()) from error
+        return world
+
+    def _others(self) -> Sequence[int]:
+        return [one for one in self.members if one != self.me]
+
+    def _report(self, num_steps: int, is_ready: bool, failed: str) -> None:
+        self._store.set(self._key("report", self.me), json.dumps([num_steps, is_ready, failed]))
+
+    def _key(self, what: str, one: int | None = None) -> str:
+        return f"stagewright/epoch {self._epoch}/{what}" + ("" if one is None else f"/{one}")
+
+
+def _judge(reports: dict[int, tuple[int, bool, str]]) -> Verdict:
+    """The verdict on what the living report.
+
+    >>> _judge({0: (4, True, ""), 2: (5, False, "")})  # rank 2 has made the step, and rank 0 can
+    Verdict(members=(0, 2), is_whole=True, failed='')
+    >>> _judge({0: (4, True, ""), 2: (4, False, "")}).is_whole
+    False
+    """
+    failed = next((why for _, _, why in reports.values() if why), "")
+    step = min(number for number, _, _ in reports.values())
+    is_whole = all(number > step or ready for number, ready, _ in reports.values())
+    if not is_whole and any(number > step for number, _, _ in reports.values()):
+        failed = failed or f"ranks {[*reports]} report other steps: {reports}"
+    return Verdict(tuple(reports), is_whole, failed)

@@ -1,0 +1,169 @@
+"""Processes die in the middle of a step, and the others go on: with the same microbatches and the exact gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import going_on
+from support.inside import LaunchResult, Membership, launch
+from torch import nn
+
+import stagewright as sw
+from stagewright.comm import World
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.concerns(
+        "comm", "pipe/building.py", "pipe/build.py", "pipe/run", "pipe/update", "experiments/launcher.py"
+    ),
+]
+
+LIMIT = 300.0  # [s] guards against hangs alone
+POINTS = ["begin", "F", "B", "vote", "ready", "voted", "update"]
+MESHES = [
+    ("1f1b", 2, 2),
+    ("zb-h1", 2, 3),
+    ("interleaved", 2, 2),
+    ("1f1b", 4, 2),
+    ("interleaved", 2, 3),
+    ("zb-h1", 4, 2),
+]
+
+
+def start(folder: Path, mesh: tuple[str, int, int], steps: int, *, strikes: str, **environment: str) -> LaunchResult:
+    (_, pipe, data), words = mesh, [*map(str, mesh), str(steps)]
+    paths = [str(Path(going_on.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "STRIKES": strikes}
+    command = [sys.executable, going_on.__file__, str(folder), *words]
+    return launch(command, num_ranks=pipe * data, timeout=LIMIT, environment=path | environment)
+
+
+def lines(folder: Path) -> dict[int, list[list[Any]]]:
+    """By rank, what it wrote."""
+    return {
+        int(path.stem): [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.log")
+    }
+
+
+def check_losses(folder: Path, mesh: tuple[str, int, int], steps: int, survivors: set[int]) -> None:
+    """Those of all ranks are the undisturbed run's, but for the order of sums; who lives has made every step, once."""
+    wanted = going_on.losses(*mesh, steps)
+    for rank, written in lines(folder).items():
+        made = [line for line in written if line[0] != "threads"]
+        assert [line[0] for line in made] == list(range(len(made)))
+        assert [line[1] for line in made] == pytest.approx(wanted[: len(made)], rel=1e-12)
+        assert (len(made) == steps) == (rank in survivors), (rank, len(made))
+
+
+@pytest.mark.nightly
+def test_processes_die_wherever_they_are(tmp_path: Path) -> None:
+    """In the update; two in one step, one of them while the others form anew; stopped for too long."""
+    strikes = "0:1:update,4:2:loss,1:2:form,5:4:B:SIGSTOP"
+    result = start(tmp_path, ("zb-h1", 2, 3), 6, strikes=strikes, LIMIT="3")
+    assert result.status == 0, result.report
+    assert result.report.count("killed by SIGKILL and the others went on without it") == 4
+    check_losses(tmp_path, ("zb-h1", 2, 3), 6, {2, 3})
+
+
+@pytest.mark.nightly
+def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
+    """Buffers count each microbatch once; a step whose gradients are whole is not run again."""
+    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:B,0:3:ready")
+    assert result.status == 0, result.report
+    check_losses(tmp_path, ("1f1b", 2, 2), 5, {1, 2})
+    seen = {rank: [line[4] for line in written if line[0] != "threads"] for rank, written in lines(tmp_path).items()}
+    assert seen[2] == [4, 12, 20, 28, 36]  # of 8 microbatches a step half, and all once rank 3 is dead
+    assert seen[1] == [4, 8, 12, 16, 24]  # step 3 stood when rank 0 died: nobody has done it again
+
+
+@pytest.mark.nightly
+def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
+    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="2:1:F,3:2:F")
+    assert result.status != 0
+    assert "ranks 2, 3 are dead, and nobody else has stage 1" in result.report
+    assert "a checkpoint, of which this run has none" in result.report
+
+
+@pytest.mark.nightly
+def test_a_ranks_own_error_ends_the_run_by_name(tmp_path: Path) -> None:
+    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:loss:raise")
+    assert (result.status, result.first_failed) == (1, 3)
+    assert result.report.count("rank 3 failed: ArithmeticError: so it was told") >= 3, result.report
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", ["formed", "again", "joined"])
+def test_another_dies_while_the_others_form_anew(tmp_path: Path, point: str) -> None:
+    result = start(tmp_path, ("interleaved", 2, 3), 4, strikes=f"0:1:B,4:1:{point}", LIMIT="5")
+    assert result.status == 0, result.report
+    check_losses(tmp_path, ("interleaved", 2, 3), 4, {1, 2, 3, 5})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(24))
+def test_deaths_at_random_moments(tmp_path: Path, seed: int) -> None:
+    """Half of them at named points, and some in one step; a holder of each stage lives."""
+    choose = random.Random(seed)
+    mesh = _, pipe, data = MESHES[seed % len(MESHES)]
+    lives = {p * data + choose.randrange(data) for p in range(pipe)}
+    strikes, step = [], 1
+    for rank in choose.sample(range(pipe * data), pipe * data):
+        if rank not in lives:
+            point = choose.choice(POINTS) if choose.random() < 0.5 else str(choose.randrange(60))
+            strikes.append(f"{rank}:{step}:{point}")
+            step += choose.choice([0, 1, 2])
+    result = start(tmp_path, mesh, step + 3, strikes=",".join(strikes))
+    assert result.status == 0, (strikes, result.report)
+    assert result.report.count("killed by SIGKILL") == len(strikes)
+    check_losses(tmp_path, mesh, step + 3, lives)
+
+
+def module(**options: Any) -> sw.PipelineModule:
+    given: dict[str, Any] = {
+        "mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "loss_fn": nn.functional.mse_loss,
+    }
+    return sw.PipelineModule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **given | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"mesh": sw.Mesh(pipe=2, on_failure="reroute")}, "with data=1: nobody could take over. Expected data=2"),
+        (
+            {"mesh": sw.Mesh(pipe=2, data=2, on_failure="again")},
+            "on_failure='again': expected one of 'stop', 'reroute'",
+        ),
+        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", data_parallel="zero1")}, "data_parallel='zero1'"),
+        ({"schedule": "2bw"}, "batches overlap, or activations move, in it"),
+        ({"schedule": "auto"}, 'Mesh(on_failure=) beside schedule="auto"'),
+        ({"precision": "fp16"}, "beside a loss scale, which moves with each try"),
+        ({"schedule": sw.Synchronous("1f1b"), "max_grad_norm": 1.0}, "beside post_validation=True"),
+        ({"optimizer": None}, "beside an optimizer of your own"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        module(**options)
+
+
+def test_in_one_process_it_is_as_ever() -> None:
+    x = torch.randn(16, 2)
+    assert module().train_step(x, x).loss is not None
+
+
+def test_a_launcher_that_ends_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAGEWRIGHT_JUDGES_DEATHS", raising=False)
+    with pytest.raises(
+        ValueError, match=re.escape("as torchrun does: expected stagewright.experiments.launcher.launch")
+    ):
+        Membership(World(rank=0, size=2), timeout=1.0)

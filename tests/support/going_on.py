@@ -1,0 +1,148 @@
+"""A rank of a run that goes on when processes die, which strikes itself where it is told to.
+
+    python going_on.py FOLDER SCHEDULE PIPE DATA STEPS    STRIKES="rank:step:point[:signal],..."
+
+Points: begin, F (in a forward), B (in a backward), loss, vote and norm (before them), ready (between them), voted,
+update, form (before the world is formed anew), formed, again (before the pipeline has links again), joined, or so many
+milliseconds from the beginning of the step. A signal may be "raise". Each rank writes a line a step: step, loss,
+seconds, when it ended, microbatches that a layer of it has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stagewright as sw
+
+WIDTH, LAYERS, SAMPLES, NUM_MICROBATCHES = 12, 4, 24, 4
+
+
+class Strikes:
+    """Where this rank is to be struck, and what for."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        told = [word.split(":") for word in text.split(",") if word]
+        self._told = {(int(step), point): how for own, step, point, *how in told if int(own) == rank}
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        self.step = step
+        for at, point in self._told:
+            if at == step and point.isdigit():
+                threading.Timer(int(point) / 1000, strike, [self._told[at, point]]).start()
+        self.at("begin")
+
+    def at(self, point: str) -> None:
+        how = self._told.pop((self.step, point), None)
+        if how is not None:
+            strike(how)
+
+    def around(self, target: Any, name: str, point: str, behind: str | None = None) -> None:
+        """Strike in front of a method, or behind it."""
+        method: Callable[..., Any] = getattr(target, name)
+
+        def struck(*args: Any, **options: Any) -> Any:
+            self.at(point)
+            answer = method(*args, **options)
+            if behind is not None:
+                self.at(behind)
+            return answer
+
+        setattr(target, name, struck)
+
+
+def strike(how: list[str]) -> None:
+    if how == ["raise"]:
+        raise ArithmeticError("so it was told")
+    os.kill(os.getpid(), getattr(signal, how[0] if how else "SIGKILL"))
+
+
+class Layer(nn.Module):
+    def __init__(self, strikes: Strikes) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self._strikes = strikes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._strikes.at("F")
+        self.seen += 1
+        out: torch.Tensor = x + self.dropout(torch.tanh(self.linear(x)))
+        if out.requires_grad:
+            out.register_hook(lambda _: self._strikes.at("B"))
+        return out
+
+
+def make_pipe(schedule: str, pipe: int, data: int, strikes: Strikes, *, timeout: float = 60.0) -> sw.PipelineModule:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        strikes.at("loss")
+        return ((output - target) ** 2).mean()
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.Adam(parameters, lr=1e-2)
+        strikes.around(made, "step", "update")
+        return made
+
+    torch.manual_seed(0)
+    return sw.PipelineModule(
+        nn.Sequential(*[Layer(strikes) for _ in range(LAYERS)]).double(),
+        schedule=schedule,
+        num_microbatches=NUM_MICROBATCHES,
+        loss_fn=loss,
+        optimizer=optimizer,
+        max_grad_norm=1.0,
+        mesh=sw.Mesh(pipe=pipe, data=data, on_failure="reroute"),
+        timeout=timeout,
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=torch.float64)
+    return x, y
+
+
+def losses(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
+    """Those of an undisturbed run, in one process."""
+    run = make_pipe(schedule, pipe, data, Strikes("", 0))
+    return [float(run.train_step(*batch(step)).loss or 0.0) for step in range(steps)]
+
+
+def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
+    from support.inside import FlushUpdate, Membership, PipeTrainingTraining, Run, report_to_launcher
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    strikes = Strikes(os.environ.get("STRIKES", ""), rank)
+    strikes.around(Membership, "form", "form", behind="formed")
+    strikes.around(Run, "__init__", "again", behind="joined")
+    strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
+    strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
+    with report_to_launcher(), Path(folder, f"{rank}.log").open("w", buffering=1) as log:
+        run = make_pipe(schedule, int(pipe), int(data), strikes)
+        for step in range(int(steps)):
+            strikes.begin(step)
+            started = time.time()
+            loss = run.train_step(*batch(step)).loss
+            seen = max(int(b) for name, b in run.state_dict().items() if name.endswith("seen"))
+            log.write(json.dumps([step, loss, time.time() - started, time.time(), seen]) + "\n")
+            if limit := os.environ.get("LIMIT"):  # from the next forming on, when all have started
+                object.__setattr__(run._settings, "timeout", float(limit))
+                run._building._members._timeout = float(limit)  # type: ignore[union-attr]
+        log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
