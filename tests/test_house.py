@@ -19,8 +19,8 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 63_549,
-    "library code lines": 44_262,
+    "library lines": 63_548,
+    "library code lines": 44_260,
     "experiments lines": 19_441,
     "library files": 325,
     "library classes": 552,
