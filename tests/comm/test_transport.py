@@ -262,6 +262,7 @@ def test_a_process_that_ends_waits_for_what_it_has_sent(gloo: Pool) -> None:
 
 ENDS = """
 import os, time, torch, stagewright
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 if os.environ["RANK"] == "0":
     model[0].weight.register_hook(lambda *_: time.sleep(0.1))
