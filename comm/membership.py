@@ -3,6 +3,8 @@
     FORM -> RUN -> error -> BREAK -> REPORT -> VERDICT -+-> all have the gradient: step --> FORM
                                                         +-> do the step again ------------> FORM
 
+    a process that was started again: WANTS -> ADMITTED, at the next step's border --------> FORM
+
 The launcher hosts the store, so that it outlives every rank, and judges death: it says who has ended. Who has neither
 reported nor ended within the run's time-out is named to it, and killed before the others are told: it cannot come back
 and write. Once each member has reported or is dead, anybody writes the verdict; the first one counts.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,19 +30,25 @@ from .failures import PeerLost, PipelineTimeout, short_reason
 from .groups import connected
 from .mesh import World
 
-JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does
+JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does: a folder that it removes
+LIFE = "STAGEWRIGHT_LIFE"  # there, too: how often this one was started again
 GOES_ON = "stagewright/goes on"  # keys of the launcher's store: whether a death is to end all
 _POLL = 0.002  # [s]
 
 
-def dead(rank: int) -> str:
+def dead(rank: int, life: int) -> str:
     """The launcher's word on a process, by its first number: it has ended."""
-    return f"stagewright/dead/{rank}"
+    return f"stagewright/dead/{rank}/{life}"
 
 
-def silent(rank: int) -> str:
+def silent(rank: int, life: int) -> str:
     """The others' word on a process: it is to be ended."""
-    return f"stagewright/silent/{rank}"
+    return f"stagewright/silent/{rank}/{life}"
+
+
+def admitted(rank: int, life: int) -> str:
+    """The others' word to a process that was started again: where it joins."""
+    return f"stagewright/admitted/{rank}/{life}"
 
 
 class Verdict(NamedTuple):
@@ -62,6 +71,9 @@ class Membership:
         me: number of this process in the world that began.
         members: such numbers, by rank of the world as it is now.
         changed: whether they are to form a world anew.
+        life: how often this process was started again.
+        step: that a process which was started again begins with.
+        folder: with the state for those that join, until a step is made behind it.
 
     Raises ValueError without a launcher that judges, and for a second run in this process.
     """
@@ -80,18 +92,78 @@ class Membership:
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )
-        self.me, self._timeout, self._epoch = world.rank, timeout, 0
+        self.life, self._timeout, self._epoch = int(os.environ.get(LIFE, "0")), timeout, 0
+        if self.life:  # it is alone until it is let in
+            world = World(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
+        self.me = world.rank
         self.members: tuple[int, ...] = tuple(range(world.size))
-        self.changed = False
-        if self._store.add(f"stagewright/runs of {world.rank}", 1) > 1:
+        self._lives, self._coming = dict.fromkeys(self.members, 0), dict[int, int]()
+        self.changed, self.step = False, 0
+        self.folder: str | None = None
+        if self._store.add(f"stagewright/runs of {self.me}/{self.life}", 1) > 1:
             raise ValueError(
                 'a second PipelineModule with on_failure="reroute" in a process: both would form the world anew. '
                 "Expected one"
             )
         self._store.set(GOES_ON, "")
+        if self.life:
+            self._enter()
 
     def someone_died(self) -> bool:
-        return any(self._store.check([dead(one)]) for one in self.members)
+        return any(self._store.check([dead(one, self._lives[one])]) for one in self.members)
+
+    def _enter(self) -> None:
+        """Ask to be let in, and wait for it. Raises PipelineTimeout."""
+        key, until = admitted(self.me, self.life), time.monotonic() + self._timeout
+        self._store.set(self._wants(self.me), str(self.life))
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                raise PipelineTimeout(
+                    f"rank {self.me}, which was started again, waited {self._timeout:g} s for the others to let it in "
+                    f"at the beginning of a step: expected a longer timeout= than a step takes"
+                )
+            time.sleep(_POLL)
+        self._epoch, members, lives, self.step, self.folder = json.loads(self._store.get(key))
+        self.members, self._lives, self.changed = tuple(members), dict(enumerate(lives)), True
+
+    def someone_comes(self, step: int) -> bool:
+        """Whether processes that were started again join in front of this step: all members say the same.
+
+        The first of them looks, and announces it for the next step: nobody begins that before the first has ended this.
+        """
+        if len(self.members) == len(self._lives):
+            return False
+        key = self._key("admits")
+        if self._store.check([key]):
+            at, coming = json.loads(self._store.get(key))
+            self._coming = {int(one): life for one, life in coming.items()}
+            return bool(at == step)
+        if self.me == self.members[0]:
+            gone = [one for one in self._lives if one not in self.members and self._store.check([self._wants(one)])]
+            found = {one: int(self._store.get(self._wants(one))) for one in gone}
+            found = {one: life for one, life in found.items() if not self._store.check([dead(one, life)])}
+            if found:
+                self._store.set(key, json.dumps([step + 1, found]))
+        return False
+
+    def folder_for_those_that_come(self) -> str:
+        return os.path.join(os.environ[JUDGED], f"joining in epoch {self._epoch}")
+
+    def let_in(self, step: int, folder: str) -> None:
+        """Those that come are members from here on, and take what is in the folder."""
+        is_first, coming = self.me == self.members[0], self._coming
+        self._lives |= coming
+        self.members = tuple(sorted((*self.members, *coming)))
+        self._epoch, self.changed, self.folder = self._epoch + 1, True, folder
+        for one, life in coming.items() if is_first else ():
+            told = [self._epoch, self.members, [*self._lives.values()], step, folder]
+            self._store.set(admitted(one, life), json.dumps(told))
+
+    def step_made(self) -> None:
+        """All have what was in the folder, if there was one."""
+        folder, self.folder = self.folder, None
+        if folder and self.me == self.members[0]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def fail(self, error: BaseException) -> None:
         """This process's own error ends the run on all."""
@@ -108,14 +180,14 @@ class Membership:
         self._report(num_steps, is_ready, "")
         key, until = self._key("verdict"), time.monotonic() + self._timeout
         while not self._store.check([key]):
-            alive = [one for one in self.members if not self._store.check([dead(one)])]
+            alive = [one for one in self.members if not self._store.check([dead(one, self._lives[one])])]
             missing = [one for one in alive if not self._store.check([self._key("report", one)])]
             if not missing:
                 reports = {one: json.loads(self._store.get(self._key("report", one))) for one in alive}
                 self._store.compare_set(key, "", json.dumps(_judge(reports)))
             elif time.monotonic() > until:
                 for one in missing:
-                    self._store.set(silent(one), "")
+                    self._store.set(silent(one, self._lives[one]), "")
                 until += self._timeout
             time.sleep(_POLL)
         members, is_whole, failed = json.loads(self._store.get(key))
@@ -158,6 +230,9 @@ class Membership:
 
     def _report(self, num_steps: int, is_ready: bool, failed: str) -> None:
         self._store.set(self._key("report", self.me), json.dumps([num_steps, is_ready, failed]))
+
+    def _wants(self, one: int) -> str:
+        return f"stagewright/wants/{one}"
 
     def _key(self, what: str, one: int | None = None) -> str:
         return f"stagewright/epoch {self._epoch}/{what}" + ("" if one is None else f"/{one}")

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,7 @@ def launch(
     timeout: float | None = None,
     stall: float | None = None,
     environment: Mapping[str, str] | None = None,
+    restarts: int = 0,
 ) -> LaunchResult:
     """Run `command` once a rank on this host, and wait for all of them.
 
@@ -81,6 +82,8 @@ def launch(
         stall: [s] for which all ranks may stand still; then they are ended, and the report says where each one stood.
             None: no limit.
         environment: variables on top of this process's own.
+        restarts: processes to start again, at most, that were killed while the others go on without them (a
+            PipelineModule with Mesh(on_failure="reroute")): they join at the beginning of a step, `pipe.num_steps`.
 
     Ctrl-C (or SIGTERM) ends all ranks and raises KeyboardInterrupt. Raises ValueError for num_ranks < 1.
     """
@@ -91,14 +94,17 @@ def launch(
         _rendezvous_store(num_ranks) as store,
         sigterm_as_interrupt(),
     ):
+
+        def start(rank: int, **variables: str) -> RankProcess:
+            variables |= _variables(rank=rank, num_ranks=num_ranks, port=store.port, folder=folder)
+            return RankProcess.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder)
+
         ranks: list[RankProcess] = []
         try:
             for rank in range(num_ranks):
-                variables = _variables(rank=rank, num_ranks=num_ranks, port=store.port, folder=folder)
-                ranks.append(
-                    RankProcess.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder)
-                )
-            return _see_through(ranks, _Judge(ranks, store), grace=grace, timeout=timeout, stall=stall)
+                ranks.append(start(rank))
+            judge = _Judge(ranks, store, start, restarts)
+            return _see_through(ranks, judge, grace=grace, timeout=timeout, stall=stall)
         finally:
             _end(ranks)
             _restore_terminal()
@@ -189,26 +195,40 @@ class _Watchdog:
 
 
 class _Judge:
-    """Says which ranks are dead to those that go on without them (stagewright.comm.membership)."""
+    """Says which ranks are dead to those that go on without them (stagewright.comm.membership); starts some again."""
 
-    def __init__(self, ranks: list[RankProcess], store: TCPStore) -> None:
-        self._running = list(ranks)
-        self._store = store
+    def __init__(
+        self, ranks: list[RankProcess], store: TCPStore, start: Callable[..., RankProcess], restarts: int
+    ) -> None:
+        self._ranks, self._running = ranks, list(ranks)
+        self._store, self._start, self._left = store, start, restarts
 
     def look(self) -> None:
         """Kill whom the others take for dead, then tell: it cannot come back. One that was killed ends nobody else."""
-        from ..comm.membership import GOES_ON, dead, silent
+        from ..comm.membership import GOES_ON, LIFE, admitted, dead, silent
 
         if not self._running or not self._store.check([GOES_ON]):
             return
         for rank in self._running[:]:
-            if self._store.check([silent(rank.number)]):
+            me = rank.number, len(rank.lives)
+            is_outside = rank.is_spared = bool(rank.lives) and not self._store.check([admitted(*me)])
+            others_are_through = all(_over(one) for one in self._ranks if one is not rank)
+            if self._store.check([silent(*me)]) or (is_outside and others_are_through):
                 rank.kill(signal.SIGKILL)
                 rank.process.wait()
-            if rank.poll():
-                rank.is_spared = (rank.process.returncode or 0) < 0 and not rank.done and not rank.failed_by_itself
-                self._store.set(dead(rank.number), "")
-                self._running.remove(rank)
+            if not rank.poll():
+                continue
+            was_killed = (rank.process.returncode or 0) < 0 and not rank.done and not rank.failed_by_itself
+            rank.is_spared = is_outside or was_killed
+            self._store.set(dead(*me), "")
+            self._running.remove(rank)
+            if was_killed and self._left and not others_are_through:
+                self._left -= 1
+                rank.close()
+                anew = self._start(rank.number, **{LIFE: str(me[1] + 1)})
+                anew.lives = [*rank.lives, rank.how_it_ended]
+                self._ranks[rank.number] = anew
+                self._running.append(anew)
 
 
 def _see_through(
@@ -254,7 +274,8 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
     if not failed:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
         so = {True: "and the others went on without it", False: "after its results were out"}
-        lines = [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}" for rank in odd]
+        lines = [f"rank {rank.number}: {how} and was started again" for rank in ranks for how in rank.lives]
+        lines += [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}" for rank in odd]
         report = "\n".join(lines)
         return LaunchResult(status=0, first_failed=None, report=report)
     status = failed[0].process.returncode or 1
@@ -300,10 +321,7 @@ def _end(ranks: list[RankProcess]) -> None:
         while not _all_ended(running) and time.monotonic() < until:
             time.sleep(_POLL_S)
     for rank in ranks:
-        rank.last_lines()  # joins the thread that reads the stream
-        for stream in (rank.process.stdin, rank.process.stdout, rank.process.stderr):
-            if stream is not None and (rank.pump is None or not rank.pump.is_alive()):
-                stream.close()
+        rank.close()
 
 
 def _restore_terminal() -> None:
@@ -322,7 +340,7 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's env:// rendezvous then connects to our store
-        "STAGEWRIGHT_JUDGES_DEATHS": "1",  # see stagewright.comm.membership
+        "STAGEWRIGHT_JUDGES_DEATHS": folder,  # see stagewright.comm.membership
         _FOLDER_VARIABLE: folder,
     }
     # What the user has set stays: threads (each rank its share of the cores), and gloo's interface.

@@ -32,7 +32,8 @@ class RankProcess:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     pump: threading.Thread | None = None
     ended_at: float = 0.0
-    is_spared: bool = False  # it was killed, and the others go on without it
+    is_spared: bool = False  # it was killed, or is not let in again yet, and the others go on without it
+    lives: list[str] = field(default_factory=list)  # how those before it ended, which it was started again for
 
     @classmethod
     def start(cls, command: Sequence[str], number: int, environment: dict[str, str], folder: str) -> RankProcess:
@@ -59,8 +60,8 @@ class RankProcess:
     @property
     def failed(self) -> bool:
         """Whether it ended without them, or says that it will: it may yet hang while it is torn down."""
-        ended_badly = self.process.returncode not in (None, 0) and not self.done and not self.is_spared
-        return self.failed_by_itself or ended_badly
+        ended_badly = self.process.returncode not in (None, 0) and not self.done
+        return (self.failed_by_itself or ended_badly) and not self.is_spared
 
     @property
     def failed_by_itself(self) -> bool:
@@ -118,6 +119,13 @@ class RankProcess:
         assert self.pump is not None
         self.pump.join(timeout=1.0)
         return list(self.tail)
+
+    def close(self) -> None:
+        """Give its streams back, behind its end."""
+        self.last_lines()  # joins the thread that reads the stream
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None and (self.pump is None or not self.pump.is_alive()):
+                stream.close()
 
     def kill(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

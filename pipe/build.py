@@ -188,7 +188,9 @@ def _assembled(
 
     def again(anew: Run) -> Pipeline:
         anew.seeder = run.seeder  # which the cut stages enter
-        return _connected(anew, _placed_again(anew, placed, example), example, plain=None, before=state)
+        goes_on = anew.local_stages == run.local_stages  # else it was alone, and joins
+        made = _placed_again(anew, placed, example, goes_on=goes_on)
+        return _connected(anew, made, example, plain=None, before=state if goes_on else None)
 
     return Pipeline(
         schedule=update.schedule,
@@ -266,10 +268,14 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     )
 
 
-def _placed_again(run: Run, placed: _Placed, example: Arguments) -> _Placed:
-    """The same stages under another schedule of the same processes."""
+def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: bool) -> _Placed:
+    """The same stages under another schedule of the same processes; in one that was alone, some of them."""
     schedule, microbatch = run.layout.schedule, Signature.of(example)
-    placed.ownership.follow(schedule)
+    if goes_on:
+        placed.ownership.follow(schedule)
+    else:
+        ownership = Ownership(run, placed.parts, group=placed.ownership.group)
+        placed = replace(placed, ownership=ownership, unchanged=Unchanged(run, placed.parts))
     return replace(
         placed,
         train=Mode(schedule, placed.train.inference, microbatch),

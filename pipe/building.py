@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,10 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..comm import Collectives, Guard, MeshPlace, PeerLost, PipelineError, PipelineTimeout, World, make_guard
-from ..comm.membership import Membership
+from ..comm import (
+    Collectives,
+    Guard,
+    MeshPlace,
+    PeerLost,
+    PipelineError,
+    PipelineTimeout,
+    World,
+    join_world,
+    make_guard,
+)
+from ..comm.membership import LIFE, Membership
 from ..partition.model.forms import Arguments
 from ..schedules.transform import on_rows, schedule_without
 from .batch.agreement import unequal_weights
@@ -40,6 +52,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("stagewright")
 _ALONE = threading.RLock()  # recording a model, and random numbers, change what all threads see
+
+
+def meet(options: Options) -> World:
+    """The world of this process; one that was started again, beside others that went on, is alone until they let it in.
+
+    Raises ValueError for options under which nobody goes on; see join_world.
+    """
+    settings = options.settings
+    if LIFE not in os.environ or dist.is_initialized():
+        return join_world(device=settings.device, timeout=settings.timeout)
+    if options.layout.on_failure != REROUTE:
+        raise ValueError(
+            'a PipelineModule in a process that was started again, to join others: expected Mesh(on_failure="reroute")'
+        )
+    return World(rank=0, size=1)
 
 
 class Building:
@@ -74,7 +101,7 @@ class Building:
         self.layout = layout
         if self._options.layout.on_failure == REROUTE:
             settings.refuse_reroute()
-            if self.world.distributed:
+            if self.world.distributed or LIFE in os.environ:
                 self._members = Membership(self.world, timeout=settings.timeout)
                 self._judged(self.guard, self._members)
         self.guard.stands_at(layout.place)
@@ -153,21 +180,29 @@ class Building:
     def _go_on(self, training: Training, members: Membership, given: Given) -> StepResult:
         while True:
             try:
+                self.guard.goes_on = True
+                if not members.changed and members.someone_comes(training.num_steps):
+                    folder = members.folder_for_those_that_come()
+                    self.built("train_step").state.save_for_others(folder)
+                    members.let_in(training.num_steps, folder)
                 if members.changed:
                     self._form(members)
                 training = self.built("train_step").training
                 training.goes_on = self.guard.goes_on = True
-                return training.step(given)
+                result = training.step(given)
             except (PeerLost, PipelineTimeout) as error:
-                if self._makes_update(members, training, error):
-                    return training.make_update()
-                training.take_back()
+                if not self._makes_update(members, training, error):
+                    training.take_back()
+                    continue
+                result = training.make_update()
             except BaseException as error:
                 if self.guard.ended:
                     members.fail(error)
                 raise
             finally:
                 self.guard.goes_on = False
+            members.step_made()
+            return result
 
     def _makes_update(self, members: Membership, training: Training, error: PipelineError) -> bool:
         """Whether the step that failed is whole here, as those that are left agree; else they do it again."""
@@ -207,6 +242,8 @@ class Building:
         with guard.together():
             run = Run(layout, options.settings, guard, model=options.model, stages=options.layout.stages)
             self.pipeline = before.again(run)
+        if members.folder is not None:
+            self.pipeline.state.take_from_others(Path(members.folder))
         self.world, self.guard, members.changed = world, guard, False
 
     def _judged(self, guard: Guard, members: Membership) -> Guard:
@@ -218,7 +255,8 @@ class Building:
         """Batches trained on so far."""
         if self.pipeline is not None:
             return self.pipeline.training.num_steps
-        return 0 if self._loaded is None else self._loaded.manifest.step
+        first = 0 if self._members is None else self._members.step
+        return first if self._loaded is None else self._loaded.manifest.step
 
     def load(self, folder: Path, loader: HasState | None) -> None:
         """Go on from a checkpoint: stages that are not built yet do so when they are, the loader and generators now.
@@ -258,7 +296,7 @@ class Building:
         dtype = settings.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
         with torch.inference_mode(False), autocast:
-            if self.world.distributed:  # waiting for another thread, each rank would wait for the others
+            if self.world.distributed or self._members is not None:  # for a thread's turn all ranks would wait
                 yield
                 return
             with _ALONE:
@@ -281,6 +319,7 @@ class Building:
             check_batch(given, own if given.microbatches else 1)  # training asks for more
             return given.cut(own)[0].arguments.map(like)
 
+        joins = self._members is not None and self._members.life > 0
         slow = told_if_slow("building the pipeline", rank=self.world.rank)
         with self.alone(), self.guard.together(), slow:
             run = Run(
@@ -289,12 +328,14 @@ class Building:
                 self.guard,
                 model=self._options.model,
                 stages=self._options.layout.stages,
-                verifies=self._options.verify_every is not None,
+                verifies=self._options.verify_every is not None and not joins,
                 if_it_fits=self._options.verify_if_it_fits,
             )
             if self._loaded is None:
                 self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)
             pipeline = build(run, first)
+        if joins:
+            pipeline.training.restart(self.num_steps)
         if self._loaded is not None:
             pipeline.state.resume(self._loaded.place)
             self._loaded = None

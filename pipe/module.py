@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..comm import Guard, join_world, make_guard
+from ..comm import Guard, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
@@ -22,7 +22,7 @@ from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepResult
 from .batch.shared import share_on_host
-from .building import Building
+from .building import Building, meet
 from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
@@ -157,7 +157,7 @@ class PipelineModule(RunFigures):
         self._verify_every = options.verify_every or math.inf
         self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
         self._has_trained = False
-        world = join_world(device=options.settings.device, timeout=timeout)
+        world = meet(options)
         self._building = Building(options, make_layout, world=world, guard=make_guard(world))
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,28 @@ class State(Contents):
         """From the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
         checkpoint, found = read_together(place, lambda it: _Fitting(it, self), self.run.collectives, self.run.guard)
         self._take(checkpoint, found, found.lost)
+
+    def save_for_others(self, folder: str) -> None:
+        """For processes that join between two steps. Collective over the others; RuntimeError for a full disk."""
+        snapshot = self.snapshot(None)
+        with self.run.guard.together():
+            result = persist(folder, snapshot, processes=self.run.collectives, own=OwnCheckpoints())
+        if result.problem:
+            raise RuntimeError(f"saving the state for processes that join: {result.problem}")
+
+    def take_from_others(self, folder: Path) -> None:
+        """What those that were there before have saved, for whom it changes nothing. Collective over the processes."""
+        collectives, guard = self.run.collectives, self.run.guard
+        names = collectives.gather(zlib.crc32(repr(self.ownership.names()).encode()), what="comparing names of weights")
+        if len({*names}) > 1:
+            raise ValueError(
+                "a process that joins has the model's modules in another order than the others: expected the same "
+                "order in every process, so no modules from a set"
+            )
+        checkpoint, found = read_together(folder, lambda it: _Fitting(it, self), collectives, guard)
+        found.take()
+        self.update.restart()
+        self.training.restart(checkpoint.manifest.step)
 
     def _rest(self) -> None:
         self.update.gate.enter()

@@ -38,12 +38,15 @@ MESHES = [
 ]
 
 
-def start(folder: Path, mesh: tuple[str, int, int], steps: int, *, strikes: str, **environment: str) -> LaunchResult:
+def start(
+    folder: Path, mesh: tuple[str, int, int], steps: int, *, strikes: str, restarts: int = 0, **environment: str
+) -> LaunchResult:
     (_, pipe, data), words = mesh, [*map(str, mesh), str(steps)]
     paths = [str(Path(going_on.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "STRIKES": strikes}
     command = [sys.executable, going_on.__file__, str(folder), *words]
-    return launch(command, num_ranks=pipe * data, timeout=LIMIT, environment=path | environment)
+    number = pipe * data
+    return launch(command, num_ranks=number, timeout=LIMIT, environment=path | environment, restarts=restarts)
 
 
 def lines(folder: Path) -> dict[int, list[list[Any]]]:
@@ -97,6 +100,50 @@ def test_a_ranks_own_error_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:loss:raise")
     assert (result.status, result.first_failed) == (1, 3)
     assert result.report.count("rank 3 failed: ArithmeticError: so it was told") >= 3, result.report
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [("1f1b", 2, 2), ("interleaved", 2, 3)])
+def test_a_process_that_was_started_again_joins(tmp_path: Path, mesh: tuple[str, int, int]) -> None:
+    """With weights, optimizer and step of the others: its losses are the undisturbed run's."""
+    result = start(tmp_path, mesh, 9, strikes="3:1:B", restarts=1, WAITS="4")
+    assert result.status == 0, result.report
+    assert "rank 3: killed by SIGKILL and was started again" in result.report
+    check_rejoined(tmp_path, mesh, 9, {3: [0]})
+    seen = [line[4] for line in lines(tmp_path)[0] if line[0] != "threads"]
+    assert seen[-1] - seen[-2] == seen[0]  # of the microbatches, rank 0 has its own alone
+
+
+def check_rejoined(folder: Path, mesh: tuple[str, int, int], steps: int, before: dict[int, list[int]]) -> None:
+    """Losses of all are the undisturbed run's; those that died made these steps before, and the last ones behind."""
+    wanted = going_on.losses(*mesh, steps)
+    for rank, written in lines(folder).items():
+        made = [line for line in written if line[0] != "threads"]
+        numbers = [line[0] for line in made]
+        if rank in before:
+            first = before[rank]
+            assert numbers[: len(first)] == first
+            assert numbers[len(first) :] == list(range(numbers[len(first)], steps)), (rank, numbers)
+            assert numbers[len(first)] in (4, 5, 6)
+        else:
+            assert numbers == list(range(steps)), (rank, numbers)
+        assert [line[1] for line in made] == pytest.approx([wanted[at] for at in numbers], rel=1e-12)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("again", ["form", "B"])
+def test_one_that_joins_dies_again_and_another_while_it_joins(tmp_path: Path, again: str) -> None:
+    mesh = ("1f1b", 2, 3)
+    strikes = {"strikes": "3:1:B,0:4:formed", "STRIKES1": f"3:4:{again}"}
+    result = start(tmp_path, mesh, 12, restarts=3, WAITS="3,5,7,9", **strikes)
+    assert result.status == 0, result.report
+    assert result.report.count("rank 3: killed by SIGKILL and was started again") == 2
+    assert result.report.count("rank 0: killed by SIGKILL and was started again") == 1
+    wanted = going_on.losses(*mesh, 12)
+    for rank, written in lines(tmp_path).items():
+        made = [line for line in written if line[0] != "threads"]
+        assert [line[1] for line in made] == pytest.approx([wanted[line[0]] for line in made], rel=1e-12)
+        assert made[-1][0] == 11, (rank, made)
 
 
 @pytest.mark.nightly

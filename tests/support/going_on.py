@@ -120,19 +120,35 @@ def losses(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
     return [float(run.train_step(*batch(step)).loss or 0.0) for step in range(steps)]
 
 
+def wait_for_others(run: sw.PipelineModule) -> None:
+    members = run._building._members
+    assert members is not None
+    outside = {one: members._lives[one] for one in members._lives if one not in members.members}
+
+    def asks(one: int, life: int) -> bool:
+        key = members._wants(one)
+        return members._store.check([key]) and int(members._store.get(key)) > life
+
+    while outside and not any(asks(*one) for one in outside.items()):
+        time.sleep(0.01)
+
+
 def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     from support.inside import FlushUpdate, Membership, PipeTrainingTraining, Run, report_to_launcher
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    strikes = Strikes(os.environ.get("STRIKES", ""), rank)
+    life = os.environ.get("STAGEWRIGHT_LIFE", "")
+    strikes = Strikes(os.environ.get(f"STRIKES{life}", ""), rank)
     strikes.around(Membership, "form", "form", behind="formed")
     strikes.around(Run, "__init__", "again", behind="joined")
     strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
-    with report_to_launcher(), Path(folder, f"{rank}.log").open("w", buffering=1) as log:
+    with report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
         run = make_pipe(schedule, int(pipe), int(data), strikes)
-        for step in range(int(steps)):
+        for step in range(run.num_steps, int(steps)):
+            if str(step) in os.environ.get("WAITS", "").split(","):  # for one that was started again
+                wait_for_others(run)
             strikes.begin(step)
             started = time.time()
             loss = run.train_step(*batch(step)).loss
