@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,9 @@ class Building:
         self.told_of_part = False  # that state_dict() has no other process's stages
         self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
+        self._edits = ExitStack()  # of the model, until they stay
+        self._edit_again: Callable[[], AbstractContextManager[object]] | None = None
+        self._are_undone = False
         if make_layout is None:
             self._plan_first(options.layout)
         else:
@@ -68,6 +71,26 @@ class Building:
             replica, num_replicas = layout.place.replica
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
+
+    def keeps_edits(self, edits: ExitStack, again: Callable[[], AbstractContextManager[object]]) -> None:
+        """The model's edits, as they were made, and what makes them again."""
+        self._edits, self._edit_again = edits, again
+
+    @contextmanager
+    def _edited(self) -> Iterator[None]:
+        """Edits stay as soon as the stages are built; an error before takes them back, and the next call makes them."""
+        if self._are_undone and self._edit_again is not None:
+            self._edits.enter_context(self._edit_again())
+            self._are_undone = False
+        try:
+            yield
+        except BaseException as error:
+            if self.pipeline is None:
+                self._edits.__exit__(type(error), error, error.__traceback__)
+                self._are_undone = True
+            raise
+        if self.pipeline is not None:
+            self._edits.close()
 
     def _plan_first(self, options: LayoutOptions) -> None:
         from .auto.kept import cache_folder
@@ -178,7 +201,7 @@ class Building:
         settings = self._options.settings
         dtype = settings.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
-        with torch.inference_mode(False), autocast:
+        with self._edited(), torch.inference_mode(False), autocast:
             if self._world.distributed:  # waiting for another thread, each rank would wait for the others
                 yield
                 return

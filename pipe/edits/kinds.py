@@ -57,16 +57,14 @@ class EditKind(NamedTuple):
 
 
 def _check_operators(name: str, module: nn.Module, root: nn.Module, *, keep: Sequence[str] = ()) -> None:
+    if not isinstance(keep, tuple):
+        raise ValueError(f"checkpoint(keep={keep!r}): expected a list of operators, such as ['aten.mm.default']")
     for each in keep:
-        _check_operator(each)
-
-
-def _check_operator(name: str) -> None:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise ValueError(f"checkpoint(keep=[{name!r}]): expected operators such as 'aten.mm.default'")
+        found: Any = torch.ops
+        for part in each.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, torch._ops.OpOverload):
+            raise ValueError(f"checkpoint(keep=[{each!r}]): expected operators such as 'aten.mm.default'")
 
 
 def _recompute(name: str, *, keep: Sequence[str]) -> tuple[str, dict[str, Rule]]:
@@ -81,6 +79,8 @@ def _keeps(kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwar
 
 
 def _check_names(name: str, module: nn.Module, root: nn.Module, *, plan: Mapping[str, Any]) -> None:
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(f"shard({plan!r}) of {name!r}: expected its modules, as in {{'up': 'column', 'down': 'row'}}")
     inside = dict(module.named_modules())
     for below, how in plan.items():
         if how not in WORDS and not hasattr(how, "_apply"):  # a ParallelStyle
@@ -180,6 +180,8 @@ def _check_backend(
 ) -> None:
     if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(sorted(known))}")
+    if not isinstance(gate, bool):
+        raise ValueError(f"compile(gate={gate!r}): expected True or False")
 
 
 def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:

@@ -69,8 +69,8 @@ def measure(model: nn.Module, example: Any) -> tuple[int, int]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def forward() -> Any:
-        given = mapped(example, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()))
-        return called(model, given)
+        leaves = mapped(example, lambda x: x.detach().requires_grad_(x.is_floating_point() or x.is_complex()))
+        return called(model, mapped(leaves, torch.clone))  # which may be changed in place
 
     random_backward(forward())  # what is made once, is made
     model.zero_grad()
