@@ -160,7 +160,7 @@ _NAMES = {
     "pipe.shards.styles": "Column",
     "pipe.shards.tensor_group": "TensorGroup",
     "pipe.shards.tensor_option": "TensorAxis TensorParallelLike read_tensor_parallel",
-    "pipe.run.budget": "HeldMoments fit least",
+    "pipe.run.budget": "Budgets HeldMoments fit least",
     "pipe.run.engine": "Engine RankMachine Wait",
     "pipe.run.memory": "parts_at_peak",
     "pipe.run.worker": "TrainingWorker",
