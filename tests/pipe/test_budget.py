@@ -163,6 +163,7 @@ def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not() -> None
     pipe = blocks({"memory_budget": f"{budget}B"})
     assert "as the first batch to train on decides" in (pipe.build(*x_y), pipe.explain())[1]
     assert all(torch.equal(one, other) for one, other in zip(gradients(pipe, *x_y), wanted, strict=True))
+    print(pipe.explain())
     first, last = pipe.explain().split("\nstage 1")
     assert first.count("runs again  ") == 2  # of three blocks
     assert "nothing runs again" in last
@@ -309,6 +310,7 @@ def test_an_lstm_seq2seq_keeps_half_as_much() -> None:
         with each.watch_memory() as memory:
             each.train_step(*x_y)
         found[name] = memory.peak_bytes - each.held_bytes()
+    print(f"activations of a step: {found['none'] / found['budget']:.2f} times less under the budget")
     assert found["none"] / found["budget"] >= 1.9
 
 

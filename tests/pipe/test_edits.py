@@ -118,6 +118,7 @@ def test_a_list_is_shown_saved_replayed_and_taken_back(tmp_path: Path) -> None:
         "3.up         dtype(dtype='float32')                                      1 module",
         "[78].*_norm  keep_less(what='layernorm')                                 4 modules",
     ]
+    print(edits)
     edits.save(tmp_path / "edits.json")
     again = edit(make_model("gpt"))
     again.load(tmp_path / "edits.json")
@@ -157,8 +158,9 @@ def test_the_first_edit_that_departs_is_named(kind: type[nn.Linear], told: str) 
     edits["11"].replace(lambda old: kind(old.in_features, old.out_features).double())
     edits["5"].checkpoint()
     inputs, _ = make_batch("lstm", index=0, size=4)
-    with pytest.raises(ValueError, match=rf"^11: replace\(.*: {told}"):
+    with pytest.raises(ValueError, match=rf"^11: replace\(.*: {told}") as error:
         edits.verify(inputs)
+    print(error.value)
 
 
 def test_an_untied_weight_is_seen() -> None:
@@ -306,6 +308,7 @@ def test_a_divided_linear_without_its_sum_is_found(gloo: Pool) -> None:
     assert gloo.run(divide, ranks=2, args=(True,)) == ["[]", "[]"]
     for said in gloo.run(divide, ranks=2, args=(False,)):
         assert said.startswith("1: shard("), said
+    print(said)
 
 
 def train_divided() -> dict[str, torch.Tensor]:

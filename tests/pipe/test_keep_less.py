@@ -548,6 +548,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
     edits["1"].cut()
     limit, in_flight = 2_000_000, 3
     lines = edits.memory((torch.randn(32, S, H),), limit="2MB", in_flight=in_flight).splitlines()
+    print(*lines, sep="\n")
     assert lines[0].split("  ")[-1].strip() == "largest microbatch in 2MB"
     assert [line.split("  ")[0] for line in lines[1:]] == ["no edit", *map(str, list(edits)[:2])]
     found = [int(line.split()[-1]) for line in lines[1:]]
