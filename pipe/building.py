@@ -50,8 +50,8 @@ class Building:
         self.told_of_part = False  # that state_dict() has no other process's stages
         self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
-        self._edits = ExitStack()  # of the model, until they stay
-        self._edit_again: Callable[[], AbstractContextManager[object]] | None = None
+        # Edits of the model, until they stay, and what makes them again.
+        self.edits: tuple[ExitStack, Callable[[], AbstractContextManager[object]]] = ExitStack(), nullcontext
         self._are_undone = False
         if make_layout is None:
             self._plan_first(options.layout)
@@ -72,25 +72,22 @@ class Building:
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
 
-    def keeps_edits(self, edits: ExitStack, again: Callable[[], AbstractContextManager[object]]) -> None:
-        """The model's edits, as they were made, and what makes them again."""
-        self._edits, self._edit_again = edits, again
-
     @contextmanager
     def _edited(self) -> Iterator[None]:
         """Edits stay as soon as the stages are built; an error before takes them back, and the next call makes them."""
-        if self._are_undone and self._edit_again is not None:
-            self._edits.enter_context(self._edit_again())
+        edits, again = self.edits
+        if self._are_undone:
+            edits.enter_context(again())
             self._are_undone = False
         try:
             yield
         except BaseException as error:
             if self.pipeline is None:
-                self._edits.__exit__(type(error), error, error.__traceback__)
+                edits.__exit__(type(error), error, error.__traceback__)
                 self._are_undone = True
             raise
         if self.pipeline is not None:
-            self._edits.close()
+            edits.close()
 
     def _plan_first(self, options: LayoutOptions) -> None:
         from .auto.kept import cache_folder

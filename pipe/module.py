@@ -163,7 +163,7 @@ class PipelineModule(RunFigures):
             self._guard = make_guard(self.world)
             self._building = Building(options, make_layout, world=self.world, guard=self._guard)
             if edits is not None:
-                self._building.keeps_edits(stack.pop_all(), again)
+                self._building.edits = stack.pop_all(), again
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
         """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""

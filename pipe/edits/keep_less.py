@@ -37,8 +37,10 @@ _PAST_AUTOGRAD = (Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__
 _PURE = ("torch", "transformers")  # whose GELUs draw no random numbers
 
 
-def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
-    """The modules in one that a word is about. Raises ValueError where there is none."""
+def find(name: str, module: nn.Module, root: nn.Module, *, what: str) -> list[nn.Module]:
+    """The modules in one that a word is about. Raises ValueError where there is none, and for another word."""
+    if what not in [*WHAT]:
+        raise ValueError(f"keep_less({what!r}): expected one of {', '.join(map(repr, WHAT))}")
     is_one, _, expected = WHAT[what]
     found = [each for each in module.modules() if is_one(each)]
     if not found:
@@ -46,9 +48,9 @@ def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def keep_less(what: str, name: str, module: nn.Module) -> None:
+def keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
     """Change a module so that its backward keeps less."""
-    WHAT[what][1](module, find(what, name, module))
+    WHAT[what][1](module, find(name, module, root, what=what))
 
 
 # GELU
@@ -122,7 +124,7 @@ def _without_activations(module: nn.Module, found: list[nn.Module]) -> None:
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_checkpoint():
         return forward(*args, **kwargs)
-    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_itself, _itself)
+    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda x: x,) * 2
     # By memory, whose place no other gets as long as there is a weak reference.
     made: dict[object, tuple[StorageWeakRef, torch.dtype, _Again]] = {}
     out: dict[object, StorageWeakRef] = {}  # handed out
@@ -165,10 +167,6 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def _generators_of(x: Tensor, is_users: bool) -> list[list[int]]:
@@ -286,8 +284,8 @@ def _refuse_weights(*args: object, **kwargs: object) -> NoReturn:
 
 
 # In place of weights that are returned by default: most models pass over them, and any use is refused.
-_USES = ("getattr", "getitem", "iter", "len", "neg", "abs", "lt", "gt", "le", "ge", "pow", "matmul", "rtruediv")
-_USES += ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv")
+_USES: tuple[str, ...] = ("getattr", "getitem", "iter", "len", "neg", "abs", "lt", "gt", "le", "ge", "pow", "matmul")
+_USES += ("rtruediv", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv")
 _NoWeights = type("_NoWeights", (), {f"__{use}__": _refuse_weights for use in _USES})
 _NoWeights.__torch_function__ = classmethod(_refuse_weights)  # type: ignore[attr-defined]
 

@@ -27,7 +27,7 @@ from torch import nn
 from ..shards.tensor_option import WORDS
 from ..stage.nested import mapped
 from ..stage.recompute import Rule
-from .keep_less import WHAT, find, keep_less
+from .keep_less import find, keep_less
 
 _AROUND = ("_forward", "_backward", "_is_full_backward", "_non_full_backward")  # hooks that run around a module
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +47,7 @@ class EditKind(NamedTuple):
         excludes: kinds that cannot be beside it on one module, or on one inside the other.
     """
 
-    check: Callable[..., None] = _nothing
+    check: Callable[..., object] = _nothing
     apply: Callable[..., None] = _nothing
     option: Callable[..., tuple[str, Any]] | None = None
     excludes: tuple[str, ...] = ()
@@ -231,19 +231,6 @@ def _cast_outputs(types: list[torch.dtype], module: nn.Module, args: Any, output
     return mapped(output, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-# keep_less
-
-
-def _check_what(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
-    if what not in [*WHAT]:
-        raise ValueError(f"keep_less({what!r}): expected one of {', '.join(map(repr, WHAT))}")
-    find(what, name, module)
-
-
-def _keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
-    keep_less(what, name, module)
-
-
 KINDS: Mapping[str, EditKind] = MappingProxyType(
     {
         "checkpoint": EditKind(_check_operators, option=_recompute, excludes=("keep_less",)),
@@ -252,7 +239,7 @@ KINDS: Mapping[str, EditKind] = MappingProxyType(
         "replace": EditKind(_check_part, _replace),
         "compile": EditKind(_check_backend, _compile, excludes=("keep_less",)),
         "dtype": EditKind(_check_own, _convert),
-        "keep_less": EditKind(_check_what, _keep_less),
+        "keep_less": EditKind(find, keep_less),
     }
 )
 

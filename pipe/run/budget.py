@@ -277,13 +277,13 @@ class Budgets:
         sizes = _sizes(batch)
         chosen = next((chosen for before, chosen in self._choices if _cover(before, sizes)), None)
         if chosen is None:
-            chosen = self._decided(batch, sizes)
+            chosen = self._decided(batch)
             self._choices.append((sizes, chosen))
         for each in self._ranks.stages.values():
             for s in chosen.keys() & each.keys():
                 each[s].reruns = chosen[s]
 
-    def _decided(self, batch: Batch, sizes: Sizes) -> Mapping[int, CheckpointedModules]:
+    def _decided(self, batch: Batch) -> Mapping[int, CheckpointedModules]:
         run, limits = self._run, self._run.layout.recompute.stages
         stages = {s: stage for each in self._ranks.stages.values() for s, stage in each.items()}
         under_way = self._mode.schedule.is_asynchronous

@@ -214,9 +214,9 @@ def test_a_larger_batch_is_decided_on_anew(monkeypatch: pytest.MonkeyPatch) -> N
     wanted = gradients(plain, *half), gradients(plain, *x_y)
     budget = int(measured(plain, *x_y)[1] * 1.02)
 
-    def noted(self: Budgets, batch: Any, sizes: Any) -> Any:
+    def noted(self: Budgets, batch: Any) -> Any:
         decided.append(batch.num_samples)
-        return decide(self, batch, sizes)
+        return decide(self, batch)
 
     monkeypatch.setattr(Budgets, "_decided", noted)
     pipe = blocks({"memory_budget": f"{budget}B"})

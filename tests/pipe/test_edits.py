@@ -318,6 +318,11 @@ def train_divided() -> dict[str, torch.Tensor]:
     edits["blocks.*.mlp"].shard({"up": "column", "down": "row"}).keep_less("gelu")
     edits["blocks.0"].replace(Wrapped)
     with tensor_models.make_pipe(edits, mesh={"pipe": 1, "tensor": 2}) as pipe:
+        with pytest.raises(ValueError, match="cutting the model failed"):
+            pipe.build(
+                torch.ones(4, 3, 3), torch.ones(4, 3)
+            )  # it leaves the model as it was, and the next one edits it
+        assert not any(isinstance(each, Wrapped) or "forward" in vars(each) for each in edits.model.modules())
         for seed in range(2):
             pipe.train_step(*tensor_models.make_batch(seed))
         return {name.replace(".inner", ""): value for name, value in pipe.full_state_dict().items()}
