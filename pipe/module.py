@@ -162,7 +162,7 @@ class PipelineModule(RunFigures):
             self.world: World = join_world(device=self.device, timeout=timeout)
             self._guard = make_guard(self.world)
             self._building = Building(options, make_layout, world=self.world, guard=self._guard)
-            if edits is not None:
+            if edits is not None and self._building.pipeline is None:
                 self._building.edits = stack.pop_all(), again
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:

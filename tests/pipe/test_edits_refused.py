@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -227,7 +228,13 @@ def test_a_first_batch_that_is_refused_is_not_the_end() -> None:
         edits.undo()
     with pytest.raises(ValueError):  # noqa: PT011 - behind the first batch they stay
         pipe.train_step(x)
+    del pipe
+    gc.collect()
     assert type(edits.model.get_submodule("1")) is Wrapped
+    ready = _sequential()
+    _pipe(ready, example_inputs=(x,))
+    gc.collect()
+    assert type(ready.model.get_submodule("1")) is Wrapped
     others, other = _sequential(), torch.ones(4, 5)
     pipe = _pipe(others)
     with pytest.raises(ValueError, match=r"cannot take"):
