@@ -228,13 +228,6 @@ def test_a_first_batch_that_is_refused_is_not_the_end() -> None:
         edits.undo()
     with pytest.raises(ValueError):  # noqa: PT011 - behind the first batch they stay
         pipe.train_step(x)
-    del pipe
-    gc.collect()
-    assert type(edits.model.get_submodule("1")) is Wrapped
-    ready = _sequential()
-    _pipe(ready, example_inputs=(x,))
-    gc.collect()
-    assert type(ready.model.get_submodule("1")) is Wrapped
     others, other = _sequential(), torch.ones(4, 5)
     pipe = _pipe(others)
     with pytest.raises(ValueError, match=r"cannot take"):
@@ -242,3 +235,19 @@ def test_a_first_batch_that_is_refused_is_not_the_end() -> None:
     others.undo()
     with pytest.raises(ValueError, match=r"others than those of this pipeline: expected PipelineModule\(edits\) anew"):
         pipe.train_step(x, x)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_edits_outlive_their_pipeline(at_once: bool) -> None:
+    x = torch.ones(4, 4)
+
+    def trained() -> nn.Module:
+        edits = _sequential()
+        pipe = _pipe(edits, **{"example_inputs": (x,)} if at_once else {})
+        if not at_once:
+            pipe.train_step(x, x)
+        return edits.model
+
+    model = trained()
+    gc.collect()
+    assert type(model.get_submodule("1")) is Wrapped
