@@ -223,20 +223,22 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     layout, settings, root = run.layout, run.settings, run.root
     together = run.collectives, run.guard
     microbatch = Signature.of(example)
-    count, is_uneven = layout.place.tensor[1], layout.place.is_uneven()
+    is_uneven = layout.place.is_uneven()
     by_name = not run.collectives.alone and SamePrograms(*together, "")(
         lambda: modules(root), lambda: sorted(modules(root))
     )  # a ModuleDict of a set has another order in each process
-    same = None if run.collectives.alone else SamePrograms(*together, (str(microbatch), count))
+    same = None if run.collectives.alone else SamePrograms(*together, str(microbatch))
     cut = partial(cut_model, run, example, same)
 
     # 3. Outputs of the model that is whole, where members of a tensor group send parts of them, or groups differ
     peers = layout.tensor.peers_in_parts(layout.place, run.collectives)
     undivided = agreed(
-        lambda: _whole_outputs(cut, microbatch) if peers or is_uneven else (None, None),
+        lambda: _whole_outputs(run, cut, microbatch) if peers or is_uneven else (None, None),
         *together,
         what="cutting the model",
     )
+    if same is not None:
+        same.alike += f" of {layout.place.tensor[1]}"  # a divided model may be another one in a group of another size
 
     with ExitStack() as stack:
         # 4. and 5. Divided over the tensor group, cut, wired, the same on all ranks
@@ -356,11 +358,15 @@ def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None
             )
 
 
-def _whole_outputs(cut: Callable[[], CutModel], microbatch: Signature) -> tuple[OutputSpecs | None, OutputSpecs | None]:
+def _whole_outputs(
+    run: Run, cut: Callable[[], CutModel], microbatch: Signature
+) -> tuple[OutputSpecs | None, OutputSpecs | None]:
     """Outputs of the model's stages as it is now, to train and to evaluate."""
     try:
         parts = cut()
-    except ValueError:  # sizes in the model are those of a member already
+    except ValueError as error:  # sizes in the model are those of a member already
+        if run.guard.spares(error):  # or it is another one in another process
+            raise
         return None, None
     return parts.train.outputs(microbatch), parts.evaluate.outputs(microbatch)
 

@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,9 @@ class Building:
         self.told_of_part = False  # that state_dict() has no other process's stages
         self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
+        # Edits of the model, until they stay, and what makes them again.
+        self.edits: tuple[ExitStack, Callable[[], AbstractContextManager[object]]] = ExitStack(), nullcontext
+        self._are_undone = False
         if make_layout is None:
             self._plan_first(options.layout)
         else:
@@ -109,6 +112,23 @@ class Building:
             replica, num_replicas = layout.place.replica
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
+
+    @contextmanager
+    def _edited(self) -> Iterator[None]:
+        """Edits stay as soon as the stages are built; an error before takes them back, and the next call makes them."""
+        edits, again = self.edits
+        if self._are_undone:
+            edits.enter_context(again())
+            self._are_undone = False
+        try:
+            yield
+        except BaseException as error:
+            if self.pipeline is None:
+                edits.__exit__(type(error), error, error.__traceback__)
+                self._are_undone = True
+            raise
+        if self.pipeline is not None:
+            edits.close()
 
     def _plan_first(self, options: LayoutOptions) -> None:
         from .auto.kept import cache_folder
@@ -295,7 +315,7 @@ class Building:
         settings = self._options.settings
         dtype = settings.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
-        with torch.inference_mode(False), autocast:
+        with self._edited(), torch.inference_mode(False), autocast:
             if self.world.distributed or self._members is not None:  # for a thread's turn all ranks would wait
                 yield
                 return

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -148,17 +149,20 @@ class PipelineModule(RunFigures):
         with ExitStack() as stack:
             edits = stack.enter_context(model.applied()) if isinstance(model, Edits) else None
             if isinstance(model, Edits):
+                again = partial(model.applied, [*model])
                 given["model"] = model = model.model
             options = read_options(read_arguments(given, old, edits))
             make_layout = choose_layout(options.layout)
-        self._settings = options.settings
-        self._name = "stages" if options.model is None else type(model).__name__
-        self._calls = options.calls
-        self._verify_every = options.verify_every or math.inf
-        self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
-        self._has_trained = False
-        world = meet(options)
-        self._building = Building(options, make_layout, world=world, guard=make_guard(world))
+            self._settings = options.settings
+            self._name = "stages" if options.model is None else type(model).__name__
+            self._calls = options.calls
+            self._verify_every = options.verify_every or math.inf
+            self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
+            self._has_trained = False
+            world = meet(options)
+            self._building = Building(options, make_layout, world=world, guard=make_guard(world))
+            if edits is not None and self._building.pipeline is None:
+                self._building.edits = stack.pop_all(), again
 
     @property
     def _guard(self) -> Guard:
@@ -205,8 +209,8 @@ class PipelineModule(RunFigures):
         Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
         Nothing where it is done. Collective over the processes.
         """
-        given = self._given(inputs_and_target, keywords)
         with self._building.alone():
+            given = self._given(inputs_and_target, keywords)
             self._building.built_for(given)
 
     def loader(
@@ -290,17 +294,17 @@ class PipelineModule(RunFigures):
         Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
         and PeerLost with who waited for what.
         """
-        self._settings.require_optimizer()
-        self._settings.require_loss()
-        given = self._given(inputs_and_target, keywords)
         with self._building.alone():
+            self._settings.require_optimizer()
+            self._settings.require_loss()
+            given = self._given(inputs_and_target, keywords)
             return self._building.step_of(self._training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
-        self._settings.require_loss()
-        given = self._given(inputs_and_target, keywords)
         with self._building.alone():
+            self._settings.require_loss()
+            given = self._given(inputs_and_target, keywords)
             return self._training_for(given).accumulate(given)
 
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
@@ -308,8 +312,8 @@ class PipelineModule(RunFigures):
 
         A batch of fewer samples than M makes fewer microbatches.
         """
-        given = self._given(inputs_and_target, keywords)
         with self._building.alone():
+            given = self._given(inputs_and_target, keywords)
             return self._building.ready_for(given).evaluation.step(given)
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
@@ -318,8 +322,8 @@ class PipelineModule(RunFigures):
         Where the last stage runs; None in other processes. All ranks of a pipeline pass the same inputs, which may be
         others than those to train on: the stages then run in another way.
         """
-        given = self._given(inputs, keywords, has_target=False)
         with self._building.alone():
+            given = self._given(inputs, keywords, has_target=False)
             return self._building.ready_for(given).evaluation.predict(given)
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
@@ -334,9 +338,9 @@ class PipelineModule(RunFigures):
         Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
         likely cause.
         """
-        self._settings.require_loss()
-        given = self._given(inputs_and_target, keywords)
         with self._building.alone():
+            self._settings.require_loss()
+            given = self._given(inputs_and_target, keywords)
             return self._verify(given)
 
     def _verify(self, given: Given) -> Verification:

@@ -104,12 +104,12 @@ class RunnerUp:
 
 
 OUTSIDE = (
-    "replicas that do not divide the microbatches or differ by stage, but for those of the dynamic program (1F1B, no "
-    "tensor ranks)",
+    "replicas that do not divide the microbatches or differ by stage, but for those that the dynamic program finds "
+    "without tensor ranks",
     "layouts that leave more than an eighth of more than 64 devices idle, while others fit",
     "tensor ranks beyond the innermost links",
-    "microbatches and chunks that differ by stage; tensor ranks that do, where there are replicas, chunks or streams, "
-    "or, on more than 8 devices, more than two sizes",
+    "microbatches and chunks that differ by stage; tensor ranks that do, where there are replicas, chunks, streams or "
+    "idle devices, or, on more than 8 devices, more than two sizes or two that take turns",
     "schedules that were not named",
 )
 

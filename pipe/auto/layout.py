@@ -284,7 +284,7 @@ class AutoLayout:
         if settings.model_loss is not None:
             target = settings.model_loss.weigh([first.arguments])[0]
         kind = settings.device.type
-        same = SamePrograms(self._collectives, self._guard, Signature.of(first.arguments))
+        same = SamePrograms(self._collectives, self._guard, str(Signature.of(first.arguments)))
 
         def measure() -> tuple[str, str]:
             with untouched(*settings.user_code, device=settings.device):

@@ -126,13 +126,13 @@ class SamePrograms:
     """Compares what all processes are to run; see `Agree`.
 
     Arguments:
-        alike: processes that give the same here are compared.
+        alike: processes that give the same here are compared; it may change.
     """
 
-    def __init__(self, collectives: Collectives, guard: Guard, alike: object) -> None:
+    def __init__(self, collectives: Collectives, guard: Guard, alike: str) -> None:
         self._collectives: Collectives | None = collectives
         self._guard = guard
-        self._alike = str(alike)
+        self.alike = alike
         self._differed: dict[bool, bool] = {}  # by mode: training or evaluation
 
     def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
@@ -142,11 +142,13 @@ class SamePrograms:
             return self._differed.get(training, False)
         steps = own()
         digests = digest(steps), digest(steps if canonical is None else canonical())
-        given = gathered((self._alike, *digests), together, self._guard)
+        given = gathered((self.alike, *digests), together, self._guard)
         first = {alike: digests for alike, *digests in reversed(given)}
-        self._differed[training] = any(its != first[alike][0] for alike, its, _ in given)
+        self._differed[training] = self._differed.get(training, False) or any(
+            its != first[alike][0] for alike, its, _ in given
+        )
         if any(its != first[alike][1] for alike, _, its in given):
-            everyone = gathered((self._alike, steps), together, self._guard)
+            everyone = gathered((self.alike, steps), together, self._guard)
             raise self._guard.spared(ValueError(_first_difference(everyone, together)))
         return self._differed[training]
 
@@ -186,7 +188,7 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
     """
     members, step = collectives.tensor_members, batch.step
     if len(members) > 1:
-        own = torch.tensor(batch.identity[:4], dtype=torch.float64, device=device)
+        own = torch.tensor(batch.identity, dtype=torch.float64, device=device)
         gathered = collectives.tensor_gather(own, what="comparing batches")
         first, *others = (Identity(*one.tolist()) for one in gathered)
         names = [collectives.name_of(member) for member in members]
@@ -194,10 +196,11 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
             theirs.refuse_other(first, step=step, name=name, its_name=names[0], why=_ONE_RANK)
     if batch.identity.number == 1:
         given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
-        last = {replica: (collectives.name_of(process), its) for process, (replica, its) in enumerate(given)}
-        for process, (replica, its) in enumerate(given if batch.has_target else ()):
-            its_name, other = last[replica]
-            its.refuse_other(other, step=step, name=collectives.name_of(process), its_name=its_name)
+        named = [(collectives.name_of(process), *one) for process, one in enumerate(given)]
+        last = {key: (name, its) for name, replica, its in named for key in (replica, (replica, its.program % 1))}
+        for name, replica, its in named if batch.has_target else ():
+            for its_name, other in (last[replica], last[replica, its.program % 1]):
+                its.refuse_other(other, step=step, name=name, its_name=its_name)
 
 
 _ONE_RANK = "The members of a tensor group run one rank together."

@@ -5,6 +5,9 @@ gelu        h ---GELU---> a ---Linear--->      a is not kept: the Linear's backw
 layernorm   x ---LayerNorm---> y --->          x is not kept: (x - mean) / std = (y - bias) / weight, of y, which
                                                what follows keeps anyway. Rounds otherwise
 attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept
+
+gelu: where a or h is handed out past autograd, as `.data` or numpy, all is kept as ever. Not noticed: writes by address
+(data_ptr, a storage), and past autograd into h from outside of the edited module. `edits.verify` finds these, too.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +33,14 @@ from ..stage.calls import Calls
 from ..stage.reruns import in_checkpoint
 
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
+_PAST_AUTOGRAD = (Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # type: ignore[attr-defined]
 _PURE = ("torch", "transformers")  # whose GELUs draw no random numbers
 
 
-def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
-    """The modules in one that a word is about. Raises ValueError where there is none."""
+def find(name: str, module: nn.Module, root: nn.Module, *, what: str) -> list[nn.Module]:
+    """The modules in one that a word is about. Raises ValueError where there is none, and for another word."""
+    if what not in [*WHAT]:
+        raise ValueError(f"keep_less({what!r}): expected one of {', '.join(map(repr, WHAT))}")
     is_one, _, expected = WHAT[what]
     found = [each for each in module.modules() if is_one(each)]
     if not found:
@@ -42,9 +48,9 @@ def find(what: str, name: str, module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def keep_less(what: str, name: str, module: nn.Module) -> None:
+def keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
     """Change a module so that its backward keeps less."""
-    WHAT[what][1](module, find(what, name, module))
+    WHAT[what][1](module, find(name, module, root, what=what))
 
 
 # GELU
@@ -55,18 +61,23 @@ class _Again(NamedTuple):
 
     Arguments:
         source: as the saved tensors around keep it.
-        stride, version: of the source.
+        stride, version, memory: of the source.
         autocast: arguments of torch.autocast.
+        values: made already, where the source has been handed out since.
     """
 
     run: Callable[[Tensor], Tensor]
     source: Any
     stride: tuple[int, ...]
     version: int
+    memory: object
     autocast: dict[str, Any]
     view: tuple[torch.Size, tuple[int, ...], int]
+    values: list[Tensor]
 
     def made(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        if self.values:
+            return self.values[0].as_strided(*self.view)
         source = unpack(self.source)
         if source is self.source and source._version != self.version:
             raise RuntimeError(
@@ -92,15 +103,17 @@ def _is_gelu(module: nn.Module) -> bool:
 
 
 class _Gelus(TorchFunctionMode):
-    """Within: calls of torch's function go through another."""
+    """Within: calls of torch's function go through another; tensors that are handed out past autograd are told."""
 
-    def __init__(self, through: Callable[..., Tensor]) -> None:
+    def __init__(self, through: Callable[..., Tensor], handed_out: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._through = through
+        self._through, self._handed_out = through, handed_out
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.gelu and args:
             return self._through(partial(func, **(kwargs or {})), args[0])
+        if func in _PAST_AUTOGRAD or "unsafe_" in getattr(func, "__name__", ""):  # chunks, with own versions
+            self._handed_out(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -111,19 +124,31 @@ def _without_activations(module: nn.Module, found: list[nn.Module]) -> None:
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_checkpoint():
         return forward(*args, **kwargs)
-    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_itself, _itself)
+    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda x: x,) * 2
     # By memory, whose place no other gets as long as there is a weak reference.
     made: dict[object, tuple[StorageWeakRef, torch.dtype, _Again]] = {}
+    out: dict[object, StorageWeakRef] = {}  # handed out
+
+    def handed_out(x: Tensor) -> None:
+        if (memory := memory_of(x)) is None:
+            return
+        out[memory] = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+        made.pop(memory, None)
+        for *_, again in made.values():
+            if again.memory == memory:
+                again.values.append(again.made(give))
 
     def run(is_users: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return function(*args, **kwargs)
         (source,) = args
-        version, random = source._version, _generators_of(source, is_users)
+        version, random, memory = source._version, _generators_of(source, is_users), memory_of(source)
         output = function(source)
         # One that changes its input, or draws, can run once alone.
-        if type(output) is Tensor and source._version == version and _generators_of(source, is_users) == random:
-            again = _Again(function, keep(source.detach()), source.stride(), version, _autocast(source), _view(output))
+        is_pure = source._version == version and _generators_of(source, is_users) == random
+        if type(output) is Tensor and is_pure and memory not in out:
+            kept, autocast = keep(source.detach()), _autocast(source)
+            again = _Again(function, kept, source.stride(), version, memory, autocast, _view(output), [])
             made[memory_of(output)] = StorageWeakRef(output.untyped_storage()), output.dtype, again  # type: ignore[no-untyped-call]
         return output
 
@@ -138,14 +163,10 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
 
     through = {each: partial(run, type(each).__module__.partition(".")[0] not in _PURE) for each in activations}
     try:
-        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, False)), Calls(through).through():
+        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, False), handed_out), Calls(through).through():
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def _generators_of(x: Tensor, is_users: bool) -> list[list[int]]:
@@ -171,12 +192,14 @@ class _FromOutput(torch.autograd.Function):
         shape = tuple(weight.shape)
         y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(y, rstd, weight, *(() if bias is None else (bias,)))
-        ctx.num_dims = len(shape)
+        ctx.num_dims, ctx.digest = len(shape), _digest(y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.equal(_digest(ctx.saved_tensors[0]), ctx.digest):
+            raise RuntimeError("the output of a norm was changed behind it, past autograd: expected no keep_less")
         wide = torch.promote_types(grads[0].dtype, torch.float32)  # as the plain one computes short types
         grad, y, rstd, weight, *bias = (x.to(wide) for x in (*grads, *ctx.saved_tensors))
         normal = (y - bias[0] if bias else y) / weight
@@ -185,6 +208,10 @@ class _FromOutput(torch.autograd.Function):
         mean, along = scaled.mean(inner, keepdim=True), (scaled * normal).mean(inner, keepdim=True)
         grad_x = rstd * (scaled - mean - normal * along)
         return grad_x, (grad * normal).sum(outer), grad.sum(outer) if bias else None, None
+
+
+def _digest(x: Tensor) -> Tensor:
+    return x.view(getattr(torch, f"int{8 * x.itemsize}")).sum()
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -234,6 +261,8 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
             each.forward = partial(_without_weights, each.forward)  # type: ignore[method-assign]
         else:
             config: Any = each.config
+            if getattr(config, "output_attentions", False):
+                _refuse_weights()
             own = configs.setdefault(id(config), copy.deepcopy(config))
             own._attn_implementation = "sdpa"
             each.config = own
@@ -241,11 +270,24 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
 
 def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(args[4:5]) or kwargs.get("need_weights"):
-        raise ValueError(
-            "keep_less('attention'): its weights are asked for, need_weights=True, and nothing makes them: expected "
-            "need_weights=False, or this attention without keep_less"
-        )
-    return forward(*args, **kwargs) if args[4:] else forward(*args, **{**kwargs, "need_weights": False})
+        _refuse_weights()
+    if args[4:] or "need_weights" in kwargs:
+        return forward(*args, **kwargs)
+    return forward(*args, **kwargs, need_weights=False)[0], _NoWeights()
+
+
+def _refuse_weights(*args: object, **kwargs: object) -> NoReturn:
+    raise ValueError(
+        "keep_less('attention'): its weights are asked for, and nothing makes them: expected need_weights=False, "
+        "output_attentions=False, or this attention without keep_less"
+    )
+
+
+# In place of weights that are returned by default: most models pass over them, and any use is refused.
+_USES: tuple[str, ...] = ("getattr", "getitem", "iter", "len", "neg", "abs", "lt", "gt", "le", "ge", "pow", "matmul")
+_USES += ("rtruediv", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv")
+_NoWeights = type("_NoWeights", (), {f"__{use}__": _refuse_weights for use in _USES})
+_NoWeights.__torch_function__ = classmethod(_refuse_weights)  # type: ignore[attr-defined]
 
 
 # By word: whether a module is concerned; what is done to the one around those, or to each; and what was expected.

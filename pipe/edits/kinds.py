@@ -27,7 +27,7 @@ from torch import nn
 from ..shards.tensor_option import WORDS
 from ..stage.nested import mapped
 from ..stage.recompute import Rule
-from .keep_less import WHAT, find, keep_less
+from .keep_less import find, keep_less
 
 _AROUND = ("_forward", "_backward", "_is_full_backward", "_non_full_backward")  # hooks that run around a module
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +47,7 @@ class EditKind(NamedTuple):
         excludes: kinds that cannot be beside it on one module, or on one inside the other.
     """
 
-    check: Callable[..., None] = _nothing
+    check: Callable[..., object] = _nothing
     apply: Callable[..., None] = _nothing
     option: Callable[..., tuple[str, Any]] | None = None
     excludes: tuple[str, ...] = ()
@@ -57,16 +57,14 @@ class EditKind(NamedTuple):
 
 
 def _check_operators(name: str, module: nn.Module, root: nn.Module, *, keep: Sequence[str] = ()) -> None:
+    if not isinstance(keep, tuple):
+        raise ValueError(f"checkpoint(keep={keep!r}): expected a list of operators, such as ['aten.mm.default']")
     for each in keep:
-        _check_operator(each)
-
-
-def _check_operator(name: str) -> None:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise ValueError(f"checkpoint(keep=[{name!r}]): expected operators such as 'aten.mm.default'")
+        found: Any = torch.ops
+        for part in each.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, torch._ops.OpOverload):
+            raise ValueError(f"checkpoint(keep=[{each!r}]): expected operators such as 'aten.mm.default'")
 
 
 def _recompute(name: str, *, keep: Sequence[str]) -> tuple[str, dict[str, Rule]]:
@@ -81,6 +79,8 @@ def _keeps(kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwar
 
 
 def _check_names(name: str, module: nn.Module, root: nn.Module, *, plan: Mapping[str, Any]) -> None:
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(f"shard({plan!r}) of {name!r}: expected its modules, as in {{'up': 'column', 'down': 'row'}}")
     inside = dict(module.named_modules())
     for below, how in plan.items():
         if how not in WORDS and not hasattr(how, "_apply"):  # a ParallelStyle
@@ -180,6 +180,8 @@ def _check_backend(
 ) -> None:
     if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(sorted(known))}")
+    if not isinstance(gate, bool):
+        raise ValueError(f"compile(gate={gate!r}): expected True or False")
 
 
 def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
@@ -229,19 +231,6 @@ def _cast_outputs(types: list[torch.dtype], module: nn.Module, args: Any, output
     return mapped(output, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-# keep_less
-
-
-def _check_what(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
-    if what not in [*WHAT]:
-        raise ValueError(f"keep_less({what!r}): expected one of {', '.join(map(repr, WHAT))}")
-    find(what, name, module)
-
-
-def _keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
-    keep_less(what, name, module)
-
-
 KINDS: Mapping[str, EditKind] = MappingProxyType(
     {
         "checkpoint": EditKind(_check_operators, option=_recompute, excludes=("keep_less",)),
@@ -250,7 +239,7 @@ KINDS: Mapping[str, EditKind] = MappingProxyType(
         "replace": EditKind(_check_part, _replace),
         "compile": EditKind(_check_backend, _compile, excludes=("keep_less",)),
         "dtype": EditKind(_check_own, _convert),
-        "keep_less": EditKind(_check_what, _keep_less),
+        "keep_less": EditKind(find, keep_less),
     }
 )
 

@@ -160,19 +160,20 @@ class Edits:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the edits of a file. Raises ValueError for another file, and for names that this model does not have."""
-        before = list(self._edits)
+        before, where = list(self._edits), " holds no edits"
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content["format"] != _FORMAT:
-                raise KeyError(content["format"])
-            for record in content["edits"]:
+            if {**content, "edits": []} != {"format": _FORMAT, "edits": []} or not isinstance(content["edits"], list):
+                raise KeyError(*content)
+            for number, record in enumerate(content["edits"]):
+                where = f": edit {number}, {record!r:.60}"
+                if record["do"] not in [*KINDS]:
+                    raise ValueError(f"do={record['do']!r}: expected one of {', '.join(map(repr, KINDS))}")
                 given = {name: value for name, value in record.items() if name not in ("at", "do")}
-                if record["do"] not in KINDS:
-                    raise KeyError(record["do"])
                 getattr(self[record["at"]], record["do"])(**given)
-        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             self._edits = before
-            raise ValueError(f"{path} holds no edits ({error!r:.100}): expected what edits.save wrote") from None
+            raise ValueError(f"{path}{where} ({error!r:.100}): expected what edits.save wrote") from None
         except ValueError as error:
             self._edits = before
             raise ValueError(f"{path}: {error}") from None
@@ -195,18 +196,20 @@ class Edits:
         return self.model
 
     @contextmanager
-    def applied(self) -> Iterator[dict[str, Any]]:
+    def applied(self, meant: Sequence[Edit] | None = None) -> Iterator[dict[str, Any]]:
         """The model is changed by all edits but those that are options of PipelineModule, which this gives.
 
-        Where an edit fails, or what is done within, all is as it was.
+        Where an edit fails, or what is done within, all is as it was. `meant`: the list as it must still be.
         """
         self.refuse_applied()
+        if meant is not None and meant != self._edits:
+            raise ValueError("these edits are others than those of this pipeline: expected PipelineModule(edits) anew")
         put_back = _remember(self.model)
-        meant = [(each, self.find(each.pattern)) for each in self]
+        found = [(each, self.find(each.pattern)) for each in self]
         self._shown, self._is_built = str(self), True
         try:
             changed: list[tuple[Edit, str, nn.Module]] = []
-            for each, modules in meant:
+            for each, modules in found:
                 for name in self._names_now(each, modules):
                     module = self.model.get_submodule(name)
                     KINDS[each.word].apply(name, module, self.model, **each.given)
@@ -216,7 +219,7 @@ class Edits:
             for each, name, part in changed:
                 if part not in present:
                     raise ValueError(f"{each}: a replace behind it takes {name!r} away: expected the replace first")
-            yield self._options(meant)
+            yield self._options(found)
         except BaseException:
             put_back()
             self._is_built = False
@@ -308,7 +311,8 @@ class At:
 
     def checkpoint(self, keep: Sequence[Any] = ()) -> At:
         """Compute again in the backward, but for results of these operators, as "aten.mm.default", or torch's own."""
-        return self._add("checkpoint", keep=tuple(map(str, keep)))
+        is_list = isinstance(keep, Sequence) and not isinstance(keep, str)
+        return self._add("checkpoint", keep=tuple(map(str, keep)) if is_list else keep)
 
     def replace(self, make: Callable[[nn.Module], nn.Module]) -> At:
         """Put make(module) in its place; hooks go over, and parameters and buffers of the same names."""
@@ -316,7 +320,7 @@ class At:
 
     def shard(self, plan: Mapping[str, Any]) -> At:
         """Divide modules in it among a tensor group, by their names below it, as in {"up": "column", "down": "row"}."""
-        return self._add("shard", plan=dict(plan))
+        return self._add("shard", plan=dict(plan) if isinstance(plan, Mapping) else plan)
 
     def compile(self, backend: str = "inductor", *, gate: bool = True) -> At:
         """Compile it by torch.compile; with a gate `verify` takes it back where it is slower."""

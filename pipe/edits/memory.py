@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...partition.profiler.memory import bytes_of, peaks
 from ...partition.quantities import size as size_of
@@ -37,13 +37,8 @@ def explain(
     for number in range(len(edits) + 1):
         name = str(edits[number - 1]) if number else "no edit"
         rows.append((name, *_row(edited(edits[:number]), example, limit=most, in_flight=in_flight, state=state)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
 
 
 def _row(model: nn.Module, example: Any, *, limit: float, in_flight: int, state: float) -> tuple[str, str, str]:
@@ -69,8 +64,8 @@ def measure(model: nn.Module, example: Any) -> tuple[int, int]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def forward() -> Any:
-        given = mapped(example, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()))
-        return called(model, given)
+        leaves = mapped(example, lambda x: x.detach().requires_grad_(x.is_floating_point() or x.is_complex()))
+        return called(model, mapped(leaves, torch.clone))  # which may be changed in place
 
     random_backward(forward())  # what is made once, is made
     model.zero_grad()
@@ -91,7 +86,4 @@ def first(example: Any, number: int) -> Any:
     """So many samples of it: of tensors that have one size with its first tensor's batch."""
     whole = _samples(example)
 
-    def cut(x: Tensor) -> Tensor:
-        return x[:number] if x.dim() and x.shape[0] == whole else x
-
-    return mapped(example, cut)
+    return mapped(example, lambda x: x[:number] if x.dim() and x.shape[0] == whole else x)

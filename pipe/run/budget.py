@@ -5,7 +5,8 @@
     fit      of all choices that stay below the budget at every moment the one with the least seconds
 
 Each rank tries its own stages, with a microbatch of its first batch to train on: once with all units under each rule,
-and then as it was chosen, which has the last word.
+and then as it was chosen, which has the last word. A later batch with microbatches of other sizes has the choice of one
+before that was as large in each dimension, or else its own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
+from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...partition.memory import GRADIENTS_SENT, count_in_flight
@@ -53,6 +56,7 @@ TRIALS = 5  # choices that are carried out, where one holds more than its units 
 TOLD_SECONDS = 1.0  # what takes longer is told
 
 Choice = Sequence[int]  # by unit, the number of its rule
+Sizes = dict[tuple[int, ...], Sequence[int]]  # of tensors, by their numbers of dimensions
 Point = tuple[Op, int, int]  # an action, with so many microbatches in flight, its own among them; within it a call
 
 
@@ -117,10 +121,11 @@ class _UnitTrace(NamedTuple):
 
 
 class _Probe:
-    """One stage, run beside its training with the largest microbatch of a batch."""
+    """One stage, run beside its training with the microbatch of most bytes of a batch."""
 
     def __init__(self, run: Run, mode: Mode, stage: Stage, batch: Batch) -> None:
-        part = max((part for part in batch.parts if part.inputs is not None), key=lambda part: part.size)
+        own = (part for part in batch.parts if part.inputs is not None)
+        part = max(own, key=lambda part: bytes_of(_tensors(part.inputs, part.target)))
         self.module, self.specs = part.inferred.stages[stage.index], part.inferred.specs
         self.units = tuple(dict.fromkeys(self.module.units))
         names = {module: name for name, module in run.root.named_modules()}
@@ -134,9 +139,9 @@ class _Probe:
                 spec = self.specs[ref.producer][ref.slot]
                 x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=run.settings.device)
                 self.inputs.append(x.normal_() if x.is_floating_point() else x.zero_())
-        targets = pytree.tree_leaves(part.target) if stage.index + 1 == mode.schedule.num_stages else []
+        targets = part.target if stage.index + 1 == mode.schedule.num_stages else None
         given = [x for ref, x in zip(self.module.inputs, self.inputs, strict=True) if ref.producer == MODEL_INPUT]
-        self.given_bytes = bytes_of(x for x in (*given, *targets) if isinstance(x, torch.Tensor))
+        self.given_bytes = bytes_of(_tensors(given, targets))
         self._wants, self._target = mode.wants_grad[stage.index], part.target
         self._stage, self._batch, self._seeder = stage, batch, run.seeder
         self._clock = clock_for(run.settings.device)
@@ -237,7 +242,7 @@ class _Stay(NamedTuple):
 
 
 class Budgets:
-    """Decides, for a first batch to train on, what runs again of this process's stages under a budget.
+    """Decides, for a batch to train on, what runs again of this process's stages under a budget.
 
     Raises ValueError beside what has memory that is not counted here.
     """
@@ -254,7 +259,10 @@ class Budgets:
             "post_validation=True": run.settings.post_validation,
             "a tensor group": layout.place.tensor[1] > 1,
             "a divided optimizer": layout.sharding.is_any,
+            "an nn.SyncBatchNorm": layout.place.world.distributed
+            and any(isinstance(module, nn.SyncBatchNorm) for module in run.root.modules()),
         }
+        self._choices: list[tuple[Sizes, Mapping[int, CheckpointedModules]]] = []
         for what in (what for what, is_there in others.items() if is_there):
             raise ValueError(
                 f"recompute={{{BUDGET!r}: ...}} beside {what}: expected a word, such as recompute='layer', or a "
@@ -262,19 +270,37 @@ class Budgets:
             )
 
     def decide(self, batch: Batch) -> None:
-        """Collective over the processes. ValueError, on every rank alike, for a stage that fits under no choice."""
+        """Collective over the processes, where no batch before had as large microbatches.
+
+        ValueError, on every rank alike, for a stage that fits under no choice.
+        """
+        sizes = _sizes(batch)
+        chosen = next((chosen for before, chosen in self._choices if _cover(before, sizes)), None)
+        if chosen is None:
+            chosen = self._decided(batch)
+            self._choices.append((sizes, chosen))
+        for each in self._ranks.stages.values():
+            for s in chosen.keys() & each.keys():
+                each[s].reruns = chosen[s]
+
+    def _decided(self, batch: Batch) -> Mapping[int, CheckpointedModules]:
         run, limits = self._run, self._run.layout.recompute.stages
         stages = {s: stage for each in self._ranks.stages.values() for s, stage in each.items()}
+        under_way = self._mode.schedule.is_asynchronous
+        alone = batch.replica[1] > 1 and run.layout.place.world.distributed  # others do not know
 
         def choose() -> dict[int, CheckpointedModules]:
             limited = [(stage, limit) for s, stage in stages.items() if isinstance(limit := limits[s], float)]
             return {stage.index: self._chosen(stage, batch, limit) for stage, limit in limited}
 
         with run.guard.together(), run.seeder.call():
-            chosen = agreed(choose, run.collectives, run.guard, what="choosing what runs again")
-        for each in self._ranks.stages.values():
-            for s in chosen.keys() & each.keys():
-                each[s].reruns = chosen[s]
+            if self._choices and (under_way or alone):
+                raise ValueError(
+                    f"step {batch.step}: microbatches larger than those that recompute={{{BUDGET!r}: ...}} was decided "
+                    f"for, beside {'an asynchronous schedule' if under_way else 'data replicas'}: expected the largest "
+                    f"batch first, or a word, such as recompute='layer'"
+                )
+            return agreed(choose, run.collectives, run.guard, what="choosing what runs again")
 
     def _chosen(self, stage: Stage, batch: Batch, limit: float) -> CheckpointedModules:
         run, s, probe = self._run, stage.index, _Probe(self._run, self._mode, stage, batch)
@@ -357,6 +383,24 @@ class Budgets:
                 optimizer.step()
         live.settle()
         return state_bytes(made), live.most - live.level
+
+
+def _tensors(*values: object) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _sizes(batch: Batch) -> Sizes:
+    """The largest of this process's microbatches, by dimension."""
+    found: Sizes = {}
+    for tensors in (_tensors(part.inputs, part.target) for part in batch.parts if part.inputs is not None):
+        shapes = [(x.itemsize, x.numel()) if x.is_nested else (x.itemsize, *x.shape) for x in tensors]
+        own, kind = [number for shape in shapes for number in shape], tuple(map(len, shapes))
+        found[kind] = list(map(max, own, found.get(kind, own)))
+    return found
+
+
+def _cover(before: Sizes, sizes: Sizes) -> bool:
+    return all(kind in before and all(map(ge, before[kind], own)) for kind, own in sizes.items())
 
 
 def _told(

@@ -232,7 +232,6 @@ class Training:
             check_same_batch(batch, self._collectives, device=self._seeder.device)
         if self._decide is not None:
             self._decide(batch)
-            self._decide = None
         if self._orders is not None:
             self._replan(batch, self._orders)
         programs = self._update.begin(batch)

@@ -9,6 +9,7 @@ A full tensor is a function of what the members hold; what is whole is equal on 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from uuid import uuid4
@@ -44,7 +45,8 @@ class MemberShards:
         self._by_member = by_member
         self._originals = dict(originals)
         self._own = collectives.tensor_members.index(collectives.rank)
-        self._comparisons = 0 if len(collectives.tensor_members) > 1 else _COMPARISONS
+        # By their names; None: not now.
+        self._comparisons = Counter[tuple[str, ...]]() if len(collectives.tensor_members) > 1 else None
         self._undo: Callable[[], None] | None = None
 
     def add_up(self, tensor: torch.Tensor) -> None:
@@ -58,9 +60,10 @@ class MemberShards:
 
         Raises ValueError, on all members, for one that is not the same on all of them.
         """
-        if self._comparisons == _COMPARISONS:
+        names = tuple(gradients)
+        if self._comparisons is None or self._comparisons[names] == _COMPARISONS:
             return
-        self._comparisons += 1
+        self._comparisons[names] += 1
         whole = {name: gradient for name, gradient in gradients.items() if name not in self._by_member}
         rows = [_figures(gradient).to(self._collectives.device) for gradient in whole.values()]
         if not rows:
@@ -82,7 +85,7 @@ class MemberShards:
     @contextmanager
     def compared_by_verify(self) -> Iterator[None]:
         """Within, `compare_gradients` does nothing: verify names the module where gradients part."""
-        before, self._comparisons = self._comparisons, _COMPARISONS
+        before, self._comparisons = self._comparisons, None
         try:
             yield
         finally:

@@ -305,13 +305,15 @@ class FlushUpdate(Update):
         named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
         own = [name for name in names if name in self.shards.parts]
         others = [name for name in names if name not in self.shards.parts]
+        run = self._parts.run
         return [
             SharedSum(
                 collective,
                 ranks=ranks,
                 parameters=[(name, named[name]) for name in some],
                 parts=[self.shards.parts[name] for name in some] if some is own else (),
-                collectives=self._parts.run.collectives,
+                collectives=run.collectives,
+                compare=ownership.group.compare_gradients if run.layout.place.is_uneven(ranks) else None,
             )
             for some in (own, others)
             if some

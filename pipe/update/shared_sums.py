@@ -35,6 +35,7 @@ class SharedSum:
     Arguments:
         parameters: whose gradients they are, with their names, in the same order on all of them.
         parts: where each rank needs a part of the sums alone: this rank's of these parameters; else none.
+        compare: is told of the gradients before, where of a tensor group those of one member alone are summed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SharedSum:
         parameters: Sequence[tuple[str, nn.Parameter]],
         parts: Sequence[ShardedParameter],
         collectives: Collectives,
+        compare: Callable[[Mapping[str, torch.Tensor | None]], None] | None,
     ) -> None:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
@@ -52,6 +54,7 @@ class SharedSum:
         self._flat = FlatGradients(parameters)
         self._parts = parts
         self._collectives = collectives
+        self._compare = compare
         self._device = collectives.device
         self._flags = torch.empty(0)
         self._totals: list[torch.Tensor] = []  # by bucket
@@ -66,6 +69,8 @@ class SharedSum:
             on_through: is called when all ranks' gradients are added up.
         """
         parameters = self._flat.parameters
+        if self._compare is not None:
+            self._compare({name: p.grad for name, p in zip(self._flat.names, parameters, strict=True)})
         scale_gradients([p.grad for p in parameters], factor)
         numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
         self._flags = torch.cat([self._flat.flags([p.grad for p in parameters]), numbers, numbers.square()])

@@ -7,10 +7,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
 from support.inside import (
+    OUTSIDE,
     RECOMPUTE,
     Configuration,
     MemoryRules,
@@ -20,6 +22,7 @@ from support.inside import (
     PlanEvaluator,
     RankPlace,
     Recomputed,
+    SearchSpace,
     StageSums,
     Topology,
     _TreatedRank,
@@ -282,6 +285,21 @@ def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
         assert found.searched.faster_left(found.simulated_step_time or 0) == 0
         mixed += len({stage.tensor for stage in found.stages}) > 1
     assert mixed > 1
+
+
+@pytest.mark.parametrize("num_devices", [4, 12])
+def test_tensor_sizes_of_stages_are_those_that_are_not_told_to_be_left_out(num_devices: int) -> None:
+    schedules = [("1f1b", (1,)), ("2bw", (1,)), ("interleaved", (2,))]
+    sizes: dict[str, Any] = {"microbatch_sizes": [1], "tensor_sizes": [1, 2, 4], "max_stages": num_devices}
+    space = SearchSpace(num_devices=num_devices, global_batch=4, schedules=schedules, **sizes)
+    mixed = [each for each in space.configurations() if each.sizes is not None]
+    assert {each.schedule for each in mixed} == {"1f1b"}
+    assert {(each.data, each.num_chunks, each.num_devices) for each in mixed} == {(1, 1, num_devices)}
+    turns = [sum(one != other for one, other in pairwise(each.sizes or ())) for each in mixed]
+    assert max(turns) == (2 if num_devices == 4 else 1)
+    said = next(each for each in OUTSIDE if "tensor ranks that do" in each)
+    for what in ("replicas", "chunks", "streams", "idle devices", "on more than 8 devices", "take turns"):
+        assert what in said
 
 
 def step_of(source: OverTwo, sizes: tuple[int, ...], ends: tuple[int, ...], bandwidth: float, m: int) -> float:

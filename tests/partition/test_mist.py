@@ -78,6 +78,7 @@ def test_the_same_numbers_of_stages_pay_as_much() -> None:
         assert min(every, key=predicted.__getitem__) == best
         for key in every[:-1]:
             gains[key] = [round(100 * took[key] / took[best] - 100) for took in (measured, predicted)]
+            print(*key, "stages: {}% longer than the best by Mist's measurement, {}% by ours".format(*gains[key]))
     assert gains == {
         ("1_3B", 1): [39, 28],
         ("2_6B", 2): [38, 32],
@@ -106,4 +107,5 @@ def test_a_choice_for_each_stage_pays_over_the_same_for_all() -> None:
         alike, own = (planned(*key, recompute).simulated_step_time for recompute in (("layer",), None))
         assert alike is not None
         assert own is not None
+        print(*key, f"stages: a choice for each is {alike / own:.2f} times as fast as one for all")
         assert 1.1 < alike / own < 1.5

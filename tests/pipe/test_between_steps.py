@@ -118,9 +118,7 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
     run = SimpleNamespace(
         settings=SimpleNamespace(device=torch.device("cpu"), model_loss=None, grad_scaler=None),
         layout=SimpleNamespace(
-            place=SimpleNamespace(
-                replica=(replica, 3), world=SimpleNamespace(distributed=True), is_uneven=lambda: False
-            )
+            place=SimpleNamespace(replica=(replica, 3), world=SimpleNamespace(distributed=True), tensor=(0, 1))
         ),
         guard=SimpleNamespace(together=nullcontext),
         local_stages=[0, 1],

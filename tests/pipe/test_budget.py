@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import HeldMoments, LiveBytes, fit, least
+from support.inside import Budgets, HeldMoments, LiveBytes, fit, least
 from support.lstm_seq2seq import Seq2Seq, batch, token_loss
 from support.pool import Pool
 from support.small import X, make
 from torch import Tensor, nn
 
+from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Op
 
@@ -162,6 +163,7 @@ def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not() -> None
     pipe = blocks({"memory_budget": f"{budget}B"})
     assert "as the first batch to train on decides" in (pipe.build(*x_y), pipe.explain())[1]
     assert all(torch.equal(one, other) for one, other in zip(gradients(pipe, *x_y), wanted, strict=True))
+    print(pipe.explain())
     first, last = pipe.explain().split("\nstage 1")
     assert first.count("runs again  ") == 2  # of three blocks
     assert "nothing runs again" in last
@@ -204,6 +206,73 @@ def test_what_is_predicted_holds_under_other_schedules(schedule: str, monkeypatc
     assert memory.peak_bytes <= sum(predicted for _, predicted in told(pipe).values()) * 1.01
 
 
+def test_a_larger_batch_is_decided_on_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where one before had all dimensions as large, its choice is taken; other microbatches of one batch count."""
+    x_y, decided = rows(), list[int]()
+    half, uneven = tuple(x[: SAMPLES * M // 2] for x in x_y), [(x_y[0][:8], x_y[1][:8])] * M
+    plain, decide = blocks("none"), Budgets._decided
+    wanted = gradients(plain, *half), gradients(plain, *x_y)
+    budget = int(measured(plain, *x_y)[1] * 1.02)
+
+    def noted(self: Budgets, batch: Any) -> Any:
+        decided.append(batch.num_samples)
+        return decide(self, batch)
+
+    monkeypatch.setattr(Budgets, "_decided", noted)
+    pipe = blocks({"memory_budget": f"{budget}B"})
+    assert all(map(torch.equal, gradients(pipe, *half), wanted[0]))
+    assert "runs again  " not in pipe.explain()
+    assert all(map(torch.equal, gradients(pipe, *x_y), wanted[1]))
+    assert "runs again  " in pipe.explain()
+    found = measured(pipe, *x_y)
+    assert max(found.values()) <= budget
+    for each in (half, x_y, half):
+        pipe.train_step(*each)
+    pipe.train_step(microbatches=uneven)
+    assert decided == [SAMPLES * M // 2, SAMPLES * M]
+
+
+def test_a_larger_batch_beside_one_under_way_is_refused() -> None:
+    x_y = rows()
+    half = tuple(x[: SAMPLES * M // 2] for x in x_y)
+    pipe = blocks({"memory_budget": "1GB"}, schedule="2bw", cut=None)
+    pipe.train_step(*half)
+    with pytest.raises(ValueError, match=r"step 1: microbatches larger than those .* expected the largest batch first"):
+        pipe.train_step(*x_y)
+    first = blocks({"memory_budget": "1GB"}, schedule="2bw", cut=None)
+    first.train_step(*x_y)
+    first.train_step(*half)
+
+
+class SyncOnCPU(nn.SyncBatchNorm):
+    forward = nn.BatchNorm1d.forward  # its own wants a GPU
+
+
+def by_replica() -> tuple[str, str]:
+    """What is said of a larger batch of the second replica, and of a norm over both."""
+    x_y, more = rows(), 1 + torch.distributed.get_rank()
+    pipe = blocks({"memory_budget": "1GB"}, mesh={"pipe": 1, "data": 2}, cut=None)
+    pipe.forward_backward(*(x[: SAMPLES * M // 2] for x in x_y))
+    try:
+        pipe.forward_backward(*(x[: SAMPLES * M * more // 2] for x in x_y))
+    except (ValueError, PipelineError) as error:
+        told = str(error)
+    norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), SyncOnCPU(WIDTH))
+    given: dict[str, Any] = {"mesh": {"pipe": 1, "data": 2}, "recompute": {"memory_budget": "1GB"}}
+    try:
+        PipelineModule(norm, num_microbatches=2, loss_fn=F.mse_loss, **given).build(*(x.float() for x in x_y))
+    except (ValueError, PipelineError) as error:
+        return told, str(error)
+    return told, "nothing"
+
+
+@pytest.mark.gloo
+def test_replicas_are_told_of_what_they_cannot_decide_alone(gloo: Pool) -> None:
+    for larger, norm in gloo.run(by_replica, ranks=2):
+        assert "larger than those that recompute={'memory_budget': ...} was decided for, beside data replicas" in larger
+        assert "recompute={'memory_budget': ...} beside an nn.SyncBatchNorm: expected a word" in norm
+
+
 def test_what_does_not_fit_names_the_least_that_does() -> None:
     x_y = rows()
     pipe = blocks({"memory_budget": ["1MB", None]})
@@ -241,6 +310,7 @@ def test_an_lstm_seq2seq_keeps_half_as_much() -> None:
         with each.watch_memory() as memory:
             each.train_step(*x_y)
         found[name] = memory.peak_bytes - each.held_bytes()
+    print(f"activations of a step: {found['none'] / found['budget']:.2f} times less under the budget")
     assert found["none"] / found["budget"] >= 1.9
 
 

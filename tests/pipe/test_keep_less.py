@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -134,6 +135,88 @@ def test_inputs_that_change_are_not_taken_for_what_they_were() -> None:
     doubling = edit(Block(DoublingGELU()))
     doubling["mlp"].keep_less("gelu")
     assert doubling.verify((torch.randn(B, S, H),)) == []
+
+
+def _write(alias: Tensor) -> None:
+    alias.mul_(2.0)
+
+
+# What a user's code may write past autograd, (h, a) of h ---GELU---> a: before the Linear, and behind it. Plain numbers
+# are those of the Linear's input as it was used.
+WRITES: dict[str, tuple[Callable[[Tensor, Tensor], object], Callable[[Tensor, Tensor], object]]] = {
+    "output data": (lambda h, a: _write(a.data), lambda h, a: None),
+    "output numpy": (lambda h, a: a.detach().numpy().fill(0.5), lambda h, a: None),
+    "output dlpack": (lambda h, a: _write(torch.from_dlpack(a.detach())), lambda h, a: None),
+    "output chunk": (lambda h, a: _write(a.unsafe_chunk(2)[0]), lambda h, a: None),
+    "output view": (lambda h, a: _write(a[:, 1:].data), lambda h, a: None),
+    "output replaced": (lambda h, a: setattr(a, "data", 2 * a.data), lambda h, a: None),
+    "output in place": (lambda h, a: _write(a.detach()), lambda h, a: None),
+    "input data": (lambda h, a: _write(h.data), lambda h, a: None),
+    "input behind": (lambda h, a: None, lambda h, a: _write(h.data)),
+    "input view behind": (lambda h, a: None, lambda h, a: h.detach().T.numpy()[0].fill(2.0)),
+    "input kept": (lambda h, a: None, lambda h, a: _write(h.alias)),  # type: ignore[attr-defined]
+    "read alone": (lambda h, a: a.data.sum(), lambda h, a: h.data.sum()),
+}
+
+
+class Writes(nn.Module):
+    def __init__(self, name: str, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(H, H), nn.Linear(H, H), act
+        (self.before, self.behind), self.is_alias = WRITES[name], name == "input kept"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.is_alias:
+            h.alias = h.data
+        a = self.act(h)
+        self.before(h, a)
+        made: Tensor = self.down(a)
+        self.behind(h, a)
+        return made
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "module": nn.GELU(),
+    "tanh": nn.GELU(approximate="tanh"),
+    "function": nn.functional.gelu,
+    "with others": nn.Sequential(nn.GELU(), nn.Hardtanh(inplace=True)),
+}
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_past_autograd_is_not_taken_for_what_it_was(name: str, act: str) -> None:
+    """All numbers are the plain model's, to the last bit, as wrong as these may be themselves."""
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Writes(name, ACTIVATIONS[act])), torch.randn(B, H)
+    edits = edit(copy.deepcopy(plain))
+    edits["0"].keep_less("gelu")
+    for theirs, ours in zip(gradients(plain, x), gradients(edits.build(), x), strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_reading_past_autograd_behind_the_output_costs_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(H, H), nn.GELU(), nn.Linear(H, H))), torch.randn(B, H)
+    edits = edit(copy.deepcopy(model))
+    model[0][2].register_forward_hook(lambda module, args, out: out.data.sum())
+    edits["0"].keep_less("gelu")
+    assert kept_bytes(model, x) - kept_bytes(edits.build(), x) == T4 * B * H
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: y.mul_(2), lambda y: y.neg_(), lambda y: y.zero_(), lambda y: y[0].fill_(0)]
+)
+def test_a_norm_whose_output_is_written_past_autograd_says_so(change: Callable[[Tensor], object]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(H, H), nn.LayerNorm(H), nn.Linear(H, H))
+    model[1].register_forward_hook(lambda module, args, out: (change(out.data), out)[1])
+    edits = edit(model)
+    edits["1"].keep_less("layernorm")
+    loss = edits.build()(torch.randn(B, H)).sum()
+    with pytest.raises(RuntimeError, match=r"output of a norm was changed behind it, past autograd: expected no keep"):
+        loss.backward()
 
 
 class Composed(nn.Module):
@@ -325,8 +408,60 @@ class AsksForWeights(nn.Module):
 def test_fused_attention_refuses_to_give_weights(as_keyword: bool) -> None:
     edits = edit(AsksForWeights(as_keyword=as_keyword))
     edits["attention"].keep_less("attention")
-    with pytest.raises(ValueError, match=r"its weights are asked for, need_weights=True, and nothing makes them"):
+    with pytest.raises(ValueError, match=r"its weights are asked for, and nothing makes them"):
         edits.build()(torch.randn(3, 1, 8))
+
+
+USES: dict[str, Callable[[Tensor, Any], object]] = {
+    "method": lambda x, weights: x * weights.mean(),
+    "attribute": lambda x, weights: x * weights.shape[0],
+    "index": lambda x, weights: weights[0],
+    "arithmetic": lambda x, weights: 2 * weights + 1,
+    "power": lambda x, weights: weights**2,
+    "beside a tensor": lambda x, weights: x[..., :1] * weights,
+    "function": lambda x, weights: torch.stack([weights, weights]),
+    "loop": lambda x, weights: sum(each for each in weights),
+    "comparison": lambda x, weights: weights > 0,
+}
+
+
+class UsesWeights(nn.Module):
+    """Asks for weights by default."""
+
+    def __init__(self, use: Callable[[Tensor, Any], object]) -> None:
+        super().__init__()
+        self.attention, self.use = nn.MultiheadAttention(8, 2), use
+
+    def forward(self, x: Tensor) -> object:
+        return self.use(*self.attention(x, x, x))
+
+
+@pytest.mark.parametrize("name", USES)
+def test_weights_that_are_there_by_default_are_not_used(name: str) -> None:
+    edits = edit(UsesWeights(USES[name]))
+    edits["attention"].keep_less("attention")
+    x = torch.randn(3, 1, 8)
+    assert edits.model(x) is not None
+    with pytest.raises(ValueError, match=r"its weights are asked for, and nothing makes them: expected need_weights=F"):
+        edits.build()(x)
+
+
+def test_weights_that_are_passed_on_are_missed() -> None:
+    edits = edit(UsesWeights(lambda x, weights: (x, weights)))
+    edits["attention"].keep_less("attention")
+    with pytest.raises(ValueError, match=r"the model returns 1 tensors, and 2 untouched"):
+        edits.verify((torch.randn(3, 1, 8),))
+
+
+def test_memory_is_measured_where_the_first_operation_is_in_place() -> None:
+    edits = edit(nn.Sequential(nn.ReLU(inplace=True), Block()))
+    edits["1.mlp"].keep_less("gelu")
+    x = torch.randn(4, S, H)
+    before = x.clone()
+    rows = edits.memory((x,), limit="1MiB").splitlines()
+    assert [row.split("  ")[0] for row in rows[1:]] == ["no edit", "1.mlp: keep_less(what='gelu')"]
+    assert torch.equal(x, before)
+    assert x.grad is None
 
 
 def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
@@ -413,6 +548,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
     edits["1"].cut()
     limit, in_flight = 2_000_000, 3
     lines = edits.memory((torch.randn(32, S, H),), limit="2MB", in_flight=in_flight).splitlines()
+    print(*lines, sep="\n")
     assert lines[0].split("  ")[-1].strip() == "largest microbatch in 2MB"
     assert [line.split("  ")[0] for line in lines[1:]] == ["no edit", *map(str, list(edits)[:2])]
     found = [int(line.split()[-1]) for line in lines[1:]]

@@ -343,6 +343,7 @@ def test_equal_to_the_plain_model(gloo: Pool, name: str) -> None:
         assert num_cut == CASES[name].num_cut
         allowed = 1e-6 if name in ("llama", "adapted", "mixtral", "qwen") else 1e-12  # their norms are taken in float32
         assert {key: value for key, value in apart.items() if not value <= allowed} == {}
+        print(f"{name}: {num_cut} parameters divided by two; at most {max(apart.values()):.0e} from the plain model")
 
 
 def read(option: Any, model: nn.Module, count: int = 2) -> list[str]:

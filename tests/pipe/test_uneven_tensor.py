@@ -13,49 +13,19 @@ import torch.nn.functional as F
 from support.grids import nightly
 from support.pool import Pool
 from support.tensor_models import WIDTH, loss_fn, make_batch, make_model, make_pipe
+from support.uneven import in_a_row, plan_of, stage
 from torch import Tensor, nn
 
 from stagewright import partition
-from stagewright.partition import Cluster, Node, Plan, PlanStage, Profile
+from stagewright.partition import Cluster, Node, Plan, Profile
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import Costs
 
 pytestmark = pytest.mark.concerns("comm", "partition/plans", "pipe/build.py", "pipe/context.py", "pipe/shards")
 
-NODES = {2: ("embed blocks.0", "blocks.1 norm head"), 3: ("embed blocks.0", "blocks.1", "norm head")}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adam": partial(torch.optim.Adam, lr=0.01),
 }
-
-
-def stage(nodes: str, *ranks: int, tensor: int | None = None, **fields: Any) -> PlanStage:
-    """A stage of one replica, unless its tensor size says otherwise."""
-    size = len(ranks) if tensor is None else tensor
-    return PlanStage(nodes=tuple(nodes.split()), ranks=ranks, tensor=size, step_seconds=3.0, **fields)
-
-
-def plan_of(*stages: PlanStage, **fields: Any) -> Plan:
-    ranks = {rank for each in stages for rank in each.ranks}
-    settings: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4, "num_devices": max(ranks) + 1}
-    return Plan(
-        stages=stages,
-        costs=Costs(forward=1.0, backward=2.0),
-        cost_model="default",
-        predicted_step_time=3,
-        bound=3,
-        **(settings | fields),
-    )
-
-
-def in_a_row(
-    *sizes: int, nodes: tuple[str, ...] = (), num_bytes: tuple[float | None, ...] = (None,) * 3, **fields: Any
-) -> Plan:
-    """A stage for each size of tensor group, on ranks in a row, with so many bytes of parameters on one of them."""
-    begins = [sum(sizes[:number]) for number in range(len(sizes))]
-    ranks = [range(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
-    each = zip(nodes or NODES[len(sizes)], ranks, num_bytes, strict=False)
-    return plan_of(*(stage(names, *own, parameter_bytes=size) for names, own, size in each), **fields)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

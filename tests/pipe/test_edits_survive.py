@@ -1,0 +1,211 @@
+"""Named edits: what is the user's survives them, hooks, ties, buffers, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.edited import Wrapped
+from support.models import make_batch, make_model
+from torch import nn
+
+from stagewright.pipe import edit
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+
+
+def test_hooks_ties_and_buffers_survive_a_replacement() -> None:
+    model = make_model("tied-gpt")
+    called: list[str] = []
+    model.embed.register_forward_hook(lambda module, args, out: called.append(type(module).__name__))
+    weight = model.embed.weight
+
+    class Scaled(nn.Embedding):
+        """Another class with the same weight."""
+
+    edits = edit(model)
+    edits["embed"].replace(lambda old: Scaled(old.num_embeddings, old.embedding_dim))
+    inputs, _ = make_batch("tied-gpt", index=0, size=4)
+    assert edits.verify(inputs) == []
+    assert type(model.embed) is nn.Embedding
+    assert called == []
+    edits.build()
+    model(*inputs)
+    assert type(model.embed) is Scaled
+    assert called == ["Scaled"]
+    assert model.embed.weight is model.head.weight is weight
+    norms = edit(make_model("batchnorm-cnn"))
+    old = norms.model.norms[0]
+    norms["norms.0"].replace(lambda module: nn.BatchNorm2d(module.num_features).double())
+    norms.build()
+    assert norms.model.norms[0] is not old
+    assert norms.model.norms[0].running_mean is old.running_mean
+
+
+@pytest.mark.parametrize("keep", [(), ("aten.addmm.default",)])
+def test_a_built_model_is_a_plain_one_for_random_numbers_and_copies(keep: tuple[str, ...]) -> None:
+    """Its backward leaves the generators where they were; a copy, or one from a file, draws from the same ones."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Dropout(), nn.Linear(8, 8), nn.Dropout()))
+    edits = edit(copy.deepcopy(plain))
+    edits["1"].checkpoint(keep=keep)
+    built, file, x = edits.build(), io.BytesIO(), torch.randn(4, 8)
+    torch.save(built, file)
+    file.seek(0)
+
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        found = [torch.tensor(random.random() + np.random.rand())]
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+            found.append(torch.tensor(random.random() + np.random.rand()))
+        return found
+
+    expected = trained(plain)
+    for model in (built, copy.deepcopy(built), torch.load(file, weights_only=False)):
+        assert all(map(torch.equal, trained(model), expected))
+
+
+class Drawing(nn.Module):
+    """Draws past torch, and changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(random.random() * np.random.rand())
+
+
+class Scaling(nn.Linear):
+    """A weight that no other has."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_verify_leaves_what_is_the_users() -> None:
+    """Generators, also where a model draws past torch, and modules that a replacement holds already."""
+    model, new = nn.Sequential(Drawing(), nn.Linear(4, 4)), Scaling()
+    before, weight = random.getstate(), new.weight
+    edits = edit(model)
+    edits["0"].checkpoint()
+    edits["1"].replace(lambda old: new)
+    torch.manual_seed(3)
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    assert edits.verify((torch.ones(2, 4),)) == []
+    assert torch.equal(torch.rand(2), after)
+    assert random.getstate() == before
+    assert new.weight is weight
+    assert new.scale.grad is None
+    assert edits.build()[1] is new  # type: ignore[index]
+    assert model[1].weight is not weight
+
+
+def test_edits_mean_the_modules_that_they_were_written_for() -> None:
+    """Also where others stand around them by then; where one takes them away, it is said."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
+
+    edits = edit(model())
+    edits["0"].replace(Wrapped)
+    edits["0.[02]"].dtype("float64")
+    shown = str(edits)
+    built: Any = edits.build()
+    assert str(edits) == shown
+    assert [name for name, module in built.named_modules() if module._forward_pre_hooks] == ["0.inner.0", "0.inner.2"]
+    lost = edit(model())
+    lost["0"].keep_less("gelu")
+    lost["0"].replace(lambda old: model()[0])
+    with pytest.raises(
+        ValueError, match=r"^0: keep_less\(.*: a replace behind it takes '0' away: expected the replace"
+    ):
+        lost.build()
+    around = edit(model())
+    around["0"].keep_less("gelu")
+    around["0"].replace(Wrapped)
+    assert around.verify((torch.randn(2, 4),)) == []
+    odd = nn.Sequential()
+    odd.add_module("a0", nn.Linear(4, 4))
+    odd.add_module("a[0]", nn.Linear(4, 4))
+    named = edit(odd)
+    named["a[[]0]"].checkpoint()
+    assert ["forward" in vars(module) for module in named.build().children()] == [False, True]
+
+
+def test_another_type_is_that_of_a_module_alone() -> None:
+    """One without weights returns its input's; complex ones are refused; where an edit fails, so are gradients."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)).double()
+    x = torch.randn(2, 4).double()
+    model(x).sum().backward()
+    failing = edit(model)
+    failing["0"].dtype("float32")
+    failing["2"].replace(lambda old: nn.Bilinear(2, 2, 2))
+    with pytest.raises(ValueError, match=r"in place of Linear\.forward"):
+        failing.build()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
+    edits = edit(model)
+    edits["1"].dtype("float32")
+    assert edits.build()(x).dtype is torch.float64
+    with pytest.raises(ValueError, match=r"dtype of '': its 'weight' is complex: expected a module with real weights"):
+        edit(nn.Linear(4, 4, dtype=torch.complex64))[""].dtype("bfloat16")
+
+
+@pytest.mark.parametrize("make", [Wrapped, lambda old: nn.Linear(4, 4)])
+def test_hooks_of_gradients_and_of_loading_survive(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    seen: list[object] = []
+    model[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0].shape))
+    model[0].register_load_state_dict_pre_hook(lambda module, *args: seen.append(type(module)))
+    edits = edit(model)
+    edits["0"].replace(make)
+    built = edits.build()
+    built(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    built.load_state_dict(built.state_dict())
+    assert seen == [torch.Size([2, 4]), nn.Linear]
+
+
+class Recorder:
+    """A hook that is an object."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        self.seen += 1
+
+
+def test_a_replacement_that_is_a_copy_calls_the_hooks_themselves() -> None:
+    model, hook = nn.Sequential(nn.Linear(4, 4)), Recorder()
+    model[0].register_forward_hook(hook)
+    edits = edit(model)
+    edits["0"].replace(copy.deepcopy)
+    edits.build()(torch.randn(2, 4))
+    assert hook.seen == 1
+
+
+@pytest.mark.parametrize("make", [Wrapped, lambda old: nn.Linear(4, 4)])
+def test_handles_of_hooks_and_what_they_ask_for_survive(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    seen: list[str] = []
+    first = model[0].register_forward_hook(lambda module, args, kwargs, out: seen.append("with"), with_kwargs=True)
+    model[0].register_forward_pre_hook(lambda module, args: seen.append("before"))
+    edits = edit(model)
+    edits["0"].replace(make)
+    edits.build()(torch.randn(2, 4))
+    assert seen == ["before", "with"]
+    first.remove()
+    model(torch.randn(2, 4))
+    assert seen == ["before", "with", "before"]
