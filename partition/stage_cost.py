@@ -36,8 +36,11 @@ Recomputation of a stage, a microbatch:
     selective   results of matrix products, and what    the most that a node keeps  the rest of F of each node,
                 enters each node                        beyond that                 in front of its own B
 
-Under "layer" and "selective" a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3"
-is "layer" for the first 3 of the stage's nodes that run again, and "none" for the others; so is "selective:3".
+    keep_less   what every node keeps, but for    the most that a node keeps  what that takes of each node, in
+                results of its GELUs              beyond that                 its own B
+
+Under the last three a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3" is "layer"
+for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3".
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ from ..schedules.timing.costs import Costs, Ties
 from ..schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
-RECOMPUTE = ("none", "full", "layer", "selective")
-COUNTED = ("layer", "selective")
+KEEP_LESS = "keep_less"
+RECOMPUTE = ("none", "full", "layer", "selective", KEEP_LESS)
+COUNTED = ("layer", "selective", KEEP_LESS)
 RULES = f"{', '.join(map(repr, RECOMPUTE))}, or a count such as 'layer:3' or 'selective:3'"
 
 
@@ -93,8 +97,8 @@ class StageSums:
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
-        by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
-        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of "selective".
+        by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
+        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
     """
 
     forward: Floats

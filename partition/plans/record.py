@@ -36,7 +36,8 @@ class PlanStage:
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
-            matrix products are kept; "layer:3", "selective:3": the first 3 of the nodes that run again.
+            matrix products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3",
+            "keep_less:3": the first 3 of the nodes that run again.
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
     """
 

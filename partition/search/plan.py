@@ -79,8 +79,8 @@ def plan(
             are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
-        recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
-            `PlanStage`); of what fits, the simulation decides. With "none", counts such as "layer:3" are
+        recompute: what a stage may do about its memory, some of "none", "full", "layer", "selective" and "keep_less"
+            (see `PlanStage`); of what fits, the simulation decides. With "none", counts such as "layer:3" are
             allowed, too. None: all that the profiles have figures for.
         optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, whatever
             makes the simulated step shorter, stage by stage where memory is short.
@@ -132,8 +132,8 @@ def plan(
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
     )
-    if recompute is not None and "selective" in allowed:
-        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
+    if recompute is not None:
+        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed)
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
@@ -163,7 +163,7 @@ def _models(
         known = ADAM_BYTES if profile.optimizer_ratio is None else profile.optimizer_ratio
         rules = MemoryRules(
             optimizer_ratio=known if ratio is None else ratio,
-            recompute=tuple(each for each in recompute if each != "selective" or profile.knows_selective),
+            recompute=tuple(filter(profile.knows, recompute)),
             sharding=sharding,
         )
         return Model(profile, rules, max_cuts=max_cuts)
@@ -321,13 +321,13 @@ def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[st
     return tuple(each for each in known if each in _names(what, values))
 
 
-def _refuse_unknown(profiles: Sequence[Profile]) -> None:
-    for profile in profiles:
-        missing = [node.name for node in profile.nodes if node.runs_again and node.selective_bytes is None]
-        if missing:
+def _refuse_unknown(profiles: Sequence[Profile], asked: Sequence[str]) -> None:
+    for profile, kind in product(profiles, asked):
+        if not profile.knows(kind):
+            lacks = next(node for node in profile.nodes if getattr(node, f"{kind}_bytes") is None)
             raise ValueError(
-                f"recompute: 'selective' with a profile whose node {missing[0]!r} has no selective_bytes and "
-                f"selective_seconds: expected a profile with both, or some of none, full, layer"
+                f"recompute: {kind!r} with a profile whose node {lacks.name!r} has no {kind}_bytes and "
+                f"{kind}_seconds: expected a profile with both, or some of none, full, layer"
             )
 
 

@@ -4,7 +4,8 @@
     "full"        the stage: it keeps its inputs only                                    (`stage`)
     "layer"       each cut unit of the stage: it keeps its inputs only                    (`reruns`)
     "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
-    "layer:3"     the first 3 of them; likewise "selective:3"                             (`reruns`)
+    "keep_less"   each cut unit keeps no results of GELUs, which are made again           (`model.keep_less`)
+    "layer:3"     the first 3 of them; likewise "selective:3", "keep_less:3"              (`reruns`)
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
     a budget      the units that must, so that it fits                                    (`run/budget`)
 
@@ -23,10 +24,10 @@ from typing import Any
 from torch import nn
 
 from ...partition import quantities
+from ...partition.model.calls import Calls
 from ...partition.model.units import StageModule, Together
-from ...partition.stage_cost import RULES, count_again
+from ...partition.stage_cost import KEEP_LESS, RULES, count_again
 from ..shards.patterns import match
-from .calls import Calls
 
 # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
 Policy = Callable[..., Any]
@@ -164,7 +165,7 @@ class RecomputedModules:
         self._together = together
         for index, stage in enumerate(stages):
             for module, (_, rule) in self.of_stage(index, stage).items():
-                if (why := self.parted(module)) is not None:
+                if rule != KEEP_LESS and (why := self.parted(module)) is not None:
                     raise ValueError(
                         f"recompute={rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
                         f"{why}, or recompute='full' for the stage, which runs as a whole"

@@ -19,7 +19,8 @@ from stagewright.schedules import AllReduce, Costs, Link, Links, Op, build, simu
 
 from .small import hops_around, ring
 
-RECOMPUTE = ("none", "full", "layer", "selective")
+COUNTED = ("layer", "selective", "keep_less")
+RECOMPUTE = ("none", "full", *COUNTED)
 
 
 def hop(cluster: Cluster, pairs: list[tuple[int, int]]) -> tuple[float, float]:
@@ -233,7 +234,7 @@ def seconds_again(stage: Sequence[Node], recompute: str) -> float:
     again = [node for node in stage if node.runs_again]
     kind, _, number = recompute.partition(":")
     some = again[: int(number or 99)] if kind != "none" else []
-    return sum(node.forward_seconds if kind == "layer" else node.selective_seconds or 0.0 for node in some)
+    return sum(node.forward_seconds if kind == "layer" else getattr(node, f"{kind}_seconds") or 0.0 for node in some)
 
 
 def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[float, float]:
@@ -250,8 +251,9 @@ def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[flo
         return inputs[a], sum(stash.values())
     kept = dict(stash)
     for i in again:
-        kept[i] = inputs[i] if recompute == "layer" else profile.nodes[i].selective_bytes or 0.0
-    made = [stash[i] - (kept[i] if recompute == "selective" else 0.0) for i in again]
+        known = inputs[i] if recompute == "layer" else getattr(profile.nodes[i], f"{recompute}_bytes")
+        kept[i] = stash[i] if known is None else known
+    made = [stash[i] - (0.0 if recompute == "layer" else kept[i]) for i in again]
     return sum(kept.values()), max([0.0, *made])
 
 
@@ -276,7 +278,7 @@ def fitting_recompute(
 ) -> Iterator[tuple[str, ...]]:
     """Alike on all stages, and of each stage what takes it the least time."""
     own = [profile.nodes[a:b] for a, b in pairwise(each["ends"])]
-    counts = product(("layer", "selective"), range(1, max(map(len, own))))
+    counts = product(COUNTED, range(1, max(map(len, own))))
     ways = (*RECOMPUTE, *(f"{kind}:{number}" for kind, number in counts))
     fits = [[way for way in ways if held(profile, each, p, way, tensor) <= limit] for p in range(len(own))]
     for way in RECOMPUTE:

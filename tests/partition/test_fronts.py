@@ -11,6 +11,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 from support.inside import (
+    COUNTED,
     RECOMPUTE,
     Configuration,
     MemoryRules,
@@ -52,6 +53,8 @@ def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
                 runs_again=rng.random() < 0.8,
                 selective_bytes=stash / 2,
                 selective_seconds=figure(4),
+                keep_less_bytes=stash * 0.75,
+                keep_less_seconds=figure(2),
             )
         )
     pipeline, data, chunks = rng.choice(((2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)))
@@ -83,7 +86,7 @@ def every_step(
         places, fitting = tight._by_rank(c, ends, flights, {}, lambda _, place: place), []
         for p, place in enumerate(places):
             rank = _TreatedRank(base.sums, flights[p], place, rules)
-            numbers = [[*product(("layer", "selective"), range(1, ends[s + 1] - ends[s]))] for s in place.stages]
+            numbers = [[*product(COUNTED, range(1, ends[s + 1] - ends[s]))] for s in place.stages]
             options = [[*RECOMPUTE, *(f"{kind}:{k}" for kind, k in own)] for own in numbers]
             choices = product(product(*options), product({*ways}, repeat=len(options)))
             fitting.append([(names, shards) for names, shards in choices if not rank.memory(names, shards).too_many])

@@ -126,8 +126,8 @@ def test_measured_figures_there_and_back() -> None:
         nodes=(node("a", selective_bytes=5, selective_seconds=0.5), replace(node("b"), runs_again=False))
     )
     assert Profile.from_json(selective.to_json()) == selective
-    assert selective.knows_selective
-    assert not MEASURED.knows_selective
+    assert selective.knows("selective")
+    assert not MEASURED.knows("selective")
 
 
 def test_files_from_before_these_figures_are_still_read() -> None:
