@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from ..schedules.rules.versions import derive_versions
 from ..schedules.timing.memory import StageBytes
+from ..schedules.timing.timeline import Timeline, in_time
 from .stage_cost import StageSums
 from .strict import check_figures
 from .topology import Floats, Indices
@@ -128,6 +129,12 @@ def count_in_flight(schedule: Schedule) -> tuple[Moments, ...]:
         _of_program(program, stages, version, streams=schedule.is_asynchronous)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
+
+
+def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
+    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes."""
+    programs = zip(timeline.ranks, timeline.schedule.programs, strict=True)
+    return count_in_flight(replace(timeline.schedule, programs=tuple(tuple(in_time(*each)) for each in programs)))
 
 
 def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[Moments, ...]:

@@ -41,6 +41,7 @@ Recomputation of a stage, a microbatch:
 
 Under the last three a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3" is "layer"
 for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3".
+"offload" is "none", whose activations wait on the host: the schedule says when they leave and come back.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from .topology import Floats, Indices, TransferTime
 KEEP_LESS = "keep_less"
 RECOMPUTE = ("none", "full", "layer", "selective", KEEP_LESS)
 COUNTED = ("layer", "selective", KEEP_LESS)
+OFFLOAD = "offload"
 RULES = f"{', '.join(map(repr, RECOMPUTE))}, or a count such as 'layer:3' or 'selective:3'"
 
 
@@ -138,13 +140,13 @@ class StageSums:
         if recompute not in self._rows:
             nothing = np.zeros_like(self.stash)
             match recompute:
+                case "none" | "offload":
+                    row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
                 case _ if (number := count_again(recompute)) is not None:
                     kind = recompute.partition(":")[0]
                     tables = [self.counts(stage, kind) for stage in range(len(self.stash))]
                     picked = [[float(column[min(number, len(column) - 1)]) for column in each] for each in tables]
                     row = Recomputed(*np.array(picked).T)
-                case "none":
-                    row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
                 case "full":
                     row = Recomputed(kept=self.before, again=self.stash, seconds=self.forward)
                 case _:
@@ -311,6 +313,7 @@ class Placement:
         rings, exchanges: [P] over the replicas of a stage.
         speeds: [P] of the slowest device of a stage, times that of the profile's.
         limits: [P] memory of its smallest device [bytes].
+        hosts: [P] of the slowest link of its devices to their hosts [bytes/s]; 0: none is known.
     """
 
     inward: tuple[TransferTime, ...]
@@ -319,6 +322,7 @@ class Placement:
     exchanges: tuple[TransferTime, ...]
     speeds: tuple[float, ...]
     limits: tuple[float, ...]
+    hosts: tuple[float, ...]
 
 
 def stage_seconds(

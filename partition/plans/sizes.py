@@ -17,7 +17,7 @@ import numpy as np
 
 from ...schedules.ir import Op
 from ..profile import Node, Profile
-from ..stage_cost import count_again
+from ..stage_cost import OFFLOAD, count_again
 from ..topology import Floats
 from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share
@@ -166,7 +166,7 @@ def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
     again = [
         node.forward_seconds if kind in ("full", "layer") else node.under(kind)[1]
         for node in nodes
-        if kind != "none" and (node.runs_again or kind == "full")
+        if kind not in ("none", OFFLOAD) and (node.runs_again or kind == "full")
     ]
     whole = sum(node.backward_seconds for node in nodes) + sum(again[: count_again(stage.recompute)])
     own = whole * input_grad_share(stage, profile)
