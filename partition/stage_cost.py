@@ -40,7 +40,8 @@ Recomputation of a stage, a microbatch:
                 results of its GELUs              beyond that                 its own B
 
 Under the last three a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3" is "layer"
-for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3".
+for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3". The
+others may keep less, too: "layer:3+keep_less", "selective:3+keep_less".
 "offload" is "none", whose activations wait on the host: the schedule says when they leave and come back.
 """
 
@@ -74,9 +75,19 @@ def count_again(rule: object, *, expected: str = RULES) -> int | None:
     """
     if rule in RECOMPUTE:
         return None
-    if not isinstance(rule, str) or re.fullmatch(rf"({'|'.join(COUNTED)}):[1-9][0-9]{{0,8}}", rule) is None:
+    counted = rf"({'|'.join(COUNTED)}):([1-9][0-9]{{0,8}})(\+{KEEP_LESS})?"
+    if not isinstance(rule, str) or (found := re.fullmatch(counted, rule)) is None or found[1] == (found[3] or "")[1:]:
         raise ValueError(f"recompute={rule!r}: expected one of {expected}")
-    return int(rule.partition(":")[2])
+    return int(found[2])
+
+
+def kind_of(rule: str) -> str:
+    """The rule without its count.
+
+    >>> kind_of("layer:3+keep_less"), kind_of("full")
+    ('layer+keep_less', 'full')
+    """
+    return re.sub(r":\d+", "", rule)
 
 
 class Recomputed(NamedTuple):
@@ -100,7 +111,8 @@ class StageSums:
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
-        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
+        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others, also
+            of "layer+keep_less", which begins with "keep_less".
     """
 
     forward: Floats
@@ -143,7 +155,7 @@ class StageSums:
                 case "none" | "offload":
                     row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
                 case _ if (number := count_again(recompute)) is not None:
-                    kind = recompute.partition(":")[0]
+                    kind = kind_of(recompute)
                     tables = [self.counts(stage, kind) for stage in range(len(self.stash))]
                     picked = [[float(column[min(number, len(column) - 1)]) for column in each] for each in tables]
                     row = Recomputed(*np.array(picked).T)

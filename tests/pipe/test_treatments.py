@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -127,3 +128,27 @@ def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     assert 0.6 * found.memory_bytes[0] < first <= found.memory_bytes[0]  # the host is in no hurry to take it there
     assert first < 0.4 * all_of_first
     assert last == pytest.approx(all_of_last, rel=0.05) == found.memory_bytes[1]
+
+
+def test_units_run_again_beside_others_that_keep_less() -> None:
+    """Less and less is held, and gradients are the same to the bit."""
+    held, states = [], []
+    for word in ("none", "keep_less:1", "keep_less", "layer:1+keep_less", "layer:3+keep_less", "layer"):
+        model, x = made()
+        options = {"loss_fn": F.mse_loss, "mesh": {"pipe": 1}, "num_microbatches": 2, "schedule": "gpipe"}
+        with PipelineModule(model, recompute=word, example_inputs=(x,), **options) as pipe:  # type: ignore[arg-type]
+            with pipe.watch_memory() as memory:
+                pipe.forward_backward(x, x)
+            held.append(memory.peak_bytes)
+        states.append([p.grad for p in model.parameters()])
+    assert held == sorted(held, reverse=True)
+    assert len({*held}) == len(held)
+    for state in states[1:]:
+        assert all(map(torch.equal, state, states[0]))
+
+
+@pytest.mark.parametrize("word", ["keep_less:1+keep_less", "layer+keep_less", "layer:0+keep_less", "offload"])
+def test_words_that_are_none(word: str) -> None:
+    model, x = made()
+    with pytest.raises(ValueError, match=f"recompute='{re.escape(word)}': expected one of 'none'"):
+        PipelineModule(model, recompute=word, mesh={"pipe": 1}, example_inputs=(x,), loss_fn=F.mse_loss)
