@@ -31,7 +31,7 @@ from support.inside import (
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, plan
-from stagewright.schedules import Costs, Link, Links, build, simulate
+from stagewright.schedules import Costs, Link, Links, Op, build, memory_curves, simulate
 
 
 def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
@@ -99,10 +99,11 @@ def every_step(
             rank = _TreatedRank(base.sums, flights[p], place, rules)
             counted = [word for word in own_words if word in COUNTED]
             numbers = [[*product(counted, range(1, ends[s + 1] - ends[s]))] for s in place.stages]
+            rests = ("", "+keep_less") if "keep_less" in own_words else ("",)
             options = [
                 [
                     *own_words,
-                    *(f"{kind}:{k}{more}" for kind, k in own for more in ("", "+keep_less") if kind not in more),
+                    *(f"{kind}:{k}{more}" for kind, k in own for more in rests if kind not in more),
                 ]
                 for own in numbers
             ]
@@ -184,7 +185,12 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
         assert least == math.inf
         return None
     assert found.simulated_step_time is not None
-    assert simulated(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-9)
+    timeline = simulated(found).timeline
+    assert timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-9)
+    moves = {what: (begun, through) for rank in timeline.ranks for what, begun, through in rank.moves}
+    back = [(what._replace(op=Op.OFFLOAD), begun) for what, (begun, _) in moves.items() if what.op is Op.RELOAD]
+    if all(moves[out][1] <= begun for out, begun in back):  # a curve counts what comes while it leaves twice
+        assert max(curve.peak for curve in memory_curves(timeline, found.stage_bytes)) <= limit * (1 + 1e-9)
     return found.simulated_step_time / least - 1, {stage.recompute for stage in found.stages}
 
 
