@@ -196,10 +196,10 @@ class Profile:
         return tuple((position[src], position[dst]) for src, dst in self.edges or ())
 
     def knows(self, treatment: str) -> bool:
-        """Whether all nodes that run again have the figures of "selective", or one has those of "keep_less"."""
+        """Whether all nodes that run again have the figures of "selective", or one of them those of "keep_less"."""
         again = [node for node in self.nodes if node.runs_again]
         if treatment == "keep_less":
-            return any(node.keep_less_bytes is not None for node in again)
+            return not again or any(node.keep_less_bytes is not None for node in again)
         return treatment != "selective" or all(node.selective_bytes is not None for node in again)
 
     @property
