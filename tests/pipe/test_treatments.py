@@ -115,7 +115,8 @@ def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
 
 @pytest.mark.gloo
 def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
-    """Of eight microbatches three are there at once, one on its way out. The last stage has room for all."""
+    """Of eight microbatches two are there at once; four are predicted, of which one is on its way and one may be. The
+    last stage has room for all."""
     plain = planned(("none",), (None, None), schedule="gpipe")
     limits = 0.6 * plain.memory_bytes[0], plain.memory_bytes[1]
     found = planned(("none", "offload"), limits, schedule="gpipe")
@@ -125,7 +126,7 @@ def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     moved = [any(action.op is Op.OFFLOAD for action in program) for program in found.build_schedule().programs]
     assert moved == [True, False]
     (first, all_of_first), (last, all_of_last) = agree(found, plain, gloo)
-    assert 0.6 * found.memory_bytes[0] < first <= found.memory_bytes[0]  # the host is in no hurry to take it there
+    assert 0.5 * found.memory_bytes[0] < first <= found.memory_bytes[0]  # here a way takes no time
     assert first < 0.4 * all_of_first
     assert last == pytest.approx(all_of_last, rel=0.05) == found.memory_bytes[1]
 
