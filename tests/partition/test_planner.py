@@ -164,7 +164,7 @@ def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
         ({"schedules": ()}, r"schedules=\(\): expected at least one name"),
         ({"microbatch_sizes": (2,)}, "no profile of 2 samples: expected some of 1"),
         ({"recompute": ("half",)}, "recompute: 'half': expected some of none, full, layer, selective, keep_"),
-        ({"recompute": ("none", "offload")}, r"'offload' in a cluster that does not say .* host_bandwidth=\), as 25e9"),
+        ({"recompute": ("none", "offload")}, r"'offload' in a cluster that does not say .*host_bandwidth=\), as 25e9"),
         ({"optimizer_sharding": "layer"}, "optimizer_sharding: 'layer': expected some of none, full$"),
         ({"tensor_sizes": (2,)}, "tensor_sizes=2: expected some of 1"),
         ({"data_sizes": (3,)}, "no configuration of a batch of 8 on 4 devices with data_sizes=3: expected"),
