@@ -28,16 +28,19 @@ class DeviceKind:
         memory_bytes: of one device [bytes]; None where it does not matter.
         link_speed: times the bandwidth of the links out of its node, for a slow network card; a message is as slow
             as the slower of its ends.
+        host_bandwidth: of the link from one device to its host's memory, each direction, while all of its node use
+            theirs [bytes/s]; None: nobody knows, and no activations wait there.
     """
 
     name: str = "device"
     speed: float = 1.0
     memory_bytes: float | None = None
     link_speed: float = 1.0
+    host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         where = f"device kind {printable('device kind', self.name)!r}"
-        check_figures(self, where, positive=("speed", "link_speed", "memory_bytes"))
+        check_figures(self, where, positive=("speed", "link_speed", "memory_bytes", "host_bandwidth"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +228,7 @@ class Cluster:
         record = parse_object(text, source=source)
         record.version(_JSON_VERSION)
         levels = [each.made(Level, positive=("bandwidth", "partial_reduce")) for each in record.objects("levels")]
-        positive = ("speed", "memory_bytes", "link_speed")
+        positive = ("speed", "memory_bytes", "link_speed", "host_bandwidth")
         kinds = [each.made(DeviceKind, positive=positive, needed=("name",)) for each in record.objects("kinds")]
         nodes = record.take("nodes", "a list", default=None)
         if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):

@@ -20,8 +20,9 @@ cuts, elementwise, never less: with it the dynamic programs know what does not f
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from ..schedules.rules.versions import derive_versions
 from ..schedules.timing.memory import StageBytes
+from ..schedules.timing.timeline import Timeline
 from .stage_cost import StageSums
 from .strict import check_figures
 from .topology import Floats, Indices
@@ -128,6 +130,29 @@ def count_in_flight(schedule: Schedule) -> tuple[Moments, ...]:
         _of_program(program, stages, version, streams=schedule.is_asynchronous)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
+
+
+def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
+    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes.
+
+    Actions count up to the next one's start. What is on its way back by then has not gone.
+    """
+    programs = []
+    for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
+        spans = {span.what: span for span in (*trace.compute, *trace.moves)}
+        computes = [action for action in program if action.op not in MOVE_OPS]
+        starts, at = [spans[action].start for action in computes], 0
+        before: dict[int, list[Action]] = {}
+        for action in program:
+            at += action.op not in MOVE_OPS
+            if action.op is Op.RELOAD:
+                out = action._replace(op=Op.OFFLOAD)
+                gone, home = bisect_left(starts, spans[out].end), bisect_right(starts, spans[action].start) - 1
+                if gone <= (home := min(home, at)):
+                    before.setdefault(gone, []).insert(0, out)
+                    before.setdefault(home, []).append(action)
+        programs.append(tuple(each for at, own in enumerate(computes) for each in (*before.get(at, ()), own)))
+    return count_in_flight(replace(timeline.schedule, programs=tuple(programs)))
 
 
 def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[Moments, ...]:

@@ -16,7 +16,7 @@ from .strict import check_figures, count, fail, number, parse_object, printable,
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
 Tied = tuple[tuple[str, ...], float]  # two nodes or more, bytes of the weights that all of them share
-_SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
+_PAIRS = [(f"{kind}_bytes", f"{kind}_seconds") for kind in ("selective", "keep_less")]  # both or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,10 @@ class Node:
             [bytes]; those of larger ones travel alone. None when not known: all of them count as small.
         selective_bytes, selective_seconds: kept from F to B under selective recompute, its inputs included, counted
             once where shared [bytes], and what B takes longer then [s]; None when not known.
+        keep_less_bytes, keep_less_seconds: the same where results of GELUs are not kept; None when not known, or where
+            that frees nothing.
 
-    Raises ValueError for a figure that is no finite number of at least 0, for one of the last two alone, and for
+    Raises ValueError for a figure that is no finite number of at least 0, for one of these pairs alone, and for
     parameters that are larger than all of them.
     """
 
@@ -72,6 +74,8 @@ class Node:
     small_parameter_bytes: float | None = None
     selective_bytes: float | None = None
     selective_seconds: float | None = None
+    keep_less_bytes: float | None = None
+    keep_less_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -84,7 +88,7 @@ class Node:
             if (getattr(self, part) or 0.0) > self.parameter_bytes:
                 expected = f"at most parameter_bytes={self.parameter_bytes}"
                 fail(f"node {self.name}: {part}", getattr(self, part), expected)
-        for figure, other in (_SELECTIVE, _SELECTIVE[::-1]):
+        for figure, other in [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
             if getattr(self, figure) is None and getattr(self, other) is not None:
                 fail(f"node {self.name}: {figure}", None, f"a number beside {other}, or neither")
 
@@ -92,6 +96,12 @@ class Node:
     def seconds(self) -> float:
         """F + B [s]."""
         return self.forward_seconds + self.backward_seconds
+
+    def under(self, treatment: str) -> tuple[float, float]:
+        """Kept from F to B [bytes], and what B takes longer [s], "selective" or "keep_less"; as ever where nobody
+        knows."""
+        kept, seconds = getattr(self, f"{treatment}_bytes"), getattr(self, f"{treatment}_seconds")
+        return (self.stash_bytes, 0.0) if kept is None else (kept, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +195,12 @@ class Profile:
         position = {node.name: i for i, node in enumerate(self.nodes)}
         return tuple((position[src], position[dst]) for src, dst in self.edges or ())
 
-    @property
-    def knows_selective(self) -> bool:
-        """Whether every node that runs again has the figures of selective recompute."""
-        return all(node.selective_bytes is not None or not node.runs_again for node in self.nodes)
+    def knows(self, treatment: str) -> bool:
+        """Whether all nodes that run again have the figures of "selective", or one of them those of "keep_less"."""
+        again = [node for node in self.nodes if node.runs_again]
+        if treatment == "keep_less":
+            return not again or any(node.keep_less_bytes is not None for node in again)
+        return treatment != "selective" or all(node.selective_bytes is not None for node in again)
 
     @property
     def parts_seconds(self) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
-from .stage_cost import COUNTED, StageSums
+from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, StageSums
 from .topology import Floats, Indices
 
 EVERY = 16  # treatments of a rank that are kept
@@ -40,11 +40,14 @@ class StageFront(NamedTuple):
 
 
 def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront:
-    """Rows of the table for one stage; where "none" is allowed, counts between it and the others as well."""
+    """Rows of the table for one stage; where "none" or "keep_less" is allowed, counts between it and others as well."""
     labels, rows = list(names), np.array([[column[stage] for column in sums.under(name)] for name in names])
-    for kind in (each for each in COUNTED if each in names and "none" in names):
-        counts = np.column_stack(sums.counts(stage, kind))[1:-1]
-        labels, rows = [*labels, *(f"{kind}:{number + 1}" for number in range(len(counts)))], np.append(rows, counts, 0)
+    for kind, rest in product((each for each in COUNTED if each in names), ("none", KEEP_LESS)):
+        if rest in names and kind != rest:
+            more = f"+{rest}" * (rest != "none")
+            counts = np.column_stack(sums.counts(stage, f"{kind}{more}"))[1:-1]
+            labels += [f"{kind}:{number + 1}{more}" for number in range(len(counts))]
+            rows = np.append(rows, counts, 0)
     order = np.lexsort((rows[:, 0] + rows[:, 1], rows[:, 2]))
     kept, again, seconds = rows[order].T
     beaten = (kept[:, None] >= kept) & (again[:, None] >= again) & np.tri(len(rows), k=-1, dtype=bool)
@@ -54,12 +57,13 @@ def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRules:
-    """Choices that are allowed, of RECOMPUTE and of dividing the optimizer's state, and its bytes a byte of
-    parameters."""
+    """Choices that are allowed, of RECOMPUTE, of dividing the optimizer's state and whether activations may wait on the
+    host, and its bytes a byte of parameters."""
 
     optimizer_ratio: float
     recompute: tuple[str, ...] = ("none",)
     sharding: tuple[str, ...] = ("none",)
+    offloads: bool = False
 
     def front(self, sums: StageSums, moments: Moments, place: RankPlace) -> tuple[RankMemory, ...]:
         """Treatments that fit the device, the least seconds first; or the one with the least excess."""
@@ -74,6 +78,17 @@ class MemoryRules:
         least = min(every)[0]
         front = sorted((way for way in every if way[0] == least), key=lambda way: (way[1], sum(way[3]), way[2]))
         return tuple(rank.memory(recompute, shards) for *_, shards, recompute in front[: EVERY if least == 0 else 1])
+
+    def offloaded(self, sums: StageSums, moments: Moments, place: RankPlace, number: int) -> list[RankMemory]:
+        """Treatments where activations of its first stages wait on the host, and all else is kept.
+
+        Arguments:
+            moments: with those moves.
+            number: of these stages.
+        """
+        rank = _TreatedRank(sums, moments, place, self)
+        names = (OFFLOAD,) * number + ("none",) * (rank.num_chunks - number)
+        return [rank.memory(names, shards) for shards in rank.shards]
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""

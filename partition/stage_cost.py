@@ -36,8 +36,13 @@ Recomputation of a stage, a microbatch:
     selective   results of matrix products, and what    the most that a node keeps  the rest of F of each node,
                 enters each node                        beyond that                 in front of its own B
 
-Under "layer" and "selective" a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3"
-is "layer" for the first 3 of the stage's nodes that run again, and "none" for the others; so is "selective:3".
+    keep_less   what every node keeps, but for    the most that a node keeps  what that takes of each node, in
+                results of its GELUs              beyond that                 its own B
+
+Under the last three a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3" is "layer"
+for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3". The
+others may keep less, too: "layer:3+keep_less", "selective:3+keep_less".
+"offload" is "none", whose activations wait on the host: the schedule says when they leave and come back.
 """
 
 from __future__ import annotations
@@ -55,8 +60,10 @@ from ..schedules.timing.costs import Costs, Ties
 from ..schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
-RECOMPUTE = ("none", "full", "layer", "selective")
-COUNTED = ("layer", "selective")
+KEEP_LESS = "keep_less"
+RECOMPUTE = ("none", "full", "layer", "selective", KEEP_LESS)
+COUNTED = ("layer", "selective", KEEP_LESS)
+OFFLOAD = "offload"
 RULES = f"{', '.join(map(repr, RECOMPUTE))}, or a count such as 'layer:3' or 'selective:3'"
 
 
@@ -68,9 +75,19 @@ def count_again(rule: object, *, expected: str = RULES) -> int | None:
     """
     if rule in RECOMPUTE:
         return None
-    if not isinstance(rule, str) or re.fullmatch(rf"({'|'.join(COUNTED)}):[1-9][0-9]{{0,8}}", rule) is None:
+    counted = rf"({'|'.join(COUNTED)}):([1-9][0-9]{{0,8}})(\+{KEEP_LESS})?"
+    if not isinstance(rule, str) or (found := re.fullmatch(counted, rule)) is None or found[1] == (found[3] or "")[1:]:
         raise ValueError(f"recompute={rule!r}: expected one of {expected}")
-    return int(rule.partition(":")[2])
+    return int(found[2])
+
+
+def kind_of(rule: str) -> str:
+    """The rule without its count.
+
+    >>> kind_of("layer:3+keep_less"), kind_of("full")
+    ('layer+keep_less', 'full')
+    """
+    return re.sub(r":\d+", "", rule)
 
 
 class Recomputed(NamedTuple):
@@ -93,8 +110,9 @@ class StageSums:
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
-        by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
-        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of "selective".
+        by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
+        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others, also
+            of "layer+keep_less", which begins with "keep_less".
     """
 
     forward: Floats
@@ -134,13 +152,13 @@ class StageSums:
         if recompute not in self._rows:
             nothing = np.zeros_like(self.stash)
             match recompute:
+                case "none" | "offload":
+                    row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
                 case _ if (number := count_again(recompute)) is not None:
-                    kind = recompute.partition(":")[0]
+                    kind = kind_of(recompute)
                     tables = [self.counts(stage, kind) for stage in range(len(self.stash))]
                     picked = [[float(column[min(number, len(column) - 1)]) for column in each] for each in tables]
                     row = Recomputed(*np.array(picked).T)
-                case "none":
-                    row = Recomputed(kept=self.stash, again=nothing, seconds=nothing)
                 case "full":
                     row = Recomputed(kept=self.before, again=self.stash, seconds=self.forward)
                 case _:
@@ -307,6 +325,7 @@ class Placement:
         rings, exchanges: [P] over the replicas of a stage.
         speeds: [P] of the slowest device of a stage, times that of the profile's.
         limits: [P] memory of its smallest device [bytes].
+        hosts: [P] of the slowest link of its devices to their hosts [bytes/s]; 0: none is known.
     """
 
     inward: tuple[TransferTime, ...]
@@ -315,6 +334,7 @@ class Placement:
     exchanges: tuple[TransferTime, ...]
     speeds: tuple[float, ...]
     limits: tuple[float, ...]
+    hosts: tuple[float, ...]
 
 
 def stage_seconds(

@@ -116,6 +116,7 @@ class Topology:
         self.memory_bytes: Floats = np.array([math.inf if each is None else each for each in held])[which]
         self.speeds: Floats = np.array([kind.speed for kind in kinds])[which]
         self.link_speeds: Floats = np.array([kind.link_speed for kind in kinds])[which]
+        self._to_hosts: Floats = np.array([kind.host_bandwidth or 0.0 for kind in kinds])[which]
         self.is_uniform = len(kinds) == 1
         self.has_equal_links = bool((self.link_speeds == 1).all())
         self.fastest = float(self.speeds.max())
@@ -137,6 +138,10 @@ class Topology:
     def memory(self, ranks: Sequence[int]) -> float:
         """Bytes on the smallest of them; infinite where nobody said."""
         return float(self.memory_bytes[0] if self.is_uniform else self.memory_bytes[list(ranks)].min())
+
+    def to_host(self, ranks: Sequence[int]) -> float:
+        """Bytes a second of the slowest of their links to the host, each direction; 0 where nobody said."""
+        return float(self._to_hosts[0] if self.is_uniform else self._to_hosts[list(ranks)].min())
 
     def between(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
         """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank."""

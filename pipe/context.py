@@ -17,6 +17,7 @@ from torch import nn
 
 from ..comm import Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.plans.plan import Plan
+from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.kinds import one_of, option
@@ -190,7 +191,8 @@ def layout_of_plan(
         schedule=schedule,
         split_points=None,
         plan=plan,
-        recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
+        # What leaves for the host stands in the schedule.
+        recompute=Recompute(stages=tuple("none" if s.recompute == OFFLOAD else s.recompute for s in plan.stages)),
         sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
         # Replicas share one batch: no axis of data.
         place=MeshPlace(world=world, mesh=ProcessMesh(pipe=len(sizes), tensor=sizes[0] if is_even else sizes)),

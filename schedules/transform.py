@@ -215,7 +215,9 @@ def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(deferred + waiting)
 
 
-def with_offload(schedule: Schedule, *, share: float = 0.5, costs: Costs | None = None) -> Schedule:
+def with_offload(
+    schedule: Schedule, *, share: float = 0.5, stages: Collection[int] | None = None, costs: Costs | None = None
+) -> Schedule:
     """The same order, in which a share of each rank's activations waits on its host: those that live longest.
 
         rank 0 | 0F0 0F1  2F0  2F1 . 2B0  . 2B1  0B0  0B1      interleaved, P=2, V=2, M=2: half of the stages,
@@ -235,6 +237,7 @@ def with_offload(schedule: Schedule, *, share: float = 0.5, costs: Costs | None 
 
     Arguments:
         share: of the stages of each rank, from 0 to 1.
+        stages: these instead, whole.
         costs: by which lifetimes are compared and ways hidden; F 1, B 2 where not given.
 
     Raises ValueError for another share, ScheduleError for a schedule whose activations cannot move (see `moves`).
@@ -249,9 +252,8 @@ def with_offload(schedule: Schedule, *, share: float = 0.5, costs: Costs | None 
         starts = {what: start for what, start, _ in trace.compute}
         ends = {what: end for what, _, end in trace.compute}
         lives = {(a.stage, a.index): starts[a] - ends[a._replace(op=Op.F)] for a in program if a.op in BACKWARD_OPS}
-        programs.append(
-            _with_moves(program, _longest(lives, share), [span.end - span.start for span in trace.compute], reload)
-        )
+        chosen = _longest(lives, share) if stages is None else {each for each in lives if each[0] in stages}
+        programs.append(_with_moves(program, chosen, [span.end - span.start for span in trace.compute], reload))
     return replace(schedule, programs=tuple(programs))
 
 

@@ -93,7 +93,7 @@ class PlanOptions(OwnOptions):
     """With --model: which module is cut how, auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: tuple[int, ...] = CHUNK_SIZES
     """Stages a rank to choose from, where the schedule has several."""
-    recompute: tuple[Literal["none", "full", "layer", "selective"], ...] | None = None
+    recompute: tuple[Literal["none", "full", "layer", "selective", "keep_less", "offload"], ...] | None = None
     """Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts by itself, or in each
     all but matrix products (default: all that the profiles have figures for)."""
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")

@@ -103,7 +103,7 @@ class TrainOptions(GptOptions):
     """Seed of initial weights, batches, dropout and the sample."""
     name: str | None = None
     """Name of the run and its folder (default: the time of day)."""
-    recompute: Literal["none", "full", "layer", "selective"] = "none"
+    recompute: Literal["none", "full", "layer", "selective", "keep_less"] = "none"
     """Computed again in the backward instead of kept: each stage whole, each of its parts by itself, or in each part
     all but the results of matrix products."""
     verify: bool = True

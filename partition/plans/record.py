@@ -16,7 +16,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import duration
 from ..memory import MemoryUse
-from ..stage_cost import count_again
+from ..stage_cost import OFFLOAD, RULES, count_again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,9 @@ class PlanStage:
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
-            matrix products are kept; "layer:3", "selective:3": the first 3 of the nodes that run again.
+            matrix products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3",
+            "keep_less:3": the first 3 of the nodes that run again; "layer:3+keep_less": the others keep less;
+            "offload": all is kept, on the host while it waits (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
     """
 
@@ -65,7 +67,8 @@ class PlanStage:
             )
         if not 0 <= self.spread < math.inf:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
-        count_again(self.recompute)
+        if self.recompute != OFFLOAD:
+            count_again(self.recompute, expected=f"{RULES}, or {OFFLOAD!r}")
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"

@@ -17,13 +17,15 @@ import numpy as np
 
 from ...schedules.ir import Op
 from ..profile import Node, Profile
-from ..stage_cost import count_again
+from ..stage_cost import OFFLOAD, count_again, kind_of
 from ..topology import Floats
 from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share
 
-_BYTES = ("activation_bytes", "stash_bytes", "workspace_bytes", "selective_bytes")
-_SECONDS = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_grad_seconds", "selective_seconds")
+_BYTES = ("activation_bytes", "stash_bytes", "workspace_bytes", "selective_bytes", "keep_less_bytes")
+_SECONDS = tuple(
+    f"{what}_seconds" for what in ("forward", "backward", "input_grad", "weight_grad", "selective", "keep_less")
+)
 _LEAST = 1e-9  # [s] of an action, so that every one takes some time
 
 
@@ -160,9 +162,13 @@ def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
     """A stage's nodes in one profile; in the backward of a recomputed stage the forward runs again."""
     nodes = [node for node in profile.nodes if node.name in set(stage.nodes)]
     forward = sum(node.forward_seconds for node in nodes)
-    again = [node.forward_seconds for node in nodes if node.runs_again or stage.recompute == "full"]
+    number = None if stage.recompute == OFFLOAD else count_again(stage.recompute)
+    word, _, rest = kind_of(stage.recompute).partition("+")
     whole = sum(node.backward_seconds for node in nodes)
-    whole += 0.0 if stage.recompute == "none" else sum(again[: count_again(stage.recompute)])
+    for at, node in enumerate(node for node in nodes if node.runs_again or word == "full"):
+        how = word if number is None or at < number else rest
+        if how not in ("", "none", OFFLOAD):
+            whole += node.forward_seconds if how in ("full", "layer") else node.under(how)[1]
     own = whole * input_grad_share(stage, profile)
     stash = sum(node.stash_bytes for node in nodes)
     return {"forward": forward, "input_grad": own, "weight_grad": whole - own, "held": stash}

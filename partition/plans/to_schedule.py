@@ -8,7 +8,8 @@ from dataclasses import replace
 from ...schedules.check import check
 from ...schedules.families.registry import build, canonical_name, family
 from ...schedules.ir import Action, Schedule, ScheduleError
-from ...schedules.transform import on_ranks, replicate
+from ...schedules.transform import on_ranks, replicate, with_offload
+from ..stage_cost import OFFLOAD
 from .record import PlanRecord
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -44,6 +45,9 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
     else:
         name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
         schedule = _over_replicas(name, counts, plan.num_chunks, wanted)
+    leaving = [number for number, stage in enumerate(plan.stages) if stage.recompute == OFFLOAD]
+    if leaving:
+        schedule = with_offload(schedule, stages=leaving, costs=plan.costs)
     return on_ranks(schedule, groups, num_ranks=len(plan.tensor_groups))
 
 

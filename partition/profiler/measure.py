@@ -31,6 +31,7 @@ from .passes import Passes, Sample, Traffic, profiled
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
 SPLIT_SHARE = 0.25  # of the time, for the passes that measure I and W
+LESS_SHARE = 0.1  # likewise, what it costs to keep less
 UPDATES = 5  # optimizer steps that are timed, behind one that makes its state
 
 NO_TARGET = "none"  # of a model's own loss
@@ -66,7 +67,8 @@ def profile_model(
     attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
     buffers are counted for each: a tensor that several share, with the first. I and W are timed as they run in a
     pipeline, a little more than B together; what gives the gradients of its weights with those of its inputs
-    (`model.split_backward` says what does) has them in I. Where a unit has no parameters, or no input wants a gradient,
+    (`model.split_backward` says what does) has them in I. Of units with GELUs, whose results a backward can make again,
+    it is measured what that frees and takes. Where a unit has no parameters, or no input wants a gradient,
     the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as they are.
 
     Arguments:
@@ -113,11 +115,13 @@ def profile_model(
             clock=clock,
         )
         tell(f"{len(passes.samples)} units, {len(passes.firsts)} of them different")
-        share = 1 - SPLIT_SHARE if given.split_backward else 1.0
+        share = 1 - SPLIT_SHARE * given.split_backward - LESS_SHARE * bool(passes.saved)
         both = (passes.run_units, passes.run_whole)
         _repeat(both, given.repetitions, given.seconds * share, tell, what="forward, backward")
         if given.split_backward:
             _repeat((passes.run_split,), given.repetitions, given.seconds * SPLIT_SHARE, tell, what="I, W")
+        if passes.saved:
+            _repeat((passes.run_less,), given.repetitions, given.seconds * LESS_SHARE, tell, what="keeping less")
         tell("memory")
         workspaces = _workspaces(passes, device)
         sums = {i: passes.traffic(i, given.traffic) for i in passes.firsts} if given.traffic is not None else {}
@@ -359,6 +363,11 @@ def _node(
     elif passes.splits:
         input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
     sizes = [bytes_of([t]) for t in own if isinstance(t, nn.Parameter)]
+    less: dict[str, float] = {}
+    if sample.like in passes.saved:
+        plain, longer = (Estimate.of(seconds).seconds for seconds in passes.beside[sample.like])
+        less["keep_less_bytes"] = max(0, sample.stash_bytes - passes.saved[sample.like])
+        less["keep_less_seconds"] = max(0.0, longer - plain)
     notes = [sample.unit.description]
     if sample.finish is not None:
         notes.append("with the loss")
@@ -383,6 +392,7 @@ def _node(
         update_seconds=0.0 if updates is None else updates[sample.like][0],
         workspace_bytes=workspaces[sample.like],
         runs_again=bool(sample.stage.units),  # calls between modules do not, by themselves
+        **less,
     )
 
 

@@ -20,9 +20,11 @@ import torch
 from torch import nn
 
 from ...schedules.actions import Op
+from ..model.calls import Calls
 from ..model.fingerprint import tensor_form
 from ..model.first_run import first_run, fresh_leaves, take
 from ..model.forms import Arguments, Form, Tensors
+from ..model.keep_less import without_activations
 from ..model.source_line import first_line, users_line
 from ..model.split_backward import SplitBackward, WeightGradients
 from ..model.units import ModelUnits, StageModule, Unit
@@ -103,7 +105,7 @@ class Passes:
         clock: Clock,
     ) -> None:
         self._form, self._inputs, self.num_samples = arguments.form, arguments.tensors, arguments.num_samples
-        self._loss = loss
+        self._loss, self._apart = loss, apart
         self._autocast_dtype = autocast
         self._clock = clock
         self.samples = self._learn(units, apart)
@@ -112,6 +114,11 @@ class Passes:
         self.times: dict[int, dict[Op, list[float]]] = {i: defaultdict(list) for i in self.firsts}
         self.step: dict[Op, list[float]] = defaultdict(list)
         self.splits = False
+        found = {i: without_activations(self.samples[i].stage.units) for i in self.firsts}
+        self._less = {i: Calls(through) for i, through in found.items() if through}
+        # By the first of equal units that can keep less: bytes, and samples without and with that [s].
+        self.saved = {i: saved for i in self.firsts if (saved := self._saved(i)) > 0}
+        self.beside: dict[int, tuple[list[float], list[float]]] = {i: ([], []) for i in self.saved}
 
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""
@@ -132,6 +139,31 @@ class Passes:
             "backward_sums": num_backward,
             "backward_sum_bytes": backward_bytes,
         }
+
+    def _saved(self, index: int) -> int:
+        """Bytes that a unit keeps less without results of GELUs."""
+        kept = []
+        for calls in (Calls({}), self._less[index]) if index in self._less else ():
+            stash = Stash([*self._apart, *self.samples[index].inputs])
+            with stash.counting() as saved, calls.through():
+                self.forward(index)
+            kept.append(saved())
+        return kept[0] - kept[1] if kept else 0
+
+    def run_less(self, *, keep: bool) -> None:
+        """F and B of those units that can keep less, without and with that, by turns."""
+        for index, samples in self.beside.items():
+            for calls, seconds in zip((Calls({}), self._less[index]), samples, strict=True):
+                begin = self._clock.stamp()
+                with calls.through():
+                    leaves, outputs = self.forward(index)
+                if outputs:
+                    torch.autograd.backward(outputs, self.samples[index].gradients)
+                end = self._clock.stamp()
+                del leaves, outputs
+                self._clock.settle()
+                if keep:
+                    seconds.append(self._clock.between(begin, end))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -22,6 +22,7 @@ from .space import Configuration
 
 _REACH = 3  # times the mean of cuts a stage
 _MARGIN = 1e-9
+_MOVING = 3.0  # microbatches of a stage that are there, while others wait on the host
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 
 
@@ -152,7 +153,10 @@ class _EvenCosts:
         if key in self._made:
             return self._made[key]
         made, sums = np.full_like(plain, np.inf), self.sums[self.c.tensors[p]]
-        for recompute in self.rules.recompute:
+        ways = [(recompute, held) for recompute in self.rules.recompute]
+        if self.rules.offloads and self.place.hosts[p] > 0:
+            ways.append(("none", min(held, _MOVING)))
+        for recompute, held in ways:
             row, spare = sums.under(recompute), limit - self._bytes(p, held, recompute)
             again = row.seconds
             if recompute in self.counted:  # what all of them leave free, some may keep

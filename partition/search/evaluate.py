@@ -14,16 +14,18 @@ from ...schedules.families.registry import family
 from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
-from ..memory import Moments, RankMemory, RankPlace, certain
+from ...schedules.transform import with_offload
+from ..memory import Moments, RankMemory, RankPlace, certain, count_in_flight, count_over_time
 from ..recompute import EVERY
-from ..stage_cost import Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
+from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Topology, TransferTime
 from .model import Model
 from .paces import least_step, rank_paces
-from .simulated import BuiltSchedules, long_batch, microbatches_of, num_weight_grads, simulated_batch
+from .simulated import BuiltSchedules, by_place, long_batch, microbatches_of, num_weight_grads, simulated_batch
 from .space import Configuration
 
 Ends = tuple[int, ...]
+MOVED_ACTIONS = 20_000  # of a batch, up to which activations may leave for the host: all of it is simulated
 Figure = TypeVar("Figure")
 
 
@@ -79,13 +81,47 @@ class Evaluated:
         return sum(sum(memory.shards) for memory in self.memories)
 
     @property
+    def leaving(self) -> tuple[int, ...]:
+        """Stages whose activations wait on the host."""
+        c = self.configuration
+        treated = enumerate(self.memories[p].recompute[s // c.pipeline] for s, p in enumerate(c.positions))
+        return tuple(s for s, name in treated if name == OFFLOAD)
+
+    @property
     def costs(self) -> Costs:
-        return self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
+        costs = self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
+        return _moving(costs, self.sums, self.placement, self.configuration.positions, self.leaving)
 
     @property
     def links(self) -> Links:
         c = self.configuration
         return self.seconds.links(self.sums.behind, self.placement.outward, positions=c.positions)
+
+
+def _moving(costs: Costs, sums: StageSums, place: Placement, positions: Sequence[int], leaving: Sequence[int]) -> Costs:
+    """With the seconds of these stages' ways to the host and back."""
+    if not leaving:
+        return costs
+    stashes = enumerate(zip(sums.stash.tolist(), positions, strict=True))
+    ways = [stash / place.hosts[p] if s in leaving else 0.0 for s, (stash, p) in stashes]
+    return replace(costs, offload=ways, reload=ways)
+
+
+def _with_hosts(
+    fronts: Sequence[Sequence[RankMemory]], hosted: Sequence[Sequence[RankMemory]]
+) -> list[tuple[Sequence[RankMemory], ...]]:
+    """[ways][P] of each rank its front, or one treatment under which activations wait on the host: all ways, or, of
+    more than EVERY, those in which the first ranks, which hold most, do so alike."""
+    options = [
+        [*[own] * (not own[0].too_many), *([way] for way in ways)] for own, ways in zip(fronts, hosted, strict=True)
+    ]
+    if math.prod(map(len, options)) <= EVERY:
+        return list(product(*options))
+    found = dict[tuple[int, ...], tuple[Sequence[RankMemory], ...]]()
+    for last, first_ranks in product(range(1, max(map(len, options))), range(len(options) + 1)):
+        picks = [min(last, len(own) - 1) * (p < first_ranks) for p, own in enumerate(options)]
+        found[tuple(picks)] = tuple(own[pick] for own, pick in zip(options, picks, strict=True))
+    return list(found.values())
 
 
 def _one_from_each(
@@ -195,8 +231,9 @@ class PlanEvaluator:
         fronts = self._by_rank(
             c, ends, flights, self._fronts, lambda p, rank: model.rules.front(sums, flights[p], rank)
         )
-        worst = max(range(c.pipeline), key=lambda p: fronts[p][0].too_many)
-        if fronts[worst][0].too_many:
+        hosted = self._hosted(c, ends, fronts)
+        worst = max(range(c.pipeline), key=lambda p: fronts[p][0].too_many * (not hosted[p]))
+        if fronts[worst][0].too_many and not hosted[worst]:
             raise MisfitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
 
         def seconds_of(memories: Sequence[RankMemory]) -> StageSeconds:
@@ -211,7 +248,7 @@ class PlanEvaluator:
             )
 
         tied, found = self._ties(c, ends), []
-        for memories in _one_from_each(c, fronts, seconds_of):
+        for memories in (each for ways in _with_hosts(fronts, hosted) for each in _one_from_each(c, ways, seconds_of)):
             seconds = seconds_of(memories)
             found.append(
                 Evaluated(
@@ -229,6 +266,48 @@ class PlanEvaluator:
                 )
             )
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
+
+    def _may_offload(self, c: Configuration, p: int) -> bool:
+        rule, actions = family(c.schedule).rule, 2 * c.num_stages * (c.num_microbatches or MOVED_ACTIONS)
+        is_known = self.model(c).rules.offloads and self.placement(c).hosts[p] > 0
+        return is_known and not rule.is_asynchronous and actions <= MOVED_ACTIONS
+
+    def _hosted(self, c: Configuration, ends: Ends, fronts: Sequence[Sequence[RankMemory]]) -> list[list[RankMemory]]:
+        """[P] treatments of the ranks that cannot keep all, under which activations of the stages of their first, or
+        first two, .. chunks wait on the host; as if the link took no time."""
+        kept = [{name for way in own for name in way.recompute} == {"none"} and not own[0].too_many for own in fronts]
+        ranks = [p for p in range(c.pipeline) if not kept[p] and self._may_offload(c, p)]
+        found: list[list[RankMemory]] = [[] for _ in fronts]
+        if not ranks:
+            return found
+        model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
+        none, whole = ["none"] * c.num_stages, [1] * c.num_stages
+        action = model.profile.action_seconds
+        seconds = stage_seconds(sums, place, c.positions, recompute=none, shards=whole, action=action)
+        plain, costs = self.schedules.schedule(c, microbatches_of(c)), seconds.costs(around=0.0, norm=None, tied=())
+        for number in range(1, c.num_chunks + 1):
+            leaving = [s for s, p in enumerate(c.positions) if p in ranks and s < number * c.pipeline]
+            moved = with_offload(plain, stages=leaving, costs=_moving(costs, sums, place, c.positions, leaving))
+            moments = by_place(c, count_in_flight(moved))
+            for p in ranks:
+                ways = model.rules.offloaded(sums, moments[p], self._rank_place(c, p), number)
+                found[p] += [way for way in ways if not way.too_many]
+        return found
+
+    def _as_simulated(self, e: Evaluated, timeline: Timeline) -> tuple[RankMemory, ...]:
+        """[P] its treatments, with what waits on the host there until its way out is through.
+
+        MisfitError where that is too much.
+        """
+        c, found = e.configuration, list(e.memories)
+        moments = by_place(c, count_over_time(timeline))
+        for p, memory in enumerate(e.memories):
+            if number := memory.recompute.count(OFFLOAD):
+                ways = e.model.rules.offloaded(e.sums, moments[p], self._rank_place(c, p), number)
+                found[p] = next(way for way in ways if way.shards == memory.shards)
+            if too_many := found[p].too_many:
+                raise MisfitError(stage_group=p, too_many=too_many, limit=memory.limit)
+        return tuple(found)
 
     def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
         """No order of this work is faster, whatever is done about memory [s]; 0 where M is open.
@@ -253,9 +332,11 @@ class PlanEvaluator:
             seconds = replace(seconds, ring=np.minimum(seconds.around, whole), gather=np.zeros_like(whole))
         again = np.zeros(c.pipeline)
         if flights is not None:
-            least = self._by_rank(
-                c, ends, flights, self._again, lambda p, rank: model.rules.least_seconds_again(sums, flights[p], rank)
-            )
+
+            def least_again(p: int, rank: RankPlace) -> float:
+                return 0.0 if self._may_offload(c, p) else model.rules.least_seconds_again(sums, flights[p], rank)
+
+            least = self._by_rank(c, ends, flights, self._again, least_again)
             again = np.array(least) / np.array(place.speeds)
         return least_step(c, seconds, self._ties(c, ends), again) + self._beside(c, model)
 
@@ -272,25 +353,28 @@ class PlanEvaluator:
             self._memories_of = c, flights
             self._fronts.clear()
             self._again.clear()
-        place, counts, positions, found = self.placement(c), c.counts, c.positions, []
+        found = []
         for p in range(c.pipeline):
-            stages = tuple(stage for stage, at in enumerate(positions) if at == p)
-            own = (p, *((ends[s], ends[s + 1]) for s in stages))
+            place = self._rank_place(c, p)
+            own = (p, *((ends[s], ends[s + 1]) for s in place.stages))
             if own not in known:
-                rank = RankPlace(
-                    stages=stages,
-                    replicas=counts[p],
-                    tensor=min(c.tensors[max(0, p - 1) : p + 2]),  # the fewest that a message is divided over
-                    limit=place.limits[p],
-                    streams=family(c.schedule).rule.is_asynchronous,
-                    beside=certain(self.model(c).profile.device),
-                )
-                known[own] = find(p, rank)
+                known[own] = find(p, place)
             found.append(known[own])
         return found
 
+    def _rank_place(self, c: Configuration, p: int) -> RankPlace:
+        return RankPlace(
+            stages=tuple(stage for stage, at in enumerate(c.positions) if at == p),
+            replicas=c.counts[p],
+            tensor=min(c.tensors[max(0, p - 1) : p + 2]),  # the fewest that a message is divided over
+            limit=self.placement(c).limits[p],
+            streams=family(c.schedule).rule.is_asynchronous,
+            beside=certain(self.model(c).profile.device),
+        )
+
     def simulate(self, evaluated: Evaluated) -> Evaluated:
-        """The same with seconds and bubble of its step; SizesError where the schedule does not take its sizes.
+        """The same with seconds and bubble of its step; SizesError where the schedule does not take its sizes,
+        MisfitError where the link to the host is too slow for what waits there.
 
         One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all. A long
         batch is simulated by a short one, where that tells the same (`long_batch`).
@@ -298,13 +382,15 @@ class PlanEvaluator:
         c, m = evaluated.configuration, microbatches_of(evaluated.configuration)
 
         def batch(num_microbatches: int) -> Timeline:
-            return simulated_batch(c, evaluated.costs, evaluated.links, self.schedules, num_microbatches)
+            return simulated_batch(c, costs, evaluated.links, self.schedules, num_microbatches, leaving=leaving)
 
-        long = long_batch(batch, c, m) if c.is_equal else None
+        costs, leaving = evaluated.costs, evaluated.leaving
+        long = long_batch(batch, c, m) if c.is_equal and not leaving else None
         if long is None:
             whole = batch(m)
+            memories = self._as_simulated(evaluated, whole) if leaving else evaluated.memories
             bubble = max(0.0, whole.bubble)  # rounding may take it below
-            return replace(evaluated, simulated_seconds=whole.batch_seconds, bubble=bubble)
+            return replace(evaluated, memories=memories, simulated_seconds=whole.batch_seconds, bubble=bubble)
         long_seconds, short = long
         s = evaluated.seconds
         each = float((s.work + num_weight_grads(short.schedule) * s.overhead).sum())
@@ -338,6 +424,7 @@ class PlanEvaluator:
                 exchanges=tuple(topology.exchange(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
                 speeds=tuple(map(topology.speed, ranks)),
                 limits=tuple(map(topology.memory, ranks)),
+                hosts=tuple(map(topology.to_host, ranks)),
             )
         return self._placements[key]
 

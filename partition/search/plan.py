@@ -20,7 +20,7 @@ from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS
 from ..solve.orders import canonical_order, node_orders, own_ranks
 from ..solve.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
-from ..stage_cost import RECOMPUTE
+from ..stage_cost import OFFLOAD, RECOMPUTE
 from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
@@ -79,9 +79,11 @@ def plan(
             are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
-        recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
-            `PlanStage`); of what fits, the simulation decides. With "none", counts such as "layer:3" are
-            allowed, too. None: all that the profiles have figures for.
+        recompute: what a stage may do about its memory, some of "none", "full", "layer", "selective", "keep_less" and
+            "offload" (see `PlanStage`), the last of all, or of the first chunks of a rank's stages, beside which it
+            keeps the rest; of what fits, the simulation decides. With "none", counts such as "layer:3" are
+            allowed, too. None: all that the profiles have figures for, and the last where the cluster knows
+            `host_bandwidth`.
         optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, whatever
             makes the simulated step shorter, stage by stage where memory is short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
@@ -116,7 +118,7 @@ def plan(
     source = as_source(source, cluster)
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
-    allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
+    allowed = _treatments(recompute, cluster)
     sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes)
     order = canonical_order(cluster)
@@ -132,8 +134,8 @@ def plan(
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
     )
-    if recompute is not None and "selective" in allowed:
-        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
+    if recompute is not None:
+        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed)
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
@@ -163,8 +165,9 @@ def _models(
         known = ADAM_BYTES if profile.optimizer_ratio is None else profile.optimizer_ratio
         rules = MemoryRules(
             optimizer_ratio=known if ratio is None else ratio,
-            recompute=tuple(each for each in recompute if each != "selective" or profile.knows_selective),
+            recompute=tuple(each for each in recompute if each != OFFLOAD and profile.knows(each)) or ("none",),
             sharding=sharding,
+            offloads=OFFLOAD in recompute,
         )
         return Model(profile, rules, max_cuts=max_cuts)
 
@@ -268,7 +271,7 @@ def _unequal(
     One with equal replicas is that of the enumeration, with other cuts.
     """
     has_limit = bool(np.isfinite(topology.memory_bytes).any())
-    makes_room = {*model.rules.recompute, *model.rules.sharding} != {"none"}
+    makes_room = model.rules.offloads or {*model.rules.recompute, *model.rules.sharding} != {"none"}
     for memory_limit in (topology.memory_limit, math.inf) if has_limit and makes_room else (topology.memory_limit,):
         try:
             every, _, _ = candidates(
@@ -321,13 +324,27 @@ def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[st
     return tuple(each for each in known if each in _names(what, values))
 
 
-def _refuse_unknown(profiles: Sequence[Profile]) -> None:
-    for profile in profiles:
-        missing = [node.name for node in profile.nodes if node.runs_again and node.selective_bytes is None]
-        if missing:
+def _treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...]:
+    """What may be done about memory. ValueError for activations on a host whose link nobody knows."""
+    knows_link = any(kind.host_bandwidth for kind in cluster.used_kinds)
+    if asked is None:
+        return (*RECOMPUTE, OFFLOAD) if knows_link else RECOMPUTE
+    found = _choices("recompute", asked, (*RECOMPUTE, OFFLOAD))
+    if OFFLOAD in found and not knows_link:
+        raise ValueError(
+            f"recompute: {OFFLOAD!r} in a cluster that does not say how fast its devices reach their hosts: expected "
+            f"DeviceKind(host_bandwidth=), as 25e9 bytes/s, or some of {', '.join(RECOMPUTE)}"
+        )
+    return found
+
+
+def _refuse_unknown(profiles: Sequence[Profile], asked: Sequence[str]) -> None:
+    for profile, kind in product(profiles, asked):
+        if not profile.knows(kind):
+            lacks = next(node for node in profile.nodes if getattr(node, f"{kind}_bytes") is None)
             raise ValueError(
-                f"recompute: 'selective' with a profile whose node {missing[0]!r} has no selective_bytes and "
-                f"selective_seconds: expected a profile with both, or some of none, full, layer"
+                f"recompute: {kind!r} with a profile whose node {lacks.name!r} has no {kind}_bytes and "
+                f"{kind}_seconds: expected a profile with both, or some of none, full, layer"
             )
 
 

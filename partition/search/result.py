@@ -13,7 +13,7 @@ from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp, Searched
 from ..profile import Node
 from ..solve.orders import own_ranks
-from ..stage_cost import RECOMPUTE
+from ..stage_cost import OFFLOAD, RECOMPUTE, kind_of
 from ..topology import Topology
 from .evaluate import Evaluated
 from .paces import stage_paces
@@ -114,10 +114,12 @@ def label(e: Evaluated) -> str:
     """The configuration and what was done about its memory."""
     c = e.configuration
     parts = [c.label]
-    chosen = [name.partition(":")[0] for memory in e.memories for name in memory.recompute]
+    chosen = [word for memory in e.memories for name in memory.recompute for word in kind_of(name).split("+")]
     for name in (each for each in RECOMPUTE[1:] if each in chosen):
         times = chosen.count(name)
         parts.append(f"recompute {name}" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))
+    if (times := chosen.count(OFFLOAD)) > 0:
+        parts.append("offload" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))
     shards = sum(each > 1 for memory in e.memories for each in memory.shards)
     if shards:
         parts.append("optimizer sharded" + ("" if shards == c.num_stages else f" in {shards} of {c.num_stages} stages"))

@@ -284,7 +284,7 @@ class PlanSearch:
                 exact = self.evaluator.choices(c, ends, exact=True)
                 for choice in exact[: _num_choices(c)]:
                     if choice.bound < _least_seconds(found) * (1 - _TIE):
-                        found.append(self.evaluator.simulate(choice))
+                        found += self._ran(choice)
             except MisfitError as error:
                 self._note_miss(c, error)
             except SizesError as error:  # no short batch stands for it, and all of it is too long
@@ -294,6 +294,13 @@ class PlanSearch:
                 self.refused.append(f"{c.label}: {error}")
                 break
         return [min(found, key=_rank)] if found else []
+
+    def _ran(self, choice: Evaluated) -> list[Evaluated]:
+        try:
+            return [self.evaluator.simulate(choice)]
+        except MisfitError as error:
+            self._note_miss(choice.configuration, error)
+            return []
 
     def _refined(self, found: list[Evaluated]) -> list[Evaluated]:
         """The best few with their cuts moved for as long as that helps."""
@@ -324,7 +331,7 @@ class PlanSearch:
                     budget -= cost
                     try:
                         simulated = self.evaluator.simulate(evaluated)
-                    except SizesError:  # too long, as no short batch stands for these cuts
+                    except (SizesError, MisfitError):  # too long, as no short batch stands for these cuts
                         continue
                     if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
                         best, moved = simulated, True

@@ -20,7 +20,7 @@ may be some hundredths of a percent from what they would be without rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -32,7 +32,7 @@ from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import RankTrace, Timeline
-from ...schedules.transform import with_late_updates
+from ...schedules.transform import with_late_updates, with_offload
 from ..memory import Moments, count_in_flight, in_flight_of_turns, merged, steady_in_flight
 from ..topology import Floats
 from .space import Configuration
@@ -78,10 +78,7 @@ class BuiltSchedules:
                 ranks = in_flight_of_turns(known.turns(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
             else:
                 ranks = count_in_flight(self.schedule(c, m))
-            if not c.is_equal:
-                starts = np.cumsum([0, *c.counts])
-                ranks = tuple(merged(ranks[a:b]) for a, b in pairwise(starts))
-            self._flights[key] = ranks
+            self._flights[key] = by_place(c, ranks)
         return self._flights[key]
 
     def schedule(self, c: Configuration, num_microbatches: int) -> Schedule:
@@ -107,6 +104,12 @@ class BuiltSchedules:
         return self._schedules[key]
 
 
+def by_place(c: Configuration, ranks: tuple[Moments, ...]) -> tuple[Moments, ...]:
+    """[P] the most of any replica, of the ranks of one replica where all are equal, else of all."""
+    starts = np.cumsum([0, *c.counts])
+    return ranks if c.is_equal else tuple(merged(ranks[a:b]) for a, b in pairwise(starts))
+
+
 def _check_length(c: Configuration, num_microbatches: int) -> None:
     if 2 * c.num_stages * num_microbatches > MAX_ACTIONS:
         raise TooLongError(
@@ -126,13 +129,23 @@ def num_actions(c: Configuration) -> int:
 
 
 def simulated_batch(
-    c: Configuration, costs: Costs, links: Links, schedules: BuiltSchedules, num_microbatches: int
+    c: Configuration,
+    costs: Costs,
+    links: Links,
+    schedules: BuiltSchedules,
+    num_microbatches: int,
+    *,
+    leaving: Collection[int] = (),
 ) -> Timeline:
-    """Every action of a batch of so many microbatches; SizesError where its schedule can't be built."""
+    """Every action of a batch of so many microbatches, whose activations of these stages leave for the host;
+    SizesError where its schedule can't be built."""
     if not c.is_equal:
         starts = (0, *accumulate(c.counts))
         links = links.on([range(a, b) for a, b in pairwise(starts)])
-    return simulate(with_late_updates(schedules.schedule(c, num_microbatches), links), costs, links)
+    schedule = with_late_updates(schedules.schedule(c, num_microbatches), links)
+    if leaving:
+        schedule = with_offload(schedule, stages=leaving, costs=costs)
+    return simulate(schedule, costs, links)
 
 
 def num_weight_grads(schedule: Schedule) -> Floats:

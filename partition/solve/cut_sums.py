@@ -132,71 +132,63 @@ class Cuts:
         ]
 
     def _recomputed(self, first: Cut, last: Cut, recompute: str) -> Recomputed:
-        """Stages whose nodes run again one by one, "layer" or "selective".
+        """Stages whose nodes are treated one by one, as one of COUNTED says.
 
         Under "layer" a tensor from in front of the stage that nodes in front take, too, and perhaps none of the stage,
         counts as kept: exact for chains, never less.
         """
-        is_layer = recompute == "layer"
-        kept, seconds, again = self._layer if is_layer else self._selective
-        inputs = _between(self.taken, first, last) + self.half_taken[first] if is_layer else 0.0
+        if recompute not in self._rows:
+            kept, seconds, made = np.array([_treated(node, recompute) for node in self.nodes]).T
+            self._rows[recompute] = self._total(kept), self._total(seconds), self._largest(made)
+        kept, seconds, made = self._rows[recompute]
+        inputs = _between(self.taken, first, last) + self.half_taken[first] if recompute == "layer" else 0.0
         return Recomputed(
             kept=inputs + _between(kept, first, last),
-            again=np.asarray(again[first, last]),
+            again=np.asarray(made[first, last]),
             seconds=_between(seconds, first, last),
         )
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[Floats, Floats, Floats]]:
+        """By kind, [n] kept beside inputs [bytes], [n] what runs again [s], [n, n] made again at once [bytes]."""
+        return {}
 
     @cached_property
     def _counts(self) -> dict[tuple[int, int, str], Recomputed]:
         return {}
 
     def _counted(self, first: int, last: int, kind: str) -> Recomputed:
-        """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again do so, "layer" or
-        "selective".
+        """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again are treated as one
+        of COUNTED says, the others, where "+keep_less" stands behind that, so that they keep less.
 
         Under "layer" what a node of them takes counts from the first on that takes it.
         """
         if (first, last, kind) not in self._counts:
             own = self.members[last] & ~self.members[first]
             again = [at for at in self.order if own[at] and self.nodes[at].runs_again]
-            place, inputs = {at: k for k, at in enumerate(again)}, np.zeros(len(again))
-            for at, takers in enumerate(self.takers):
-                firsts = [place[each] for each in takers if each in place]
-                if firsts:
-                    inputs[min(firsts)] += self.nodes[at].activation_bytes
-            if kind == "selective":
-                inputs = np.array([_selective_bytes(self.nodes[at]) for at in again])
-            stash, seconds = (
-                np.array([getattr(self.nodes[at], figure) or 0.0 for at in again], dtype=np.float64)
-                for figure in ("stash_bytes", "selective_seconds" if kind == "selective" else "forward_seconds")
+            word, _, rest = kind.partition("+")
+            inputs, seconds, made = self._rows_of(again, word)
+            stash = np.array([0.0, *(self.nodes[at].stash_bytes for at in again)])
+            kept, others, beside = self._rows_of(again, rest) if rest else (stash, 0.0 * stash, 0.0 * stash)
+            if word == "layer":
+                place = {at: k + 1 for k, at in enumerate(again)}
+                for at, takers in enumerate(self.takers):
+                    firsts = [place[each] for each in takers if each in place]
+                    if firsts:
+                        inputs[min(firsts)] += self.nodes[at].activation_bytes
+            whole = float(_between(self.stash, first, last)) - float((stash - kept).sum())
+            behind = np.maximum.accumulate(np.append(beside[1:], 0.0)[::-1])[::-1]
+            self._counts[first, last, kind] = Recomputed(
+                kept=np.maximum(whole + np.cumsum(inputs - kept), 0.0),
+                again=np.maximum(np.maximum.accumulate(made), behind),
+                seconds=float(others.sum()) + np.cumsum(seconds - others),
             )
-            made = np.maximum(stash - inputs, 0.0) if kind == "selective" else stash
-            whole = float(_between(self.stash, first, last))
-            kept, again_bytes, forward = (
-                np.concatenate([[0.0], each])
-                for each in (np.cumsum(inputs - stash), np.maximum.accumulate(made), np.cumsum(seconds))
-            )
-            self._counts[first, last, kind] = Recomputed(np.maximum(whole + kept, 0.0), again_bytes, forward)
         return self._counts[first, last, kind]
 
-    @cached_property
-    def _layer(self) -> tuple[Floats, Floats, Floats]:
-        """[n] kept beside inputs [bytes], [n] what runs again [s], [n, n] made again at once [bytes]."""
-        return (
-            self._total([0.0 if node.runs_again else node.stash_bytes for node in self.nodes]),
-            self._total([node.forward_seconds if node.runs_again else 0.0 for node in self.nodes]),
-            self._largest([node.stash_bytes if node.runs_again else 0.0 for node in self.nodes]),
-        )
-
-    @cached_property
-    def _selective(self) -> tuple[Floats, Floats, Floats]:
-        """The same, with all that is kept."""
-        kept = [_selective_bytes(node) for node in self.nodes]
-        return (
-            self._total(kept),
-            self._total([(node.selective_seconds or 0.0) if node.runs_again else 0.0 for node in self.nodes]),
-            self._largest([max(node.stash_bytes - k, 0.0) for node, k in zip(self.nodes, kept, strict=True)]),
-        )
+    def _rows_of(self, nodes: Sequence[int], kind: str) -> tuple[Floats, Floats, Floats]:
+        """[1 + nodes] of nothing and of each of these nodes, as `_treated`."""
+        kept, seconds, made = np.array([(0.0, 0.0, 0.0), *(_treated(self.nodes[at], kind) for at in nodes)]).T
+        return kept, seconds, made
 
     @cached_property
     def _workspace(self) -> Floats:
@@ -214,10 +206,10 @@ class Cuts:
         small = [(node.small_parameter_bytes, node.parameter_bytes) for node in self.nodes]
         return self._total([every if some is None else some for some, every in small])
 
-    def _total(self, figures: Sequence[float]) -> Floats:
+    def _total(self, figures: Sequence[float] | Floats) -> Floats:
         return total(self.members, np.array(figures))
 
-    def _largest(self, figures: Sequence[float]) -> Floats:
+    def _largest(self, figures: Sequence[float] | Floats) -> Floats:
         """[n, n] the largest figure of any node between two cuts.
 
         Between two of the cuts inside `last` it is known: of each that lies in no other, and of those inside that.
@@ -307,5 +299,10 @@ def _between(column: Floats, first: Cut, last: Cut) -> Floats:
     return np.asarray(np.maximum(column[last] - column[first], 0.0), dtype=np.float64)
 
 
-def _selective_bytes(node: Node) -> float:
-    return node.stash_bytes if not node.runs_again or node.selective_bytes is None else node.selective_bytes
+def _treated(node: Node, kind: str) -> tuple[float, float, float]:
+    """Kept beside its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
+    stash, forward = node.stash_bytes, node.forward_seconds
+    if not node.runs_again:
+        return stash, 0.0, 0.0
+    kept, seconds = (0.0, forward) if kind == "layer" else node.under(kind)
+    return kept, seconds, max(stash - kept, 0.0)

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...partition.model.keep_less import find, keep_less
 from ..shards.tensor_option import WORDS
 from ..stage.nested import mapped
 from ..stage.recompute import Rule
-from .keep_less import find, keep_less
 
 _AROUND = ("_forward", "_backward", "_is_full_backward", "_non_full_backward")  # hooks that run around a module
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...partition.memory import GRADIENTS_SENT, count_in_flight
+from ...partition.model.calls import Calls
 from ...partition.model.units import MODEL_INPUT
 from ...partition.model.untouched import untouched
 from ...partition.profiler.clock import Stamp, clock_for
@@ -41,7 +42,6 @@ from ...schedules.wording import duration, size
 from ..batch.agreement import agreed
 from ..batch.batches import Batch
 from ..context import Run
-from ..stage.calls import Calls
 from ..stage.ownership import Ownership
 from ..stage.recompute import BUDGET
 from ..stage.reruns import CheckpointedModules

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.model.calls import Calls
 from ...schedules import Schedule
-from .calls import Calls
 from .recompute import NamedRule, Rule
 
 _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable"))
@@ -94,8 +94,8 @@ def refuse_backward(
 def _refuse_rerun(name: str, rule: Rule, *, is_unit: bool) -> None:
     if rule != "full":
         raise ValueError(
-            f"recompute= keeps results of operations in {name!r} (selective, or a policy), and beside compile= "
-            f"nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
+            f"recompute= chooses among results of operations in {name!r} (selective, keep_less, or a policy), and "
+            f"beside compile= nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
         )
     if not is_unit:
         raise ValueError(

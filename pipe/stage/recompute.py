@@ -4,7 +4,9 @@
     "full"        the stage: it keeps its inputs only                                    (`stage`)
     "layer"       each cut unit of the stage: it keeps its inputs only                    (`reruns`)
     "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
-    "layer:3"     the first 3 of them; likewise "selective:3"                             (`reruns`)
+    "keep_less"   each cut unit keeps no results of GELUs, which are made again           (`model.keep_less`)
+    "layer:3"     the first 3 of them; likewise "selective:3", "keep_less:3"              (`reruns`)
+                  "layer:3+keep_less": the others keep less
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
     a budget      the units that must, so that it fits                                    (`run/budget`)
 
@@ -23,10 +25,10 @@ from typing import Any
 from torch import nn
 
 from ...partition import quantities
+from ...partition.model.calls import Calls
 from ...partition.model.units import StageModule, Together
-from ...partition.stage_cost import RULES, count_again
+from ...partition.stage_cost import KEEP_LESS, RULES, count_again, kind_of
 from ..shards.patterns import match
-from .calls import Calls
 
 # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
 Policy = Callable[..., Any]
@@ -164,7 +166,7 @@ class RecomputedModules:
         self._together = together
         for index, stage in enumerate(stages):
             for module, (_, rule) in self.of_stage(index, stage).items():
-                if (why := self.parted(module)) is not None:
+                if rule != KEEP_LESS and (why := self.parted(module)) is not None:
                     raise ValueError(
                         f"recompute={rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
                         f"{why}, or recompute='full' for the stage, which runs as a whole"
@@ -188,7 +190,7 @@ class RecomputedModules:
             inside = set(stage.module.modules())
             return {module: rule for module, rule in self.rules.items() if module in inside}
         number = None if callable(kind) else count_again(kind)
-        word = kind.partition(":")[0] if isinstance(kind, str) else kind
+        word, _, rest = kind_of(kind).partition("+") if isinstance(kind, str) else (kind, "", "")
         rule = "full" if word == "layer" else word
         if number is None:
             return dict.fromkeys(stage.units, (stage.name, rule))
@@ -198,8 +200,9 @@ class RecomputedModules:
                 f"recompute={kind!r} of stage {index} ({stage.name}), which has {sum(begun)} units that can run "
                 f"again: expected at most {f'{word}:{sum(begun)}'!r}, or {word!r}"
             )
-        units = [unit for unit, place in zip(stage.units, accumulate(begun), strict=True) if place <= number]
-        return dict.fromkeys(units, (stage.name, rule))
+        places = list(zip(stage.units, accumulate(begun), strict=True))
+        rules = {unit: (stage.name, rule) for unit, place in places if place <= number}
+        return rules | {unit: (stage.name, rest) for unit, place in places if rest and place > number}
 
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:

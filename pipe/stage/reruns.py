@@ -34,11 +34,13 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...partition.model.calls import Calls
+from ...partition.model.keep_less import in_checkpoint, without_activations
 from ...partition.model.memory import Operations, memory_of, parts_of, written
 from ...partition.model.source_line import first_line
+from ...partition.stage_cost import KEEP_LESS
 from ..guards.randomness import Seeder
 from .buffers import MovingBuffers
-from .calls import Calls
 from .nested import mapped
 from .recompute import NamedRule, Rule
 
@@ -63,12 +65,14 @@ _KEEPING = (True, torchs.CheckpointPolicy.MUST_SAVE, torchs.CheckpointPolicy.PRE
 
 
 class CheckpointedModules(Calls):
-    """The modules of one stage on one rank that run again."""
+    """The modules of one stage on one rank that run again, or keep less."""
 
     def __init__(self, rules: Mapping[nn.Module, NamedRule], seeder: Seeder) -> None:
         under_way: list[Rule] = []  # in the first run of a module: its rule, and of those that it called
-        through = {}
+        through = without_activations(module for module, (_, rule) in rules.items() if rule == KEEP_LESS)
         for module, (name, rule) in rules.items():
+            if rule == KEEP_LESS:
+                continue
             selects = any(rules[part][1] != "full" for part in module.modules() if part in rules)
             through[module] = _Rerun(module, name, rule, under_way=under_way, selects=selects, seeder=seeder)
         self._names = [name for name, _ in rules.values()]
@@ -153,12 +157,6 @@ class _Rerun:
                 f"recompute= that leaves the module out"
             )
         return value
-
-
-def in_checkpoint() -> bool:
-    """Whether a checkpoint of torch's is around, in its first run or its second: nothing is kept but by it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == torchs.__name__
 
 
 @contextmanager

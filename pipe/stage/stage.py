@@ -22,12 +22,12 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from ...partition.model.calls import Calls
 from ...partition.model.forms import Tensors
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
-from .calls import Calls
 from .moving import Activations, tensors_of
 from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions

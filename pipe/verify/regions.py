@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
+from ...partition.model.calls import Calls
 from ..shards.attention import Experts, Heads
 from ..shards.shard import Shard
 from ..shards.styles import Local, Row, Samples
 from ..shards.styles import Sequence as Positions
 from ..shards.tensor_option import describe
-from ..stage.calls import Calls
 from ..stage.nested import mapped
 from .compare import differs, graph_of, size, tolerance_of
 

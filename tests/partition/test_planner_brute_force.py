@@ -57,6 +57,8 @@ def chains(draw: st.DrawFn) -> Profile:
             runs_again=draw(st.integers(0, 3)) > 0,
             selective_bytes=draw(TENTHS),
             selective_seconds=draw(TENTHS) / 3,
+            keep_less_bytes=draw(TENTHS),
+            keep_less_seconds=draw(TENTHS) / 3,
         )
         for i in range(draw(st.integers(1, 6)))
     ]

@@ -126,8 +126,12 @@ def test_measured_figures_there_and_back() -> None:
         nodes=(node("a", selective_bytes=5, selective_seconds=0.5), replace(node("b"), runs_again=False))
     )
     assert Profile.from_json(selective.to_json()) == selective
-    assert selective.knows_selective
-    assert not MEASURED.knows_selective
+    assert selective.knows("selective")
+    assert not selective.knows("keep_less")
+    less = Profile(nodes=(node("a", keep_less_bytes=5, keep_less_seconds=0.5), node("b")))
+    assert Profile.from_json(less.to_json()) == less
+    assert less.knows("keep_less")
+    assert not MEASURED.knows("selective")
 
 
 def test_files_from_before_these_figures_are_still_read() -> None:
@@ -140,6 +144,8 @@ def test_files_from_before_these_figures_are_still_read() -> None:
     (only,) = profile.nodes
     assert (only.spread, only.input_grad_seconds, only.update_seconds, only.workspace_bytes) == (0.5, 0, 0, 0)
     assert (only.runs_again, only.selective_bytes, only.selective_seconds) == (True, None, None)
+    assert (only.keep_less_bytes, only.keep_less_seconds) == (None, None)
+    assert not profile.knows("keep_less")
     assert (profile.microbatch_size, profile.optimizer_ratio, profile.step_seconds) == (None, None, None)
     assert profile.parts_over_step is None
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import (
+    COUNTED,
     RECOMPUTE,
     MemoryRules,
     Model,
@@ -36,6 +37,8 @@ CHAIN = Profile(
             runs_again=name != "d",
             selective_bytes=None if name == "d" else selective,
             selective_seconds=None if name == "d" else forward / 4,
+            keep_less_bytes=250 if name == "b" else None,
+            keep_less_seconds=0.5 if name == "b" else None,
         )
         for name, forward, output, stash, selective in [
             ("a", 1, 10, 100, 40),
@@ -61,6 +64,7 @@ def test_a_stage_in_the_middle() -> None:
         "full": (10, 500, 6),
         "layer": (10 + 20, 300, 6),
         "selective": (50 + 70, 300 - 50, 1.5),
+        "keep_less": (250 + 200, 50, 0.5),
     }
 
 
@@ -75,6 +79,14 @@ def test_the_first_ones_of_a_stage() -> None:
     assert one == [[40 + 300 + 200, 500], [60, 0], [0.25, 0]]
     assert two == [[40 + 50 + 200, 500], [250, 0], [0.75, 0]]
     assert every == [column.tolist() for column in sums.under("selective")]
+    none, some = ([column.tolist() for column in sums.under(f"keep_less:{number}")] for number in (1, 2))
+    assert none == [[600, 500], [0, 0], [0, 0]]
+    assert some == [[550, 500], [50, 0], [0.5, 0]]
+    both, more = (
+        [column.tolist() for column in sums.under(f"{each}+keep_less")] for each in ("layer:1", "selective:2")
+    )
+    assert both == [[250 + 200, 500], [100, 0], [1.5, 0]]
+    assert more == [[40 + 50 + 200, 500], [250, 0], [0.75, 0]]
 
 
 def test_what_does_not_run_again_keeps_its_stash() -> None:
@@ -84,6 +96,7 @@ def test_what_does_not_run_again_keeps_its_stash() -> None:
         "full": (0, 1100, 15),
         "layer": (10 + 20 + 500, 300, 7),
         "selective": (40 + 50 + 70 + 500, 250, 7 / 4),
+        "keep_less": (100 + 250 + 200 + 500, 50, 0.5),
     }
     assert rows(CHAIN, 3, 4)["layer"] == (500, 0, 0)
 
@@ -162,7 +175,7 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
     def column() -> np.ndarray:
         return np.array([draw(BYTES) for _ in range(num_chunks)])
 
-    known = {name: Recomputed(kept=column(), again=column(), seconds=column()) for name in ("layer", "selective")}
+    known = {name: Recomputed(kept=column(), again=column(), seconds=column()) for name in COUNTED}
     nothing = np.zeros(num_chunks)
     sums = StageSums(
         forward=column(),
@@ -339,7 +352,7 @@ def test_the_plan_says_what_each_stage_does() -> None:
     profile = Profile(nodes=tuple(replace(layer, name=f"l{i}") for i in range(4)), microbatch_size=1)
     options = {"global_batch": 8, "schedules": "1f1b", "pipeline_sizes": (2,), "data_sizes": (1,)}
     for limit, wanted in ((500, "none"), (380, "selective"), (280, "full"), (190, "layer")):
-        allowed = ("none", "full") if wanted == "full" else RECOMPUTE
+        allowed = ("none", "full") if wanted == "full" else RECOMPUTE[:4]
         found = plan(
             profile,
             Cluster.from_levels([(2, 1e9)]),
@@ -366,6 +379,8 @@ def test_selective_needs_figures_of_every_node_that_runs_again() -> None:
     cluster = Cluster.from_levels([(1, 1e9)])
     with pytest.raises(ValueError, match="recompute: 'selective' with a profile whose node 'a' has no selective_bytes"):
         plan(OLD, cluster, global_batch=2, recompute=("none", "selective"))
+    with pytest.raises(ValueError, match="recompute: 'keep_less' with a profile whose node 'a' has no keep_less_bytes"):
+        plan(OLD, cluster, global_batch=2, recompute=("none", "keep_less"))
     found = plan(OLD, cluster, global_batch=2, memory_limit=150)  # by itself it takes what is known
     assert found.stages[0].recompute == "layer"
     known = replace(OLD, nodes=tuple(replace(node, runs_again=False) for node in OLD.nodes))

@@ -143,7 +143,7 @@ def test_what_a_layer_keeps(split: Split) -> None:
 def test_embedding_and_head_do_not_run_again() -> None:
     profile = profile_of(SMALL)
     assert [node.runs_again for node in profile.nodes] == [False, True, True, True, False]
-    assert profile.knows_selective
+    assert profile.knows("selective")
 
 
 def test_flops_of_recompute() -> None:

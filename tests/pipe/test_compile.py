@@ -175,7 +175,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("}", r"\}")):
             made(chain, compile=option if isinstance(option, str) else dict([option]))
     for recompute, message in {
-        "selective": r"recompute= keeps results of operations in .* expected recompute='layer'",
+        "selective": r"recompute= chooses among results of operations in .* expected recompute='layer'",
         "nested": r"recompute= runs '0.linear' again, which is a part of a module that compile= compiles whole",
     }.items():
         rule: Any = {"*.linear": "full"} if recompute == "nested" else recompute

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -26,11 +26,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torchs
 
-from ...partition.model.memory import memory_of
-from ...partition.model.untouched import torch_generators
-from ..stage.calls import Calls
-from ..stage.reruns import in_checkpoint
+from .calls import Calls
+from .memory import memory_of
+from .untouched import torch_generators
 
 _LEAST_WEIGHT = 1e-3  # of a LayerNorm, by which its backward divides
 _PAST_AUTOGRAD = (Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # type: ignore[attr-defined]
@@ -117,8 +117,18 @@ class _Gelus(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def without_activations(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+    """Functions for `Calls`, of those of the modules with a GELU in them."""
+    found = {module: [each for each in module.modules() if _has_gelu(each)] for module in modules}
+    return {
+        module: partial(_keeping_sources, [each for each in gelus if _is_gelu(each)])
+        for module, gelus in found.items()
+        if gelus
+    }
+
+
 def _without_activations(module: nn.Module, found: list[nn.Module]) -> None:
-    module.forward = partial(_keeping_sources, [each for each in found if _is_gelu(each)], module.forward)
+    module.forward = partial(without_activations([module])[module], module.forward)
 
 
 def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +177,12 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint of torch's is around, in its first run or its second: nothing is kept but by it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == torchs.__name__
 
 
 def _generators_of(x: Tensor, is_users: bool) -> list[list[int]]:
