@@ -1,6 +1,8 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
+from .codecs import Codec, Compress, LinkName, read_compress
 from .collectives import Collectives
+from .compressed import CompressingTransport, LinkBytes, LinkCodecs
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import Groups, link_lanes
 from .host_clocks import HostClocks, machine
@@ -11,13 +13,19 @@ from .rendezvous import join_world
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [
+    "Codec",
     "Collectives",
+    "Compress",
+    "CompressingTransport",
     "Coordinates",
     "FailureBoard",
     "Groups",
     "Guard",
     "HostClocks",
     "InProcessTransport",
+    "LinkBytes",
+    "LinkCodecs",
+    "LinkName",
     "Mailbox",
     "MeshPlace",
     "PartsTransport",
@@ -33,5 +41,6 @@ __all__ = [
     "link_lanes",
     "machine",
     "make_guard",
+    "read_compress",
     "read_mesh",
 ]

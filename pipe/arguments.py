@@ -56,6 +56,11 @@ class Mesh:
             H steps on its own batches, with a gradient norm of its own, then their weights are averaged; flush(),
             evaluation, `save`, `full_state_dict` and `close` average, too. "adaptive": H follows how much worse weights
             do on another replica's data, between 1 and 64 (`pipe.averaging` has it).
+        compress: what packs messages for slow links, which changes what is trained: "int8", {"topk": 0.01} (a share of
+            the elements; what is left out is added to the next), {"lowrank": 4} (a rank), for all boundaries between
+            stages; or by link, {(0, 1): "int8", "data": {"lowrank": 4}}: stages, and sums of gradients over replicas.
+            "auto": as far as the links, measured in the first steps, need it and no further. Evaluation and `verify`
+            are exact. A checkpoint has nothing of it: what was left out is lost there (`pipe.sent_bytes` counts).
     """
 
     pipe: int | None = None
@@ -66,6 +71,7 @@ class Mesh:
     tensor_parallel: TensorParallelLike | None = None
     sends: str = "auto"
     sync: int | str = 1
+    compress: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +242,7 @@ def read_arguments(
     given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
     options: dict[str, Any] = dict.fromkeys(_RENAMED)
     options |= {"flush_first": 0, "post_validation": False, "data_parallel": "replicate", "tensor_sends": "auto"}
-    options["sync"] = 1
+    options |= {"sync": 1, "compress": None}
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
     options |= {"split_points": given["cut"], "compile": False, "kind": None}
     model = given["model"]
@@ -313,6 +319,7 @@ def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:
         "tensor_parallel": mesh.tensor_parallel,
         "tensor_sends": mesh.sends,
         "sync": mesh.sync,
+        "compress": mesh.compress,
     }
 
 

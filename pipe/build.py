@@ -32,6 +32,7 @@ from .run.worker import TrainingWorker
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import read_tensor_parallel
 from .stage.build import CutModel, cut_model
+from .stage.compression import link_codecs, message_bytes
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
@@ -62,6 +63,7 @@ class Pipeline:
     state: State
     measurement: Measurement
     verifier: Verifier
+    message_bytes: Callable[[], tuple[list[float], list[float]]]
 
     def cut_in_words(self) -> str:
         """A text that is the same, from start to start of a run, where its stages are."""
@@ -131,6 +133,7 @@ def _assembled(
     run: Run, placed: _Placed, ranks: Ranks, *, example: Arguments, clocks: HostClocks, plain: PlainModule | None
 ) -> Pipeline:
     update, train, unchanged = ranks.update, placed.train, placed.unchanged
+    inferred = train.inference.of(Signature.of(example))
 
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
@@ -155,7 +158,7 @@ def _assembled(
         schedule=update.schedule,
         assemble=put_together,
         drain=training.drain,
-        one_way_seconds=partial(ranks.links.latency, train.inference.outputs(Signature.of(example))[0]),
+        one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,
     )
     state = State(run=run, ownership=placed.ownership, update=update, training=training)
@@ -168,6 +171,7 @@ def _assembled(
         state=state,
         measurement=measurement,
         verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation, parts=placed.parts),
+        message_bytes=partial(message_bytes, train, inferred, run.codecs),
     )
 
 
@@ -210,6 +214,8 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             partial(_divided_and_cut, run, stack, cut, undivided, example), *together, what="cutting the model"
         )
         _agree(run, parts, microbatch, tensor=tensor)
+        if run.compress is not None:
+            run.codecs = link_codecs(run.compress, train, train.inference.of(microbatch))
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
@@ -332,6 +338,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         verify=run.verifies,
         tensor=tensor,
         **({} if run.layout.sync == 1 else {"sync": run.layout.sync}),
+        **({} if run.compress is None else {"compress": run.compress}),
     )
     common = f", microbatches of {microbatch}"
     check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))

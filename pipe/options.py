@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..comm import Compress, read_compress
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
 from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
@@ -156,6 +157,7 @@ class LayoutOptions:
     recompute: RecomputeLike = "none"
     data_parallel: str = "replicate"
     sync: int | str = 1
+    compress: Compress | None = None
     replan: str | None = None
     trials: int = 0
     kind: str | None = None  # of the schedule, where the user says it: synchronous, asynchronous, sliced
@@ -272,7 +274,9 @@ def read_options(given: Mapping[str, Any]) -> Options:
     return Options(
         model=model,
         settings=settings,
-        layout=LayoutOptions(**own | {"tensor": tensor, "trials": trials}),
+        layout=LayoutOptions(
+            **own | {"tensor": tensor, "trials": trials, "compress": read_compress(given["compress"])}
+        ),
         calls=calls,
         example=example,
         verify_every=verify or None,

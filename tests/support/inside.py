@@ -11,6 +11,7 @@ from typing import Any
 
 # By module: what tests import of it.
 _NAMES = {
+    "comm.codecs": "num_bytes pack read_codec unpack wire_specs",
     "comm.failures": "Account find_cause",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
     " measure_links",
