@@ -1,8 +1,7 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
-from .codecs import Codec, Compress, LinkName, read_compress
+from .codecs import Codec, Compress, LinkBytes, LinkCodecs, LinkName, read_compress
 from .collectives import Collectives
-from .compressed import CompressingTransport, LinkBytes, LinkCodecs
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import Groups, link_lanes
 from .host_clocks import HostClocks, machine
@@ -16,7 +15,6 @@ __all__ = [
     "Codec",
     "Collectives",
     "Compress",
-    "CompressingTransport",
     "Coordinates",
     "FailureBoard",
     "Groups",

@@ -8,19 +8,24 @@ topk      the largest elements, a share of all, with their places. What was left
 lowrank   a matrix M (rows of the last dimension) as P Q^T of rank r, by one step of power iteration from the Q of the
           tensor before, as in PowerSGD (arXiv 1905.13727); exact for matrices of rank r. Nothing is added to the next.
 
-A tensor that would not become smaller goes as it is. What is packed follows from its layout, so that receives can be
-posted. Values that are not finite stay so, and leave no trace in the memory.
+    worker ─ tensors ─> pack ─ fewer bytes ─> transport ~~~~> transport ─> unpack ─ tensors ─> worker
+
+What is kept for the next tensor stays with the sender: of each link, tensor and shape, whatever the microbatch. A
+tensor that would not become smaller goes as it is. Which ones are packed follows from their layouts, so that receives
+can be posted. Values that are not finite stay so, and leave no trace in the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..schedules import Link, Message
 from ..schedules.kinds import above_zero, at_least
 from .transport import TensorSpec
 
@@ -39,7 +44,7 @@ class Codec(NamedTuple):
         return repr(self.kind) if self.kind == "int8" else f"{{{self.kind!r}: {self.level}}}"
 
 
-Compress = Mapping[LinkName, Codec] | str
+Compress = Mapping[Any, Any] | str  # codecs by link; "auto", or a network under that name
 _DEFAULTS = {"int8": 0, "topk": 0.01, "lowrank": 4}
 
 
@@ -61,6 +66,8 @@ def read_compress(given: object) -> Compress | None:
     """Mesh(compress=) by link, "auto", or None; ValueError for anything else."""
     if given is None or (isinstance(given, str) and given == "auto"):
         return given
+    if isinstance(given, Mapping) and [*given] == ["auto"] and isinstance(given["auto"], Link | Mapping):
+        return given
     if (codec := read_codec(given)) is not None:
         return {"pipe": codec}
     found: dict[LinkName, Codec] = {}
@@ -76,7 +83,7 @@ def read_compress(given: object) -> Compress | None:
     raise ValueError(
         f"compress={given!r}: expected 'int8', 'topk' or {{'topk': 0.01}}, a share below 1, 'lowrank' or {{'lowrank': "
         f"4}}, a rank; one of these by link, as in {{(0, 1): 'int8', 'data': {{'lowrank': 4}}}}, with stages, 'pipe' "
-        f"(all boundaries between stages) or 'data'; 'auto'; or None"
+        f"(all boundaries between stages) or 'data'; 'auto', or {{'auto': Link(...)}} where links need not be measured"
     )
 
 
@@ -94,7 +101,7 @@ def wire_specs(codec: Codec, spec: TensorSpec) -> Sequence[TensorSpec]:
         return whole
     rows, width = prod(shape[:-1]), shape[-1]
     if codec.kind == "int8":
-        packed = [_flat(rows * width, torch.int8), _flat(rows, _exact(spec.dtype))]
+        packed = [_flat(rows * width, torch.int8), _flat(rows, exact_type(spec.dtype))]
     elif codec.kind == "topk":
         count = _count(codec, rows * width)
         packed = [_flat(count, spec.dtype), _flat(count, torch.int32)]
@@ -102,6 +109,84 @@ def wire_specs(codec: Codec, spec: TensorSpec) -> Sequence[TensorSpec]:
         rank = min(int(codec.level), rows, width)
         packed = [_flat(rows * rank, spec.dtype), _flat(width * rank, spec.dtype)]
     return packed if num_bytes(packed) < num_bytes(whole) else whole
+
+
+class LinkBytes(NamedTuple):
+    """Bytes sent over a link, and those of the same tensors without a codec."""
+
+    sent: int = 0
+    whole: int = 0
+
+
+class LinkCodecs:
+    """Codecs of this process's links, and what was sent over them.
+
+    Attributes:
+        boundaries: by kind and stages of a message.
+        data: of sums of gradients over data groups; None: as they are.
+        sent: by stages, or "data", of this process.
+        memory: what each sender keeps, by what it sends.
+    """
+
+    def __init__(self) -> None:
+        self.boundaries: dict[tuple[object, ...], Codec] = {}
+        self.data: Codec | None = None
+        self.sent: dict[LinkName, LinkBytes] = {}
+        self.memory: dict[object, torch.Tensor] = {}
+        self.is_paused = False
+
+    @property
+    def remember(self) -> bool:
+        """Whether a codec keeps something for the next tensor."""
+        return any(each is not None and each.kind != "int8" for each in (self.data, *self.boundaries.values()))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Everything goes as it is, with nothing under way at either end, and is not counted."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    def of(self, message: Message) -> Codec | None:
+        return None if self.is_paused else self.boundaries.get(message[:3])
+
+    def count(self, link: LinkName, sent: int, whole: int) -> None:
+        known = self.sent.get(link, LinkBytes())
+        self.sent[link] = LinkBytes(known.sent + sent, known.whole + whole)
+
+    def pack(self, codec: Codec, x: torch.Tensor, key: object) -> Packed:
+        """A tensor, and the memory of those before it under this key."""
+        packed, kept = pack(codec, x, self.memory.get(key))
+        if kept is not None:
+            self.memory[key] = kept
+        return packed
+
+    def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """Of a message, as it travels."""
+        codec = self.of(message)
+        return specs if codec is None else [each for spec in specs for each in wire_specs(codec, spec)]
+
+    def packed(self, message: Message, tensors: Packed, specs: Sequence[TensorSpec], *, rank: int) -> Packed:
+        """A message as it travels from this rank, whose memory it changes."""
+        codec, found = self.of(message), list[torch.Tensor]()
+        if codec is None:
+            return tensors
+        for position, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+            is_packed, key = len(wire_specs(codec, spec)) > 1, (rank, message[:3], position, spec.shape)
+            found += self.pack(codec, tensor.detach(), key) if is_packed else [tensor]
+        self.count((message.src, message.dst), num_bytes(self.layouts(message, specs)), num_bytes(specs))
+        return tuple(found)
+
+    def unpacked(self, message: Message, tensors: Packed, specs: Sequence[TensorSpec]) -> Packed:
+        codec, rest, found = self.of(message), iter(tensors), list[torch.Tensor]()
+        if codec is None:
+            return tensors
+        for spec in specs:
+            packed = tuple(next(rest) for _ in wire_specs(codec, spec))
+            found.append(packed[0] if len(packed) == 1 else unpack(codec, packed, spec))
+        return tuple(found)
 
 
 def num_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -115,7 +200,7 @@ def pack(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None) -> tuple[Pa
     Arguments:
         memory: that the one before left; None: there was none.
     """
-    values = x.to(_exact(x.dtype)).reshape(-1, x.shape[-1])
+    values = x.to(exact_type(x.dtype)).reshape(-1, x.shape[-1])
     if codec.kind == "int8":
         scale = values.abs().amax(1) / _LARGEST
         steps = values / torch.where(scale > 0, scale, 1.0).unsqueeze(1)
@@ -127,12 +212,9 @@ def pack(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None) -> tuple[Pa
         sent = flat[places].to(x.dtype)
         left = flat.index_put((places,), flat[places] - sent)
         return (sent, places.to(torch.int32)), left.masked_fill_(~left.isfinite(), 0.0)
-    with torch.autocast(x.device.type, enabled=False):
-        start = start_matrix(values, int(codec.level)) if memory is None else memory
-        left_factor = torch.linalg.qr(values @ start).Q
-        right = values.T @ left_factor
-        kept = orthonormal(right)
-    return (left_factor.to(x.dtype).reshape(-1), right.to(x.dtype).reshape(-1)), kept
+    columns = torch.linalg.qr(product(values, start_matrix(values, int(codec.level)) if memory is None else memory)).Q
+    right = product(values.T, columns)
+    return (columns.to(x.dtype).reshape(-1), right.to(x.dtype).reshape(-1)), orthonormal(right)
 
 
 @torch.no_grad()
@@ -145,8 +227,8 @@ def unpack(codec: Codec, packed: Packed, spec: TensorSpec) -> torch.Tensor:
     elif codec.kind == "topk":
         found = first.new_zeros(rows * width).index_put_((second.to(torch.int64),), first)
     else:
-        with torch.autocast(first.device.type, enabled=False):
-            found = first.view(rows, -1).to(_exact(spec.dtype)) @ second.view(width, -1).to(_exact(spec.dtype)).T
+        columns, right = (x.view(size, -1).to(exact_type(x.dtype)) for x, size in ((first, rows), (second, width)))
+        found = product(columns, right.T)
     found = found.to(spec.dtype).view(spec.shape)
     if found.stride() == spec.stride:
         return found
@@ -160,6 +242,11 @@ def start_matrix(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     return orthonormal(drawn.to(matrix.device, matrix.dtype))
 
 
+def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(one.device.type, enabled=False):
+        return one @ other
+
+
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns that span these; some others in place of zeros and of what is not finite."""
     found: torch.Tensor = torch.linalg.qr(columns.nan_to_num(0.0, 0.0, 0.0)).Q
@@ -170,7 +257,7 @@ def _count(codec: Codec, numel: int) -> int:
     return max(1, round(codec.level * numel))
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact_type(dtype: torch.dtype) -> torch.dtype:
     """The type to compute in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 

@@ -24,6 +24,7 @@ from .batch.slicing import check_stages
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
+from .options import AUTO
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
@@ -161,6 +162,10 @@ def _assembled(
         one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,
     )
+    if run.compress is not None and AUTO in run.compress:
+        from .auto.compression import decides  # with what measures links, which other runs need not load
+
+        decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
     state = State(run=run, ownership=placed.ownership, update=update, training=training)
     return Pipeline(
         schedule=update.schedule,

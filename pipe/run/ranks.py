@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from ...comm import (
-    CompressingTransport,
     InProcessTransport,
     Mailbox,
     PartsTransport,
@@ -148,11 +147,9 @@ class Ranks:
         updates: Mapping[int, RankUpdate],
     ) -> Engine:
         ranks = []
-        codecs = self._run.codecs if kind is TrainingWorker else None
         for rank, transport in self.links.transports.items():
-            end = transport if codecs is None else CompressingTransport(transport, codecs)
             worker = kind(self._run, rank, mode, stages=self.stages[rank], updates=updates[rank])
-            ranks.append(LocalRank(worker=worker, transport=end, recorder=self.links.recorders[rank]))
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.links.recorders[rank]))
         return Engine(self._run, ranks)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:

@@ -30,7 +30,7 @@ def check_compress(compress: Compress, layout: Layout, settings: Settings) -> No
         (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
         (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
         (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
-        (compress == AUTO and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
+        (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
     ]
     if "data" in compress:
         wrong += [
@@ -53,8 +53,8 @@ def shown(compress: Compress) -> str:
 
 def link_codecs(compress: Compress, mode: Mode, inferred: Inferred) -> LinkCodecs:
     """The codecs of all wires; ValueError for a boundary that does not exist, or that packs nothing."""
-    found = LinkCodecs({}, None)
-    if not isinstance(compress, str):  # else measured first
+    found = LinkCodecs()
+    if AUTO not in compress and isinstance(compress, Mapping):  # else measured first
         take_codecs(found, compress, mode, inferred)
     return found
 
@@ -82,6 +82,12 @@ def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, i
                     f"goes once, packed as {chosen[wire[:3]]}: expected one codec for all of them"
                 )
     codecs.boundaries |= chosen
+
+
+def packable(mode: Mode, inferred: Inferred) -> list[Wire]:
+    """Wires of activations between two ranks, of which something can be packed."""
+    wires = dict.fromkeys(wire for each in boundaries(mode).values() for wire in each)
+    return [w for w in wires if w.kind is MessageKind.ACT and any(s.requires_grad for s in _specs(mode, w, inferred))]
 
 
 def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:

@@ -300,6 +300,7 @@ class FlushUpdate(Update):
                 parameters=[(name, named[name]) for name in some],
                 parts=[self.shards.parts[name] for name in some] if some is own else (),
                 collectives=self._parts.run.collectives,
+                codecs=self._parts.run.codecs,
             )
             for some in (own, others)
             if some

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import pack, unpack
+from support.inside import choose, pack, unpack
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -274,3 +274,55 @@ def test_a_checkpoint_says_what_it_has_not(compress: object, tmp_path: Path) -> 
         other.load(tmp_path)
     same(again, trained(other, range(STEPS, 5)))
     assert (again[0] == going_on[0][0]) == (compress == "int8")
+
+
+def wide(width: int) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(width, width)).double()
+
+
+def decided(network: object, width: int = 64) -> tuple[dict[Any, float], list[float]]:
+    """Sent bytes of a step by link, as a share of the whole ones, in front of the decision and behind it."""
+    pipe = make({"auto": network}, mesh={"pipe": 4}, model=wide(width), num_microbatches=8)
+    x = torch.randn(32, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    losses = [pipe.train_step(x, x.sin()).loss for _ in range(5)]
+    assert pipe.sent_bytes == {}
+    losses.append(pipe.train_step(x, x.sin()).loss)
+    return {link: each.sent / each.whole for link, each in pipe.sent_bytes.items() if link[0] < link[1]}, losses
+
+
+def test_auto_packs_slow_links_and_no_others() -> None:
+    """With stated links: free ones stay exact; of slow ones the one that is slower than all others is packed most."""
+    assert decided(Link())[0] == {}
+    slow = Link(seconds_per_byte=1e-4)
+    found, losses = decided({(a, b): slow if {a, b} == {1, 2} else Link() for a in range(4) for b in range(4)})
+    assert found.keys() == {(1, 2)}
+    assert found[1, 2] < 0.2
+    assert losses[4] != losses[5]
+
+
+STAGES = [(0, 1), (1, 2), (2, 3)]
+LIGHT, HEAVY = Codec("int8"), Codec("topk", 0.01)
+
+
+def chosen(work: float, seconds: dict[tuple[int, int], float]) -> dict[tuple[int, int], Codec]:
+    """Of a step that takes as long as its work, or as its slowest link."""
+    ratio = {None: 1.0, LIGHT: 0.25, Codec("topk", 0.05): 0.1, HEAVY: 0.02}
+
+    def step(codecs: dict[tuple[int, int], Codec]) -> tuple[float, dict[tuple[int, int], float]]:
+        took = {link: each * ratio[codecs.get(link)] for link, each in seconds.items()}
+        slowest = max(took, key=lambda link: took[link])
+        return max(work, took[slowest]), {slowest: took[slowest]}
+
+    return choose(STAGES, step)
+
+
+def test_the_ladder_stops_where_the_step_does() -> None:
+    """By hand: work of 1 s hides links of 1 s."""
+    none = dict.fromkeys(STAGES, 0.5)
+    assert chosen(1.0, none) == {}
+    assert chosen(1.0, none | {(0, 1): 3.0}) == {(0, 1): LIGHT}
+    assert chosen(1.0, none | {(0, 1): 3.0, (2, 3): 40.0}) == {(0, 1): LIGHT, (2, 3): HEAVY}
+    assert chosen(1.0, dict.fromkeys(STAGES, 3.0)) == dict.fromkeys(STAGES, LIGHT)  # one alone would not help
+    assert chosen(1.0, none | {(0, 1): 1.04}) == {}  # not worth it

@@ -1,0 +1,161 @@
+"""Mesh(compress="auto"): boundaries are packed as far as the step needs it and no further.
+
+a few steps  as they are: what actions take; then how fast the links between ranks are, unless the user has said it
+rank 0       up the ladder for the boundary that takes most of the simulated step's critical path, as long as the step
+             gets shorter by at least WORTH; then down again wherever nothing is lost by it
+together     the same codecs on every rank, from the next step on
+
+Packing is not exact: what it costs in loss, nobody knows ahead. Sums over data groups stay as they are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from ...comm import Codec, LinkCodecs, TensorSpec
+from ...comm.codecs import num_bytes, pack, unpack, wire_specs
+from ...comm.links import fit_line, ping_pong
+from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path, simulate
+from ...schedules.messages import STAGE_KINDS
+from ...schedules.timing.links import Network
+from ..batch.given import Given
+from ..context import Run
+from ..options import AUTO
+from ..run.ranks import RankLinks
+from ..run.training import Training
+from ..stage.compression import Boundary, message_bytes, packable, shown, take_codecs
+from ..stage.shapes import Inferred
+from ..stage.wiring import Mode
+from ..telling import tell
+
+LADDER = (None, Codec("int8"), Codec("topk", 0.05), Codec("topk", 0.01))
+WORTH = 0.05  # of the step, for which one more rung is taken
+STEPS = 5  # that are measured
+_SMALL, _TIMED, _ROUNDS = 1024, 3, 5
+
+Chosen = dict[Boundary, Codec]
+
+
+def choose(links: list[Boundary], seconds: Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]) -> Chosen:
+    """Codecs of these boundaries.
+
+    Arguments:
+        seconds: of a step with such codecs, and of that those for which its critical path is at each boundary.
+    """
+    rungs = dict.fromkeys(links, 0)
+
+    def at(tried: Mapping[Boundary, int]) -> Chosen:
+        return {link: codec for link, rung in tried.items() if (codec := LADDER[rung]) is not None}
+
+    (step, path), tried = seconds({}), dict(rungs)
+    while True:
+        able = [link for link in links if tried[link] + 1 < len(LADDER) and path.get(link)]
+        # Where paths are equally long, each must become shorter before the step does: a rung of all is looked at.
+        if not able or sum(tried.values()) - sum(rungs.values()) == len(links):
+            break
+        tried[max(able, key=lambda link: path[link])] += 1
+        found, path = seconds(at(tried))
+        if found < (1 - WORTH) * step:
+            step, rungs = found, dict(tried)
+    for link in sorted(links, key=lambda link: -rungs[link]):
+        while rungs[link] and seconds(at(lower := rungs | {link: rungs[link] - 1}))[0] <= step * (1 + 1e-3):
+            rungs = lower
+    return at(rungs)
+
+
+def step_seconds(
+    mode: Mode, inferred: Inferred, costs: Costs, network: Network, busy: Callable[[Boundary, Codec], float]
+) -> Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]:
+    """What `choose` asks, by simulating.
+
+    Arguments:
+        busy: of a boundary's ranks together with packing a message and unpacking it [s].
+    """
+
+    def seconds(chosen: Chosen) -> tuple[float, Mapping[Boundary, float]]:
+        codecs, around = LinkCodecs(), [0.0] * mode.schedule.num_stages
+        take_codecs(codecs, chosen, mode, inferred)
+        for link, codec in chosen.items():  # half at either end, in front of an action or behind it
+            for stage in link:
+                around[stage] += busy(link, codec) / 2
+        acts, grads = message_bytes(mode, inferred, codecs)
+        links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
+        timeline, path = (
+            simulate(mode.schedule, replace(costs, message_overhead=around), links),
+            dict[Boundary, float](),
+        )
+        for each in critical_path(timeline).steps:
+            if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS:
+                ends = each.what.src, each.what.dst
+                link = ends if each.what.kind is MessageKind.ACT else ends[::-1]
+                path[link] = path.get(link, 0.0) + each.seconds
+        return timeline.makespan, path
+
+    return seconds
+
+
+def decides(
+    run: Run, mode: Mode, inferred: Inferred, ranks: RankLinks, training: Training, *, costs: Callable[[], Costs]
+) -> None:
+    """Have it decided in front of the training's step that follows its first STEPS ones."""
+    begun, before = iter(range(STEPS + 1)), training.before_step
+    specs = {(w.producer, w.consumers[0]): mode.message_specs(w.message(0), inferred) for w in packable(mode, inferred)}
+
+    def busy(link: Boundary, codec: Codec) -> float:
+        found = 0.0
+        for spec in (each for each in specs[link] if len(wire_specs(codec, each)) > 1):
+            x, times = torch.randn(spec.shape, dtype=torch.float32).to(run.settings.device, spec.dtype), []
+            for _ in range(_TIMED):
+                start = time.perf_counter()
+                unpack(codec, pack(codec, x, None)[0], spec)
+                times.append(time.perf_counter() - start)
+            found += statistics.median(times)
+        return found
+
+    def decide(given: Given, step: int, reads_nothing: bool) -> None:
+        before(given, step, reads_nothing)
+        if next(begun, None) != STEPS:
+            return
+        stated, measured = run.compress, costs()
+        network = stated[AUTO] if isinstance(stated, Mapping) else _measured(run, ranks, specs)
+        with run.guard.together():
+            found = {}
+            if run.collectives.rank == 0:
+                free = replace(measured, latency=0.0)
+                found = choose(list(specs), step_seconds(mode, inferred, free, network, cache(busy)))
+            found = run.collectives.gather(found, what="choosing codecs for links")[0]
+        assert run.codecs is not None
+        take_codecs(run.codecs, found, mode, inferred)
+        tell(f"compress='auto': {shown(found) if found else 'nothing'} is packed", rank=run.collectives.rank)
+
+    training.before_step = decide
+
+
+def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSpec]]) -> Network:
+    """The links between each two ranks that send each other messages. Collective over the processes."""
+    transport, device = next(iter(ranks.transports.values())), run.settings.device
+    if run.collectives.alone or not specs:
+        return Link()
+    sizes = _SMALL, max(8 * _SMALL, *map(num_bytes, specs.values()))
+    found: dict[tuple[int, int], Link] = {}
+    for pair in sorted((a, b) for a, b in ranks.between if a < b and (b, a) in ranks.between):
+        mine = [
+            ping_pong(
+                transport,
+                [TensorSpec((size,), (1,), torch.uint8, False)],
+                device=device,
+                timeout=run.settings.timeout,
+                pair=pair,
+                rounds=_ROUNDS,
+            ).seconds
+            for size in sizes
+        ]
+        line = fit_line(sizes, run.collectives.gather_ranks(mine, what="measuring the links between ranks")[pair[0]])
+        found |= dict.fromkeys((pair, pair[::-1]), Link(latency=line.latency, seconds_per_byte=1 / line.bandwidth))
+    return found
