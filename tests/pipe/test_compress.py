@@ -302,6 +302,23 @@ def test_auto_packs_slow_links_and_no_others() -> None:
     assert losses[4] != losses[5]
 
 
+def decided_by_measuring() -> tuple[dict[Any, Any], float]:
+    pipe = make("auto", model=wide(64))
+    x = torch.randn(2 * M, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    losses = [pipe.train_step(x, x.sin()).loss for _ in range(7)]
+    codecs = pipe._building.pipeline.state.run.codecs.boundaries
+    pipe.close()
+    return dict(codecs), losses[-1]
+
+
+@pytest.mark.gloo
+@pytest.mark.concerns("comm", "pipe/auto", "pipe/run")
+def test_auto_measures_links_and_decides_alike_on_all_ranks(gloo: Pool) -> None:
+    (mine, loss), (other, its) = gloo.run(decided_by_measuring, ranks=2)
+    assert mine == other
+    assert loss == its
+
+
 STAGES = [(0, 1), (1, 2), (2, 3)]
 LIGHT, HEAVY = Codec("int8"), Codec("topk", 0.01)
 
