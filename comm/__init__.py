@@ -1,6 +1,6 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
-from .codecs import Codec, Compress, LinkBytes, LinkCodecs, LinkName, read_compress
+from .codecs import Codec, Compress, LinkCodecs, LinkName, read_compress
 from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import Groups, link_lanes
@@ -21,7 +21,6 @@ __all__ = [
     "Guard",
     "HostClocks",
     "InProcessTransport",
-    "LinkBytes",
     "LinkCodecs",
     "LinkName",
     "Mailbox",

@@ -111,27 +111,20 @@ def wire_specs(codec: Codec, spec: TensorSpec) -> Sequence[TensorSpec]:
     return packed if num_bytes(packed) < num_bytes(whole) else whole
 
 
-class LinkBytes(NamedTuple):
-    """Bytes sent over a link, and those of the same tensors without a codec."""
-
-    sent: int = 0
-    whole: int = 0
-
-
 class LinkCodecs:
     """Codecs of this process's links, and what was sent over them.
 
     Attributes:
         boundaries: by kind and stages of a message.
         data: of sums of gradients over data groups; None: as they are.
-        sent: by stages, or "data", of this process.
+        sent: by (sending stage, receiving stage), or "data": bytes that this process sent, and those without a codec.
         memory: what each sender keeps, by what it sends.
     """
 
     def __init__(self) -> None:
         self.boundaries: dict[tuple[object, ...], Codec] = {}
         self.data: Codec | None = None
-        self.sent: dict[LinkName, LinkBytes] = {}
+        self.sent: dict[LinkName, tuple[int, int]] = {}
         self.memory: dict[object, torch.Tensor] = {}
         self.is_paused = False
 
@@ -153,8 +146,8 @@ class LinkCodecs:
         return None if self.is_paused else self.boundaries.get(message[:3])
 
     def count(self, link: LinkName, sent: int, whole: int) -> None:
-        known = self.sent.get(link, LinkBytes())
-        self.sent[link] = LinkBytes(known.sent + sent, known.whole + whole)
+        before = self.sent.get(link, (0, 0))
+        self.sent[link] = before[0] + sent, before[1] + whole
 
     def pack(self, codec: Codec, x: torch.Tensor, key: object) -> Packed:
         """A tensor, and the memory of those before it under this key."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from ..comm import HostClocks, machine
+from ..comm import HostClocks, LinkCodecs, machine
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
 from ..partition.profiler.clock import clock_for
@@ -33,7 +33,7 @@ from .run.worker import TrainingWorker
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import read_tensor_parallel
 from .stage.build import CutModel, cut_model
-from .stage.compression import link_codecs, message_bytes
+from .stage.compression import message_bytes, take_codecs
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
@@ -220,7 +220,9 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         )
         _agree(run, parts, microbatch, tensor=tensor)
         if run.compress is not None:
-            run.codecs = link_codecs(run.compress, train, train.inference.of(microbatch))
+            run.codecs = LinkCodecs()
+            if isinstance(run.compress, Mapping) and AUTO not in run.compress:  # else it is measured first
+                take_codecs(run.codecs, run.compress, train, train.inference.of(microbatch))
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages

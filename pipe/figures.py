@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..comm import LinkBytes, LinkName, World
+from ..comm import LinkName, World
 from ..partition.plans.plan import Plan
 from ..schedules import Costs, Links, Schedule, Spread, StageBytes
 from ..schedules.timing.links import Network
@@ -137,9 +137,9 @@ class RunFigures:
         return update.averaging if isinstance(update, LocalUpdate) else None
 
     @property
-    def sent_bytes(self) -> dict[LinkName, LinkBytes]:
+    def sent_bytes(self) -> dict[LinkName, tuple[int, int]]:
         """By link under Mesh(compress=): bytes that this process has sent in training, and those of the same tensors as
-        they were. Links are (sending stage, receiving stage) and "data"; none where nothing is compressed."""
+        they were. Links are (sending stage, receiving stage) and "data"; none where nothing is packed."""
         codecs = self._building.built("sent_bytes").state.run.codecs
         return {} if codecs is None else dict(codecs.sent)
 

@@ -57,8 +57,8 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     }
     everyone: list[tuple[int, int]] = [(0, 0)] * ranks
     sent = sides["packed"].sent_bytes.values()
-    dist.all_gather_object(everyone, (sum(each.sent for each in sent), sum(each.whole for each in sent)))
-    note = ", ".join(f"{each.sent / each.whole:.3f}" for each in sent)
+    dist.all_gather_object(everyone, (sum(packed for packed, _ in sent), sum(whole for _, whole in sent)))
+    note = ", ".join(f"{packed / whole:.3f}" for packed, whole in sent)
     for way in WAYS:
         shown, steady = case.also(way=way), seconds[way][2:]
         yield from repeated(steady, case=shown, name="step", unit="s", how=how, note=note if way == "packed" else "")

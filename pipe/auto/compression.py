@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 import torch
 
@@ -29,12 +30,12 @@ from ..context import Run
 from ..options import AUTO
 from ..run.ranks import RankLinks
 from ..run.training import Training
-from ..stage.compression import Boundary, message_bytes, packable, shown, take_codecs
+from ..stage.compression import Boundary, boundaries, message_bytes, shown, take_codecs
 from ..stage.shapes import Inferred
 from ..stage.wiring import Mode
 from ..telling import tell
 
-LADDER = (None, Codec("int8"), Codec("topk", 0.05), Codec("topk", 0.01))
+LADDER = (None, Codec("int8"))  # the others cost far more loss: experiments/works/slow_links.py
 WORTH = 0.05  # of the step, for which one more rung is taken
 STEPS = 5  # that are measured
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
@@ -42,7 +43,11 @@ _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
 Chosen = dict[Boundary, Codec]
 
 
-def choose(links: list[Boundary], seconds: Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]) -> Chosen:
+def choose(
+    links: list[Boundary],
+    seconds: Callable[[Chosen], tuple[float, Mapping[Boundary, float]]],
+    ladder: Sequence[Codec | None] = LADDER,
+) -> Chosen:
     """Codecs of these boundaries.
 
     Arguments:
@@ -51,11 +56,11 @@ def choose(links: list[Boundary], seconds: Callable[[Chosen], tuple[float, Mappi
     rungs = dict.fromkeys(links, 0)
 
     def at(tried: Mapping[Boundary, int]) -> Chosen:
-        return {link: codec for link, rung in tried.items() if (codec := LADDER[rung]) is not None}
+        return {link: codec for link, rung in tried.items() if (codec := ladder[rung]) is not None}
 
     (step, path), tried = seconds({}), dict(rungs)
     while True:
-        able = [link for link in links if tried[link] + 1 < len(LADDER) and path.get(link)]
+        able = [link for link in links if tried[link] + 1 < len(ladder) and path.get(link)]
         # Where paths are equally long, each must become shorter before the step does: a rung of all is looked at.
         if not able or sum(tried.values()) - sum(rungs.values()) == len(links):
             break
@@ -105,7 +110,11 @@ def decides(
 ) -> None:
     """Have it decided in front of the training's step that follows its first STEPS ones."""
     begun, before = iter(range(STEPS + 1)), training.before_step
-    specs = {(w.producer, w.consumers[0]): mode.message_specs(w.message(0), inferred) for w in packable(mode, inferred)}
+    specs: dict[Boundary, list[TensorSpec]] = {}  # of activations, where every codec can pack something
+    for wire in dict.fromkeys(chain(*boundaries(mode).values())):
+        carried = mode.message_specs(wire.message(0), inferred)
+        if wire.kind is MessageKind.ACT and any(all(len(wire_specs(c, s)) > 1 for c in LADDER if c) for s in carried):
+            specs[wire.producer, wire.consumers[0]] = carried
 
     def busy(link: Boundary, codec: Codec) -> float:
         found = 0.0
