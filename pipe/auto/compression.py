@@ -51,7 +51,7 @@ def choose(
     """Codecs of these boundaries.
 
     Arguments:
-        seconds: of a step with such codecs, and of that those for which its critical path is at each boundary.
+        seconds: of a step with such codecs, and those for which bytes of each boundary are on its critical path.
     """
     rungs = dict.fromkeys(links, 0)
 
@@ -60,9 +60,9 @@ def choose(
 
     (step, path), tried = seconds({}), dict(rungs)
     while True:
-        able = [link for link in links if tried[link] + 1 < len(ladder) and path.get(link)]
         # Where paths are equally long, each must become shorter before the step does: a rung of all is looked at.
-        if not able or sum(tried.values()) - sum(rungs.values()) == len(links):
+        able = [each for each in links if tried[each] == rungs[each] < len(ladder) - 1 and path.get(each)]
+        if not able:
             break
         tried[max(able, key=lambda link: path[link])] += 1
         found, path = seconds(at(tried))
@@ -89,17 +89,19 @@ def step_seconds(
         for link, codec in chosen.items():  # half at either end, in front of an action or behind it
             for stage in link:
                 around[stage] += busy(link, codec) / 2
-        acts, grads = message_bytes(mode, inferred, codecs)
+        (acts, grads), edges = message_bytes(mode, inferred, codecs), [e[:2] for e in mode.schedule.stage_edges]
         links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
         timeline, path = (
             simulate(mode.schedule, replace(costs, message_overhead=around), links),
             dict[Boundary, float](),
         )
         for each in critical_path(timeline).steps:
-            if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS:
-                ends = each.what.src, each.what.dst
-                link = ends if each.what.kind is MessageKind.ACT else ends[::-1]
-                path[link] = path.get(link, 0.0) + each.seconds
+            if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS and each.sender is not None:
+                ends, is_act = (each.what.src, each.what.dst), each.what.kind is MessageKind.ACT
+                link = ends if is_act else ends[::-1]
+                num_bytes_sent = (acts if is_act else grads)[edges.index(link)]
+                rate = links.way(each.sender, each.rank).seconds_per_byte
+                path[link] = path.get(link, 0.0) + num_bytes_sent * rate
         return timeline.makespan, path
 
     return seconds

@@ -342,3 +342,12 @@ def test_the_ladder_stops_where_the_step_does() -> None:
     assert chosen(1.0, none | {(0, 1): 3.0, (2, 3): 40.0}) == {(0, 1): LIGHT, (2, 3): HEAVY}
     assert chosen(1.0, dict.fromkeys(STAGES, 3.0)) == dict.fromkeys(STAGES, LIGHT)  # one alone would not help
     assert chosen(1.0, none | {(0, 1): 1.04}) == {}  # not worth it
+
+
+def test_what_did_not_help_is_taken_back() -> None:
+    """The path has more bytes of one link, and the step depends on the other."""
+
+    def step(codecs: dict[tuple[int, int], Codec]) -> tuple[float, dict[tuple[int, int], float]]:
+        return 1.0 if (1, 2) in codecs else 2.0, {(0, 1): 5.0, (1, 2): 1.0}
+
+    assert choose(STAGES, step) == {(1, 2): LIGHT}
