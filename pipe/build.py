@@ -25,6 +25,7 @@ from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
 from .options import AUTO
+from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
@@ -33,7 +34,6 @@ from .run.worker import TrainingWorker
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import read_tensor_parallel
 from .stage.build import CutModel, cut_model
-from .stage.compression import message_bytes, take_codecs
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
@@ -163,8 +163,6 @@ def _assembled(
         clocks=clocks,
     )
     if run.compress is not None and AUTO in run.compress:
-        from .auto.compression import decides  # with what measures links, which other runs need not load
-
         decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
     state = State(run=run, ownership=placed.ownership, update=update, training=training)
     return Pipeline(

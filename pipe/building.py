@@ -24,8 +24,8 @@ from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run, check_sync
 from .options import AUTO, LayoutOptions, Options
+from .run.compression import check_compress
 from .run.engine import check_runnable
-from .stage.compression import check_compress
 from .stage.loss import with_loss
 from .telling import told_if_slow
 

@@ -133,7 +133,7 @@ _NAMES = {
     "partition.solve.ranges": "RangeCosts SCHEDULES",
     "partition.stage_cost": "RECOMPUTE Recomputed StageSums message_overheads message_seconds stage_seconds",
     "partition.topology": "NO_TRANSFER Topology",
-    "pipe.auto.compression": "choose",
+    "pipe.run.compression": "choose",
     "pipe.auto.kept": "keep profile_key",
     "pipe.auto.layout": "AutoLayout cluster_of median_profile",
     "pipe.batch.checksum": "Identity UNKNOWN checksum",
