@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -53,6 +54,10 @@ def check_compress(compress: Compress, layout: Layout, settings: Settings) -> No
         (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
         (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
         (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
+        (
+            AUTO in compress and settings.optimizer is None,
+            "without an optimizer, whose steps it looks at: expected one",
+        ),
     ]
     if "data" in compress:
         wrong += [
@@ -175,10 +180,8 @@ def step_seconds(
                 around[stage] += busy(link, codec) / 2
         (acts, grads), edges = message_bytes(mode, inferred, codecs), [e[:2] for e in mode.schedule.stage_edges]
         links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
-        timeline, path = (
-            simulate(mode.schedule, replace(costs, message_overhead=around), links),
-            dict[Boundary, float](),
-        )
+        timeline = simulate(mode.schedule, replace(costs, message_overhead=around), links)
+        path: dict[Boundary, float] = {}
         for each in critical_path(timeline).steps:
             if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS and each.sender is not None:
                 ends, is_act = (each.what.src, each.what.dst), each.what.kind is MessageKind.ACT
@@ -205,7 +208,8 @@ def decides(
     def busy(link: Boundary, codec: Codec) -> float:
         found = 0.0
         for spec in (each for each in specs[link] if len(wire_specs(codec, each)) > 1):
-            x, times = torch.randn(spec.shape, dtype=torch.float32).to(run.settings.device, spec.dtype), []
+            x = torch.linspace(-1.0, 1.0, prod(spec.shape)).view(spec.shape).to(run.settings.device, spec.dtype)
+            times = []
             for _ in range(_TIMED):
                 start = time.perf_counter()
                 unpack(codec, pack(codec, x, None)[0], spec)

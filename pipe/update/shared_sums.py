@@ -157,7 +157,7 @@ def begin_packed_sum(
     """
     codec, count = codecs.data, len(ranks)
     assert codec is not None
-    whole = [x.detach().reshape(len(x), -1) if x.dim() > 1 else x.detach() for x in named.values()]
+    whole = [x.detach().flatten(1) if x.dim() > 1 else x.detach() for x in named.values()]
     specs = [TensorSpec.of(x)._replace(requires_grad=True) for x in whole]
     keys = ["data" + name if len(wire_specs(codec, x)) > 1 else "" for name, x in zip(named, specs, strict=True)]
     memory, num_whole = codecs.memory, 2 * (count - 1) * num_bytes(specs) // count
