@@ -4,8 +4,8 @@ Both train the same model on the same batches, in the same processes, a few step
 either way. What auto measures and decides counts in its time to a loss, a mean over some steps of training.
 
 Auto packs as int8 alone. With {"topk": 0.01} for a last rung, which it then took everywhere, the same runs were 0.84 to
-1.48 nats behind after 20 steps (three seeds); in one process, after 150 steps of sequences of 128, the training loss was
-2.371 exactly, 2.366 with int8, and 5.19 with {"topk": 0.05} (one seed).
+1.48 nats behind after 20 steps (three seeds); in one process, after 150 steps of sequences of 128, the training loss
+was 2.371 exactly, 2.366 with int8, and 5.19 with {"topk": 0.05} (one seed).
 """
 
 from __future__ import annotations

@@ -217,12 +217,15 @@ def decides(
             found += statistics.median(times)
         return found
 
+    stated = run.compress[AUTO] if isinstance(run.compress, Mapping) else None
+    if stated is not None:  # ValueError for a way that it lacks
+        step_seconds(mode, inferred, Costs(), stated, busy)({})
+
     def decide(given: Given, step: int, reads_nothing: bool) -> None:
         before(given, step, reads_nothing)
         if next(begun, None) != STEPS:
             return
-        stated, measured = run.compress, costs()
-        network = stated[AUTO] if isinstance(stated, Mapping) else _measured(run, ranks, specs)
+        measured, network = costs(), _measured(run, ranks, specs) if stated is None else stated
         with run.guard.together():
             found = {}
             if run.collectives.rank == 0:
@@ -257,4 +260,4 @@ def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSp
         ]
         line = fit_line(sizes, run.collectives.gather_ranks(mine, what="measuring the links between ranks")[pair[0]])
         found |= dict.fromkeys((pair, pair[::-1]), Link(latency=line.latency, seconds_per_byte=1 / line.bandwidth))
-    return found
+    return {link: found.get(link, Link()) for link in ranks.between}  # one way alone goes what is never packed

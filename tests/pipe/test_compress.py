@@ -185,6 +185,8 @@ REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ({"data": "int8"}, {"mesh": {"data": 2}}, "in one process, where replicas share Parameters"),
     ("int8", {"precision": "fp16"}, "beside a grad_scaler: expected precision='bf16'"),
     ("int8", {"schedule": sw.Synchronous("1f1b")}, "beside post_validation=True"),
+    ({"auto": {(0, 1): Link()}}, {}, "no way from rank 1 to rank 0"),
+    ("auto", {"optimizer": None}, "compress='auto' without an optimizer"),
     ("auto", {"schedule": "2bw"}, "compress='auto' under the asynchronous '2bw'"),
     ({(0, 1): "int8"}, {"model": "tokens"}, r"nothing there becomes smaller, since what goes there is torch.int64"),
     ("int8", {"model": "tokens"}, "nothing there becomes smaller"),
