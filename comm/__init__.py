@@ -1,5 +1,6 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
+from .codecs import Codec, Compress, LinkCodecs, LinkName, read_compress
 from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import Groups, link_lanes
@@ -11,13 +12,17 @@ from .rendezvous import join_world
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [
+    "Codec",
     "Collectives",
+    "Compress",
     "Coordinates",
     "FailureBoard",
     "Groups",
     "Guard",
     "HostClocks",
     "InProcessTransport",
+    "LinkCodecs",
+    "LinkName",
     "Mailbox",
     "MeshPlace",
     "PartsTransport",
@@ -33,5 +38,6 @@ __all__ = [
     "link_lanes",
     "machine",
     "make_guard",
+    "read_compress",
     "read_mesh",
 ]

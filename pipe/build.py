@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..comm import HostClocks, machine
+from ..comm import HostClocks, LinkCodecs, machine
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
 from ..partition.profiler.clock import clock_for
@@ -24,6 +24,8 @@ from .batch.slicing import check_stages
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
+from .options import AUTO
+from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
@@ -63,6 +65,7 @@ class Pipeline:
     measurement: Measurement
     verifier: Verifier
     again: Callable[[Run], Pipeline]  # for another membership: the same stages, optimizers and step
+    message_bytes: Callable[[], tuple[list[float], list[float]]]
 
     def cut_in_words(self) -> str:
         """A text that is the same, from start to start of a run, where its stages are."""
@@ -154,6 +157,7 @@ def _assembled(
     before: State | None,
 ) -> Pipeline:
     update, train, unchanged = ranks.update, placed.train, placed.unchanged
+    inferred = train.inference.of(Signature.of(example))
 
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
@@ -178,9 +182,11 @@ def _assembled(
         schedule=update.schedule,
         assemble=put_together,
         drain=training.drain,
-        one_way_seconds=partial(ranks.links.latency, train.inference.outputs(Signature.of(example))[0]),
+        one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,
     )
+    if run.compress is not None and AUTO in run.compress:
+        decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
     state = State(run=run, ownership=placed.ownership, update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)
@@ -202,6 +208,7 @@ def _assembled(
         measurement=measurement,
         verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation, parts=placed.parts),
         again=again,
+        message_bytes=partial(message_bytes, train, inferred, run.codecs),
     )
 
 
@@ -246,6 +253,10 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             partial(_divided_and_cut, run, stack, cut, undivided, example), *together, what="cutting the model"
         )
         _agree(run, parts, microbatch, tensor=tensor)
+        if run.compress is not None:
+            run.codecs = LinkCodecs()
+            if isinstance(run.compress, Mapping) and AUTO not in run.compress:  # else it is measured first
+                take_codecs(run.codecs, run.compress, train, train.inference.of(microbatch))
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
@@ -387,6 +398,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         verify=run.verifies,
         tensor=tensor,
         **({} if run.layout.sync == 1 else {"sync": run.layout.sync}),
+        **({} if run.compress is None else {"compress": run.compress}),
     )
     common = f", microbatches of {microbatch}"
     check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))

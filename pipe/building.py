@@ -42,6 +42,7 @@ from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run, check_sync
 from .options import AUTO, REROUTE, LayoutOptions, Options
+from .run.compression import check_compress
 from .run.engine import check_runnable
 from .run.training import Training
 from .stage.loss import with_loss
@@ -99,6 +100,8 @@ class Building:
         self._options.layout.check_kind(layout.schedule, settings)
         check_slicing(layout, settings)
         check_sync(layout, settings)
+        if self._options.layout.compress is not None:
+            check_compress(self._options.layout.compress, layout, settings)
         check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
         layout.sharding.check_optimizer(has_optimizer=settings.optimizer is not None)
         self.layout = layout
@@ -350,6 +353,7 @@ class Building:
                 stages=self._options.layout.stages,
                 verifies=self._options.verify_every is not None and not joins,
                 if_it_fits=self._options.verify_if_it_fits,
+                compress=self._options.layout.compress,
             )
             if self._loaded is None:
                 self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..comm import Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
+from ..comm import Collectives, Compress, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
@@ -72,6 +72,7 @@ class Run:
         root: above all modules of the model or of the stages.
         verifies: whether there is a copy of the plain model to verify with.
         if_it_fits: whether there need not be one.
+        codecs: of its links, once the stages are cut; None: everything goes as it is.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Run:
         stages: Sequence[nn.Module] | None = None,
         verifies: bool = False,
         if_it_fits: bool = False,
+        compress: Compress | None = None,
     ) -> None:
         self.layout = layout
         self.settings = settings
@@ -93,6 +95,8 @@ class Run:
         self.root: nn.Module = nn.ModuleList(stages) if model is None else model
         self.verifies = verifies
         self.if_it_fits = if_it_fits
+        self.compress = compress
+        self.codecs: LinkCodecs | None = None
         device, timeout, place = settings.device, settings.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)

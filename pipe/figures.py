@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..comm import World
+from ..comm import LinkName, World
 from ..partition.plans.plan import Plan
-from ..schedules import Costs, Schedule, Spread, StageBytes
+from ..schedules import Costs, Links, Schedule, Spread, StageBytes
+from ..schedules.timing.links import Network
 from .building import Building
 from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from .checkpoint.persist import SaveResult
@@ -138,6 +139,19 @@ class RunFigures:
         """How the replicas have averaged their weights so far; None where they sum the gradients of each step."""
         update = self._building.built("averaging").state.update
         return update.averaging if isinstance(update, LocalUpdate) else None
+
+    @property
+    def sent_bytes(self) -> dict[LinkName, tuple[int, int]]:
+        """By link under Mesh(compress=): bytes that this process has sent in training, and those of the same tensors as
+        they were. Links are (sending stage, receiving stage) and "data"; none where nothing is packed."""
+        codecs = self._building.built("sent_bytes").state.run.codecs
+        return {} if codecs is None else dict(codecs.sent)
+
+    def links(self, network: Network) -> Links:
+        """The bytes of a microbatch's messages, as they travel, over this network: `simulate(pipe.schedule,
+        pipe.measured_costs(), pipe.links(network))`."""
+        acts, grads = self._building.built("links").message_bytes()
+        return Links(network=network, activation_bytes=acts, gradient_bytes=grads)
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, what comes between two actions (where the

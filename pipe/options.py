@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..comm import Compress, read_compress
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
 from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
@@ -170,6 +171,7 @@ class LayoutOptions:
     recompute: RecomputeLike = "none"
     data_parallel: str = "replicate"
     sync: int | str = 1
+    compress: Compress | None = None
     replan: str | None = None
     trials: int = 0
     on_failure: str = "stop"
@@ -220,6 +222,8 @@ class LayoutOptions:
                 f"{said} beside tensor={tensor}, data_parallel={self.data_parallel!r}, order={self.mesh_order}: "
                 f'expected tensor=1, "replicate" and no order, so that each replica of a stage has all of it'
             )
+        if self.compress is not None:
+            raise ValueError(f"{said} beside compress={self.compress!r}: expected one of them")
         schedule_without(schedule, range(1, num_replicas))  # says what else it cannot do
 
     def refuse_beside(self, what: str, *names: str) -> None:
@@ -305,7 +309,9 @@ def read_options(given: Mapping[str, Any]) -> Options:
     return Options(
         model=model,
         settings=settings,
-        layout=LayoutOptions(**own | {"tensor": tensor, "trials": trials}),
+        layout=LayoutOptions(
+            **own | {"tensor": tensor, "trials": trials, "compress": read_compress(given["compress"])}
+        ),
         calls=calls,
         example=example,
         verify_every=verify or None,

@@ -154,6 +154,8 @@ class State(Contents):
 
     def _take(self, checkpoint: Checkpoint, found: _Fitting, lost: Sequence[str]) -> None:
         found.take()
+        if self.run.codecs is not None:
+            self.run.codecs.memory.clear()
         self.own_checkpoints.adopt(checkpoint.place)
         self.update.restart()
         self.training.restart(checkpoint.manifest.step)
@@ -263,6 +265,9 @@ class _Fitting:
             )
         if self._optimizers is not None and manifest.step:
             self.lost += self._optimizers.lost(self._stages)
+        codecs = self._contents.run.codecs
+        if codecs is not None and codecs.remember and manifest.step:
+            self.lost.append("it has nothing of what compress= had left out and owed its links, which begin anew")
         seed = self.checkpoint.value("seed")
         if seed != own_seed:
             self.lost.append(

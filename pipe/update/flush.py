@@ -314,6 +314,7 @@ class FlushUpdate(Update):
                 parts=[self.shards.parts[name] for name in some] if some is own else (),
                 collectives=run.collectives,
                 compare=ownership.group.compare_gradients if run.layout.place.is_uneven(ranks) else None,
+                codecs=run.codecs,
             )
             for some in (own, others)
             if some

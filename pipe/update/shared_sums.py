@@ -16,12 +16,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...comm import Collectives
+from ...comm import Collectives, LinkCodecs, TensorSpec
+from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..batch.batches import Batch
 from ..shards.split import ShardedParameter
-from .gradients import FlatGradients, flatten, scale_gradients, unflatten
+from .gradients import Flat, FlatGradients, flatten, scale_gradients, unflatten
 from .interface import RankUpdate
 from .loss_scale import LossScale
 from .options import differing_options
@@ -36,6 +37,7 @@ class SharedSum:
         parameters: whose gradients they are, with their names, in the same order on all of them.
         parts: where each rank needs a part of the sums alone: this rank's of these parameters; else none.
         compare: is told of the gradients before, where of a tensor group those of one member alone are summed.
+        codecs: that pack what is summed for one stage, if they say so.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class SharedSum:
         parts: Sequence[ShardedParameter],
         collectives: Collectives,
         compare: Callable[[Mapping[str, torch.Tensor | None]], None] | None,
+        codecs: LinkCodecs | None = None,
     ) -> None:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
         self._ranks = ranks
         self._flat = FlatGradients(parameters)
         self._parts = parts
+        self._codecs = codecs if len(collective.stages) == 1 else None  # tied weights' go between stages, too
         self._collectives = collectives
         self._compare = compare
         self._device = collectives.device
@@ -81,7 +85,18 @@ class SharedSum:
                 begin_sum(self._parts, self._ranks, self._collectives, what=self._what, on_through=on_through)
             )
             return
-        buckets = self._flat.buckets
+        buckets, codecs = self._flat.buckets, self._codecs
+        if codecs is not None and codecs.data is not None and not codecs.is_paused:
+            gradients = [torch.zeros_like(p.detach()) if p.grad is None else p.grad for p in parameters]
+            named = dict(zip(self._flat.names, gradients, strict=True))
+            wait = begin_packed_sum(codecs, named, self._collectives, ranks=self._ranks, what=self._what)
+
+            def take() -> None:
+                sums = wait()
+                self._totals = [flatten([sums[i] for i in bucket]) for bucket in buckets]
+
+            self._waits.append(take)
+            return
         self._totals = [self._flatten(at, [parameters[i] for i in bucket]) for at, bucket in enumerate(buckets)]
         for total in self._totals:
             self._waits.append(begin(total, on_through=on_through if total is self._totals[-1] else None))
@@ -135,6 +150,71 @@ class SharedSum:
             size = sum(p.numel() for p in parameters)
             self._buffers[at] = torch.empty(size, dtype=parameters[0].dtype, device=self._device)
         return flatten(gradients, out=self._buffers[at])
+
+
+def begin_packed_sum(
+    codecs: LinkCodecs, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
+) -> Callable[[], list[torch.Tensor]]:
+    """Begin to sum these tensors over ranks, packed; the answer waits, and returns the sums, the same on all.
+
+    "lowrank": M of each rank, and what it owes, as in PowerSGD: P = sum of M Q, orthonormal; then Q = sum of M^T P, and
+    the sum is P Q^T, of which each owes what its mean lacks. Else all get what each has packed. Others go as they are.
+    """
+    codec, count = codecs.data, len(ranks)
+    assert codec is not None
+    whole = [x.detach().flatten(1) if x.dim() > 1 else x.detach() for x in named.values()]
+    specs = [TensorSpec.of(x)._replace(requires_grad=True) for x in whole]
+    keys = ["data" + name if len(wire_specs(codec, x)) > 1 else "" for name, x in zip(named, specs, strict=True)]
+    memory, num_whole = codecs.memory, 2 * (count - 1) * num_bytes(specs) // count
+
+    def begin(tensors: Sequence[torch.Tensor], replaced: int) -> Callable[[], list[torch.Tensor]]:
+        flat = Flat(tensors)
+        totals = flat.pack(tensors)
+        waits = [collectives.begin_all_reduce(total, what=what, ranks=ranks) for total in totals]
+        codecs.count("data", 2 * (count - 1) * sum(x.nbytes for x in totals) // count, replaced)
+
+        def finish() -> list[torch.Tensor]:
+            for wait in waits:
+                wait()
+            return flat.unpack(totals)
+
+        return finish
+
+    if codec.kind == "lowrank":
+        exact = {i: whole[i].to(exact_type(whole[i].dtype)) for i, key in enumerate(keys) if key}
+        owed = {i: x + memory.get(keys[i], 0.0) for i, x in exact.items()}
+        starts = {i: memory.get("start" + keys[i], start_matrix(x, int(codec.level))) for i, x in owed.items()}
+        first = begin([product(owed[i], starts[i]) if i in owed else x for i, x in enumerate(whole)], num_whole)
+
+        def finish() -> list[torch.Tensor]:
+            sums = first()
+            lefts = {i: orthonormal(sums[i]) for i in owed}
+            rights = begin([product(x.T, lefts[i]) for i, x in owed.items()], 0)()
+            for (i, x), right in zip(owed.items(), rights, strict=True):
+                sums[i] = product(lefts[i], right.T)
+                memory[keys[i]] = (x - sums[i] / count).nan_to_num_(0.0, 0.0, 0.0)
+                memory["start" + keys[i]] = orthonormal(right)
+            return [total.to(x.dtype).view_as(x) for total, x in zip(sums, named.values(), strict=True)]
+
+        return finish
+    packed: list[torch.Tensor] = []
+    for key, x in zip(keys, whole, strict=True):
+        packed += codecs.pack(codec, x, key) if key else [x.contiguous()]
+    mine = torch.cat([x.view(-1).view(torch.uint8) for x in packed])
+    wait = collectives.exchange([[mine]] * count, [len(mine)] * count, what=what, ranks=ranks)
+    codecs.count("data", (count - 1) * len(mine), num_whole)
+
+    def add() -> list[torch.Tensor]:
+        sums = [torch.zeros_like(x) for x in named.values()]
+        for bytes_of_one in wait():
+            parts = torch.split(bytes_of_one if len(bytes_of_one) else mine, [x.nbytes for x in packed])
+            rest = iter([part.clone().view(x.dtype) for part, x in zip(parts, packed, strict=True)])
+            for total, spec in zip(sums, specs, strict=True):
+                found = tuple(next(rest) for _ in wire_specs(codec, spec))
+                total += (found[0] if len(found) == 1 else unpack(codec, found, spec)).view_as(total)
+        return sums
+
+    return add
 
 
 class FlushRank(RankUpdate):

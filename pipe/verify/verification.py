@@ -354,8 +354,10 @@ class Verifier:
             parameter.grad = None
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
             weights.restore(newest, {})
+        codecs = self._run.codecs
         try:
-            with untouched(self._parts.root, device=self._settings.device):
+            exact = nullcontext() if codecs is None else codecs.paused()
+            with untouched(self._parts.root, device=self._settings.device), exact:
                 yield
         finally:
             training.restart(step)

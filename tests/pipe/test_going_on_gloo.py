@@ -196,6 +196,7 @@ def module(**options: Any) -> sw.PipelineModule:
         ({"precision": "fp16"}, "beside a loss scale, which moves with each try"),
         ({"schedule": sw.Synchronous("1f1b"), "max_grad_norm": 1.0}, "beside post_validation=True"),
         ({"optimizer": None}, "beside an optimizer of your own"),
+        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", compress="int8")}, "beside compress="),
     ],
 )
 def test_what_cannot_go_on_is_refused(options: dict[str, Any], told: str) -> None:

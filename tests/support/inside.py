@@ -11,6 +11,7 @@ from typing import Any
 
 # By module: what tests import of it.
 _NAMES = {
+    "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
     "comm.failures": "Account find_cause",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
     " measure_links",
@@ -133,6 +134,7 @@ _NAMES = {
     "partition.solve.ranges": "RangeCosts SCHEDULES",
     "partition.stage_cost": "COUNTED RECOMPUTE Recomputed StageSums message_overheads message_seconds stage_seconds",
     "partition.topology": "NO_TRANSFER Topology",
+    "pipe.run.compression": "choose",
     "pipe.auto.kept": "keep profile_key",
     "pipe.auto.layout": "AutoLayout cluster_of median_profile",
     "pipe.batch.checksum": "Identity UNKNOWN checksum",
@@ -181,6 +183,7 @@ _NAMES = {
     "pipe.update.local": "Averaging next_interval",
     "pipe.update.optimizers": "StageOptimizers separable",
     "pipe.update.options": "SameOptions",
+    "pipe.update.shared_sums": "begin_packed_sum",
     "pipe.update.stream_rank": "StreamRank",
     "pipe.verify.compare": "differs first_difference graph_of tolerance_of",
     "pipe.verify.regions": "Regions",

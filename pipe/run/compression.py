@@ -1,0 +1,263 @@
+"""Mesh(compress=): which links are packed by which codec; under "auto", as far as the step needs it and no further.
+
+a few steps  as they are: what actions take; then how fast the links between ranks are, unless the user has said it
+rank 0       up the ladder for the boundary with most of the bytes on the simulated step's critical path, as long as the
+             step gets shorter by at least WORTH; then down again wherever nothing is lost by it
+together     the same codecs on every rank, from the next step on
+
+Packing is not exact: what it costs in loss, nobody knows ahead. Under "auto" sums over data groups stay as they are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+
+from ...comm import Codec, Compress, LinkCodecs, TensorSpec
+from ...comm.codecs import num_bytes, pack, unpack, wire_specs
+from ...comm.links import fit_line, ping_pong
+from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path, simulate
+from ...schedules.dependencies import Wire
+from ...schedules.messages import STAGE_KINDS
+from ...schedules.timing.links import Network
+from ..batch.given import Given
+from ..context import Layout, Run
+from ..options import AUTO, Settings
+from ..stage.shapes import Inferred
+from ..stage.wiring import Mode
+from ..telling import tell
+from .ranks import RankLinks
+from .training import Training
+
+Boundary = tuple[int, int]  # stages, the producer's first
+Chosen = dict[Boundary, Codec]
+
+LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/works/slow_links.py
+WORTH = 0.05  # of the step, for which one more rung is taken
+STEPS = 5  # that are measured
+_SMALL, _TIMED, _ROUNDS = 1024, 3, 5
+
+
+def check_compress(compress: Compress, layout: Layout, settings: Settings) -> None:
+    """ValueError for what does not go with packed links."""
+    place, schedule = layout.place, layout.schedule
+    wrong = [
+        (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
+        (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
+        (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
+        (
+            AUTO in compress and settings.optimizer is None,
+            "without an optimizer, whose steps it looks at: expected one",
+        ),
+    ]
+    if "data" in compress:
+        wrong += [
+            (max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
+            (not place.world.distributed, "in one process, where replicas share Parameters: expected no 'data'"),
+            (schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected '1f1b', or no 'data'"),
+            (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'"),
+            (layout.sync != 1, f"beside sync={layout.sync!r}, which sums no gradients: expected no 'data'"),
+        ]
+    for is_wrong, why in wrong:
+        if is_wrong:
+            raise ValueError(f"compress={shown(compress)} {why}, or compress=None")
+
+
+def shown(compress: Compress) -> str:
+    if isinstance(compress, str):
+        return repr(compress)
+    return "{" + ", ".join(f"{link!r}: {codec}" for link, codec in compress.items()) + "}"
+
+
+def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, inferred: Inferred) -> None:
+    """Take these from here on; ValueError for a boundary that does not exist, that packs nothing, or packs twice."""
+    links, named = boundaries(mode), dict[Any, Codec]()
+    codecs.boundaries, codecs.data = {}, compress.get("data")
+    for link, codec in compress.items():
+        if link == "data":
+            continue
+        wires = list(dict.fromkeys(chain(*links.values()))) if link == "pipe" else links.get(link, [])
+        carried = [spec for wire in wires for spec in mode.message_specs(wire.message(0), inferred)]
+        if not any(len(wire_specs(codec, spec)) > 1 for spec in carried):
+            raise ValueError(f"compress={{{link!r}: {codec}}}: {_nothing_to_pack(carried, links)}")
+        for wire in wires:
+            if (codecs.boundaries if link == "pipe" else named).setdefault(wire[:3], codec) != codec:
+                raise ValueError(
+                    f"compress={{{link!r}: {codec}}}: stages {wire.consumers} stand on one rank, and what goes there "
+                    f"goes once, packed as {named[wire[:3]]}: expected one codec for all of them"
+                )
+    codecs.boundaries |= named
+
+
+def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:
+    """Wires between two ranks, by producer and consumer: one that has several consumers by each of them."""
+    owners, found = mode.schedule.owners, dict[Boundary, list[Wire]]()
+    for wire in mode.wires:
+        for consumer in wire.consumers if owners[wire.src] != owners[wire.dst] else ():
+            found.setdefault((wire.producer, consumer), []).append(wire)
+    return found
+
+
+def message_bytes(mode: Mode, inferred: Inferred, codecs: LinkCodecs | None) -> tuple[list[float], list[float]]:
+    """Bytes of a microbatch's activations and gradients over each edge of the schedule, as `Links` takes them."""
+
+    sizes: dict[tuple[MessageKind, int, int], float] = {}
+    for wire in mode.wires:
+        message, specs = wire.message(0), mode.message_specs(wire.message(0), inferred)
+        size = float(num_bytes(specs if codecs is None else codecs.layouts(message, specs)))
+        sizes |= {(wire.kind, wire.producer, consumer): size for consumer in wire.consumers}
+    acts, grads = (
+        [sizes.get((kind, src, dst), 0.0) for src, dst, _ in mode.schedule.stage_edges]
+        for kind in (MessageKind.ACT, MessageKind.GRAD)
+    )
+    return acts, grads
+
+
+def _nothing_to_pack(carried: list[TensorSpec], links: Mapping[Boundary, object]) -> str:
+    if not carried:
+        return f"no message goes there. Boundaries between ranks are {', '.join(map(str, links)) or 'none'}"
+    kinds = ", ".join(dict.fromkeys(f"{spec.dtype} {list(spec.shape)}" for spec in carried))
+    return (
+        f"nothing there becomes smaller, since what goes there is {kinds}. Expected a boundary with floating tensors "
+        f"that get gradients, or compress= without it"
+    )
+
+
+def choose(
+    links: list[Boundary],
+    seconds: Callable[[Chosen], tuple[float, Mapping[Boundary, float]]],
+    ladder: Sequence[Codec | None] = LADDER,
+) -> Chosen:
+    """Codecs of these boundaries.
+
+    Arguments:
+        seconds: of a step with such codecs, and those for which bytes of each boundary are on its critical path.
+    """
+    rungs = dict.fromkeys(links, 0)
+
+    def at(tried: Mapping[Boundary, int]) -> Chosen:
+        return {link: codec for link, rung in tried.items() if (codec := ladder[rung]) is not None}
+
+    (step, path), tried = seconds({}), dict(rungs)
+    while True:
+        # Where paths are equally long, each must become shorter before the step does: a rung of all is looked at.
+        able = [each for each in links if tried[each] == rungs[each] < len(ladder) - 1 and path.get(each)]
+        if not able:
+            break
+        tried[max(able, key=lambda link: path[link])] += 1
+        found, path = seconds(at(tried))
+        if found < (1 - WORTH) * step:
+            step, rungs = found, dict(tried)
+    for link in sorted(links, key=lambda link: -rungs[link]):
+        while rungs[link] and seconds(at(lower := rungs | {link: rungs[link] - 1}))[0] <= step * (1 + 1e-3):
+            rungs = lower
+    return at(rungs)
+
+
+def step_seconds(
+    mode: Mode, inferred: Inferred, costs: Costs, network: Network, busy: Callable[[Boundary, Codec], float]
+) -> Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]:
+    """What `choose` asks, by simulating.
+
+    Arguments:
+        busy: of a boundary's ranks together with packing a message and unpacking it [s].
+    """
+
+    def seconds(chosen: Chosen) -> tuple[float, Mapping[Boundary, float]]:
+        codecs, around = LinkCodecs(), [0.0] * mode.schedule.num_stages
+        take_codecs(codecs, chosen, mode, inferred)
+        for link, codec in chosen.items():  # half at either end, in front of an action or behind it
+            for stage in link:
+                around[stage] += busy(link, codec) / 2
+        (acts, grads), edges = message_bytes(mode, inferred, codecs), [e[:2] for e in mode.schedule.stage_edges]
+        links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
+        timeline = simulate(mode.schedule, replace(costs, message_overhead=around), links)
+        path: dict[Boundary, float] = {}
+        for each in critical_path(timeline).steps:
+            if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS and each.sender is not None:
+                ends, is_act = (each.what.src, each.what.dst), each.what.kind is MessageKind.ACT
+                link = ends if is_act else ends[::-1]
+                num_bytes_sent = (acts if is_act else grads)[edges.index(link)]
+                rate = links.way(each.sender, each.rank).seconds_per_byte
+                path[link] = path.get(link, 0.0) + num_bytes_sent * rate
+        return timeline.makespan, path
+
+    return seconds
+
+
+def decides(
+    run: Run, mode: Mode, inferred: Inferred, ranks: RankLinks, training: Training, *, costs: Callable[[], Costs]
+) -> None:
+    """Have it decided in front of the training's step that follows its first STEPS ones."""
+    begun, before = iter(range(STEPS + 1)), training.before_step
+    specs: dict[Boundary, list[TensorSpec]] = {}  # of activations, where every codec can pack something
+    for wire in dict.fromkeys(chain(*boundaries(mode).values())):
+        carried = mode.message_specs(wire.message(0), inferred)
+        if wire.kind is MessageKind.ACT and any(all(len(wire_specs(c, s)) > 1 for c in LADDER if c) for s in carried):
+            specs[wire.producer, wire.consumers[0]] = carried
+
+    def busy(link: Boundary, codec: Codec) -> float:
+        found = 0.0
+        for spec in (each for each in specs[link] if len(wire_specs(codec, each)) > 1):
+            x = torch.linspace(-1.0, 1.0, prod(spec.shape)).view(spec.shape).to(run.settings.device, spec.dtype)
+            times = []
+            for _ in range(_TIMED):
+                start = time.perf_counter()
+                unpack(codec, pack(codec, x, None)[0], spec)
+                times.append(time.perf_counter() - start)
+            found += statistics.median(times)
+        return found
+
+    stated = run.compress[AUTO] if isinstance(run.compress, Mapping) else None
+    if stated is not None:  # ValueError for a way that it lacks
+        step_seconds(mode, inferred, Costs(), stated, busy)({})
+
+    def decide(given: Given, step: int, reads_nothing: bool) -> None:
+        before(given, step, reads_nothing)
+        if next(begun, None) != STEPS:
+            return
+        measured, network = costs(), _measured(run, ranks, specs) if stated is None else stated
+        with run.guard.together():
+            found = {}
+            if run.collectives.rank == 0:
+                free = replace(measured, latency=0.0)
+                found = choose(list(specs), step_seconds(mode, inferred, free, network, cache(busy)))
+            found = run.collectives.gather(found, what="choosing codecs for links")[0]
+        assert run.codecs is not None
+        take_codecs(run.codecs, found, mode, inferred)
+        tell(f"compress='auto': {shown(found) if found else 'nothing'} is packed", rank=run.collectives.rank)
+
+    training.before_step = decide
+
+
+def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSpec]]) -> Network:
+    """The links between each two ranks that send each other messages. Collective over the processes."""
+    transport, device = next(iter(ranks.transports.values())), run.settings.device
+    if run.collectives.alone or not specs:
+        return Link()
+    sizes = _SMALL, max(8 * _SMALL, *map(num_bytes, specs.values()))
+    found: dict[tuple[int, int], Link] = {}
+    for pair in sorted((a, b) for a, b in ranks.between if a < b and (b, a) in ranks.between):
+        mine = [
+            ping_pong(
+                transport,
+                [TensorSpec((size,), (1,), torch.uint8, False)],
+                device=device,
+                timeout=run.settings.timeout,
+                pair=pair,
+                rounds=_ROUNDS,
+            ).seconds
+            for size in sizes
+        ]
+        line = fit_line(sizes, run.collectives.gather_ranks(mine, what="measuring the links between ranks")[pair[0]])
+        found |= dict.fromkeys((pair, pair[::-1]), Link(latency=line.latency, seconds_per_byte=1 / line.bandwidth))
+    return {link: found.get(link, Link()) for link in ranks.between}  # one way alone goes what is never packed
