@@ -27,6 +27,7 @@ class RankRecord:
         arrivals: (message, wait began, message there).
         collectives: from begun on this rank to through.
         data: when this rank began to wait for a batch, and had it.
+        fills: background work.
         step: when this rank's step began and ended, with all that it does besides; None where nobody stamped it.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
@@ -36,6 +37,7 @@ class RankRecord:
     arrivals: tuple[Span[Message], ...]
     collectives: tuple[Span[Collective], ...] = ()
     data: tuple[tuple[float, float], ...] = ()
+    fills: tuple[Span[Action], ...] = ()
     step: tuple[float, float] | None = None
     offset: float = 0.0
     error: float = 0.0
@@ -119,7 +121,7 @@ def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Sched
 
     A rank of which nothing is known, or not all of its work, keeps its program.
     """
-    if schedule.num_batches > 1 or schedule.rule.is_asynchronous or schedule.moves_activations:
+    if schedule.num_batches > 1 or schedule.rule.is_asynchronous or schedule.compute_programs != schedule.programs:
         return schedule
     programs = []
     for own, record in zip(schedule.programs, records, strict=True):
@@ -161,6 +163,7 @@ def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Tim
             compute=moved(record.compute),
             arrivals=moved(record.arrivals),
             collectives=moved(record.collectives),
+            fills=moved(record.fills),
             data=tuple(wait for wait in record.data if wait[0] >= begins(record)),
         )
 
