@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ..dependencies import Dependencies
-from ..ir import BACKWARD_OPS, BESIDE_OPS, LAST_USES, Action, Op
+from ..ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op
 from ..liveness import message_changes
 from ..lowering.lower import lower
 from ..messages import STAGE_KINDS, Message
@@ -202,7 +202,7 @@ class _Rank:
                 self._change(span.start, {MemoryPart.MESSAGES: come})
                 self._act(span)
                 now = span.end
-            elif isinstance(step, Action) and step.op not in BESIDE_OPS:
+            elif isinstance(step, Action) and step.op not in MOVE_OPS:
                 break  # behind the window
             else:
                 self._change(now, {MemoryPart.MESSAGES: come})

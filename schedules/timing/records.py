@@ -61,6 +61,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     needs = Dependencies(schedule)
     known = [_NOTHING if record is None else record for record in records]
     made_at = {span.what: span.end + record.offset for record in known for span in record.compute}
+    first = min((r.compute[0].start + r.offset for r in known if r.compute), default=0.0)  # fills do not begin a step
     ranks = []
     for record in known:
         actions = [Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute]
@@ -73,11 +74,15 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
                 continue
             end = there + record.offset
             comm.append(Span(message, min(max(made, began + record.offset), end), end))
+        moves = [span for span in actions if span.what.op in MOVE_OPS]
+        moves += [
+            Span(a, s + record.offset, e + record.offset) for a, s, e in record.fills if e + record.offset > first
+        ]
         by_start = sorted(record.collectives, key=lambda span: span.start)
         ranks.append(
             RankTrace(
                 compute=tuple(span for span in actions if span.what.op not in MOVE_OPS),
-                moves=tuple(span for span in actions if span.what.op in MOVE_OPS),
+                moves=tuple(sorted((Span(a, max(s, first), e) for a, s, e in moves), key=lambda span: span.start)),
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
                 collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
                 data=tuple((s + record.offset, e + record.offset) for s, e in record.data if e - s >= _REALLY_WAITED),
