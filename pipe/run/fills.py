@@ -108,7 +108,7 @@ class Fills:
             raise ValueError(f"fill([..., {wrong[0]!r:.60}, ...]): expected callables without arguments")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: expected what a piece takes, above 0, or None")
-        name = name or getattr(work, "__name__", "work")
+        name = name or str(getattr(work, "__name__", "work"))
         self.works.append(FillWork(work, name=name, seconds=seconds, now=self._now))
         return self.works[-1]
 
