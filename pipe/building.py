@@ -176,7 +176,7 @@ class Building:
         In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
         """
         settings = self._options.settings
-        if self.pipeline is not None and self.pipeline.engine.fills.is_running:
+        if self.pipeline is not None and self.pipeline.training.fills.is_running:
             raise ValueError(
                 "a piece of background work calls its pipeline in the midst of a step: expected other work"
             )

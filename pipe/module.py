@@ -375,10 +375,11 @@ class PipelineModule(RunFigures):
         ends the work, and the step on every rank, by name. Raises ValueError for what is no such work, on a CUDA
         device, and for what needs a built pipeline where there is none.
         """
-        fills = self._building.built("fill").engine.fills
+        fills = self._building.built("fill").training.fills
+        fills.require(self.device)
         if self._building.is_closed:
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
-        return fills.add(work, name=name, seconds=seconds, device=self.device)
+        return fills.add(work, name=name, seconds=seconds)
 
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream, an update that post_validation=True made ahead. Collective.
@@ -424,4 +425,4 @@ class PipelineModule(RunFigures):
         self._building.is_closed = True
         if self._building.pipeline is not None:
             self._building.pipeline.training.close(self._settings.timeout)
-            self._building.pipeline.engine.fills.close()
+            self._building.pipeline.training.fills.close()

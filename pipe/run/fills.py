@@ -92,14 +92,8 @@ class Fills:
         # By rank, where it is: since when, seconds of pieces there, and when its message was there.
         self._visits: dict[int, tuple[_Place, float, float, float]] = {}
 
-    def add(
-        self, work: Iterable[Callable[[], object]], *, name: str | None, seconds: float | None, device: torch.device
-    ) -> FillWork:
+    def add(self, work: Iterable[Callable[[], object]], *, name: str | None, seconds: float | None = None) -> FillWork:
         """See `PipelineModule.fill`."""
-        if device.type != "cpu":
-            raise ValueError(
-                f"fill on {device}: waits are measured on the host's clock; expected a pipeline on the CPU"
-            )
         if not isinstance(work, Iterable):
             hint = "[piece]" if callable(work) else "an iterable of callables without arguments"
             raise ValueError(f"fill({work!r:.60}): expected {hint}, or a generator that yields them")
@@ -111,6 +105,14 @@ class Fills:
         name = name or str(getattr(work, "__name__", "work"))
         self.works.append(FillWork(work, name=name, seconds=seconds, now=self._now))
         return self.works[-1]
+
+    @staticmethod
+    def require(device: torch.device) -> None:
+        """ValueError for a device whose waits are not known."""
+        if device.type != "cpu":
+            raise ValueError(
+                f"background work on {device}: waits are measured on the host's clock; expected a pipeline on the CPU"
+            )
 
     def pass_place(self, place: _Place, norm: float) -> tuple[float, float] | None:
         """A rank stands before a wait: run the pieces that fit; when they began and ended, if there were any.

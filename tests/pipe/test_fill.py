@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,12 @@ import torch
 from support.failing import LONG, Told, told
 from support.inside import Fills
 from support.pool import Pool
-from support.small import WIDTH, X, Y, make, stream
+from support.small import WIDTH, X, Y, layers, make, stream
 from torch import nn
 
 from stagewright.comm import PipelineError
 from stagewright.schedules import Action, Costs, Op, ScheduleError, attribute_idle, build, check, with_fill
 
-CPU = torch.device("cpu")
 B3, F1 = Action(0, Op.B, 3), Action(0, Op.F, 1)
 
 
@@ -52,7 +52,7 @@ class Hand:
 def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
     """Gaps of 10, of which 9 count; pieces of 2."""
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[2.0] * 12), name=None, seconds=2.0, device=CPU)
+    work = hand.fills.add(hand.pieces(*[2.0] * 12), name=None, seconds=2.0)
     counts = [hand.wait(B3, 10.0) or work.num_done for _ in range(6)]
     assert counts == [0, 0, 4, 8, 12, 12]  # two steps are looked at first
     assert hand.done == list(range(12))
@@ -61,7 +61,7 @@ def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
 
 def test_a_place_counts_as_its_shortest_gap_and_each_rank_and_place_for_itself() -> None:
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0, device=CPU)
+    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
     for gap in (5.0, 10.0, 10.0):
         hand.wait(B3, gap)
         hand.wait(F1, 1.0)
@@ -72,7 +72,7 @@ def test_a_place_counts_as_its_shortest_gap_and_each_rank_and_place_for_itself()
 
 def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[1.0] * 99), name=None, seconds=1.0, device=CPU)
+    work = hand.fills.add(hand.pieces(*[1.0] * 99), name=None, seconds=1.0)
     for _ in range(3):
         hand.wait(B3, 10.0)
     late = [hand.wait(B3, 4.0) for _ in range(5)]  # the wait is shorter from now on
@@ -82,7 +82,7 @@ def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
 
 def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None:
     hand = Hand()
-    hand.fills.add(hand.pieces(8.0, *[1.0] * 99), name=None, seconds=None, device=CPU)
+    hand.fills.add(hand.pieces(8.0, *[1.0] * 99), name=None, seconds=None)
     counts = []
     for _ in range(7):
         hand.wait(F1, 5.0)
@@ -93,7 +93,7 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
 
 def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0, device=CPU)
+    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
     counts, norm = [], 0.0
     for _ in range(5):
         before = work.num_done
@@ -214,6 +214,30 @@ def test_what_a_generator_yields_is_looked_at() -> None:
     work = pipe.fill(iter([3]), name="mine")  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="'mine' failed: TypeError: expected a callable without arguments, found 3"):
         work.finish()
+
+
+def test_a_checkpoint_is_copied_where_the_process_waits(tmp_path: Path) -> None:
+    """The state behind its step, from pieces in the next one and the rest in front of its update."""
+    pipe = make(model=layers(40), optimizer=torch.optim.Adam)
+    with pipe.checkpointer(tmp_path, every=3, copies="waits") as saver:
+        for step in range(1, 10):
+            pipe.train_step(X, Y)
+            saver.step()
+            if step in (3, 6):
+                wanted = {name: value.clone() for name, value in pipe.state_dict().items()}
+                work = pipe._building.built("fills").training.fills.works[-1]
+            elif step in (4, 7):
+                assert repr(work) == f"<FillWork the checkpoint behind step {step - 1}: {work.num_done} pieces done>"
+                saver.wait()
+                found = make(model=layers(40), optimizer=torch.optim.Adam)
+                found.load(saver.records[-1].path)
+                assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
+                if step == 7:
+                    assert work.num_done > 0
+    assert [record.step for record in saver.records] == [3, 6, 9]
+    with pytest.raises(ValueError, match="copies='other': expected one of"):
+        pipe.checkpointer(tmp_path, every=1, copies="other")  # type: ignore[arg-type]
+    pipe.close()
 
 
 # --- over processes ---
