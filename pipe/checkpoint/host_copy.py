@@ -159,7 +159,8 @@ class HostCopy:
 def _parts(pair: _CopiedTensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     if not pair.tensor.is_contiguous():
         return [(pair.host, pair.tensor)]
-    return zip(*(each.detach().view(-1).split(_PIECE) for each in (pair.host, pair.tensor)), strict=True)
+    host, tensor = (each.detach().view(-1) for each in (pair.host, pair.tensor))
+    return [(host[at : at + _PIECE], tensor[at : at + _PIECE]) for at in range(0, host.numel(), _PIECE)]
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

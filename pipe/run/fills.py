@@ -123,11 +123,12 @@ class Fills:
         rank, _ = place
         if rank in self._visits:
             self._leave(*self._visits.pop(rank), norm)
-        budgets = {where: _SAFE * min(gaps) for where, gaps in self._gaps.items() if where[0] == rank and len(gaps) > 1}
-        budget, longest = budgets.get(place, 0.0), max(budgets.values(), default=0.0)
+        budget = self._budget(place)
         begun = now = self._now()
         while (work := self._next()) is not None and budget > 0:
-            needed = longest if work.seconds is None else work.seconds
+            needed = work.seconds
+            if needed is None:
+                needed = max(self._budget(where) for where in self._gaps if where[0] == rank)
             if now - begun + needed > budget:
                 break
             self.is_running = True
@@ -138,6 +139,10 @@ class Fills:
             now = self._now()
         self._visits[rank] = place, begun, now - begun, now
         return (begun, now) if now > begun else None
+
+    def _budget(self, place: _Place) -> float:
+        gaps = self._gaps.get(place, ())
+        return _SAFE * min(gaps) if len(gaps) > 1 else 0.0
 
     def met(self, rank: int) -> None:
         """What a rank waited for at the place that it passed last is there."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ..collectives import place_collectives
 from ..dependencies import Dependencies
@@ -61,8 +62,8 @@ def lower(
 def _without_fills(schedule: Schedule) -> tuple[Schedule, Sequence[frozenset[Action | None] | None]]:
     """The schedule without background work; by rank, in front of which actions it stood (None: at the end), where
     there was any."""
-    behind = [zip(program, [*program[1:], None], strict=True) for program in schedule.programs]
-    fills = [frozenset(then for action, then in pairs if action.op is Op.FILL) for pairs in behind]
+    behind = [pairwise((*program, None)) for program in schedule.programs]
+    fills = [frozenset(then for action, then in pairs if action and action.op is Op.FILL) for pairs in behind]
     if not any(fills):
         return schedule, [None] * len(fills)
     programs = tuple(tuple(action for action in own if action.op is not Op.FILL) for own in schedule.programs)

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,8 @@ def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     rank, done = int(os.environ["RANK"]), list[int]()
     if marked:  # rank 1 alone has a place, in front of its first forward
-        last = (Action(1, Op.FILL, 0), *schedule.programs[1])
-        schedule = with_fill(schedule, Costs())
-        object.__setattr__(schedule, "programs", (schedule.programs[0], last))
+        first, last = schedule.programs
+        schedule = replace(schedule, programs=(first, (Action(1, Op.FILL, 0), *last)))
         check(schedule)
     pipe = make(mesh=None, num_microbatches=None, schedule=schedule, max_grad_norm=1.0)
     nap = lambda n: lambda: (time.sleep(0.001), done.append(n))  # noqa: E731
