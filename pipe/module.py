@@ -361,10 +361,9 @@ class PipelineModule(RunFigures):
     ) -> FillWork:
         """Background work of this process, done in small pieces while its ranks wait for messages in training steps.
 
-        A piece begins where the last steps waited for longer than it takes, by what pieces took and waits left; so a
-        step is no longer. Works are done in the order in which they were given, their pieces in theirs, each once; the
-        random generators are kept around each, and autocast is off. `eval_step` and `predict` fill nothing. In one
-        process other ranks compute while one waits, so steps take longer by the pieces.
+        A piece begins where the last steps waited for longer than it takes; so a step is no longer. Works are done in
+        the order in which they were given, their pieces in theirs, each once, with the random generators kept and
+        autocast off. Evaluation fills nothing. In one process, where other ranks compute meanwhile, steps are longer.
 
         Arguments:
             work: callables without arguments, or a generator that yields them: what it computes in between counts.
@@ -372,8 +371,8 @@ class PipelineModule(RunFigures):
             seconds: that a piece takes; None: the first ones are given the longest wait, and tell.
 
         Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
-        ends the work, and the step on every rank, by name. Raises ValueError for what is no such work, on a CUDA
-        device, and for what needs a built pipeline where there is none.
+        ends the work, and the step on every rank, by name. Raises ValueError for what is no such work, before the
+        stages are built, and on a CUDA device.
         """
         fills = self._building.built("fill").training.fills
         fills.require(self.device)

@@ -216,11 +216,10 @@ def with_fill(
     programs = []
     for program, trace in zip(everywhere.programs, simulate(everywhere, costs, links).ranks, strict=True):
         lengths = [end - start for what, start, end in trace.moves if what.op is Op.FILL]
-        left, taken = seconds_per_rank, set[int]()
+        taken = set[int]()
         for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-            if left > 0 and lengths[number] > _SHORTEST_FILL:
+            if lengths[number] > _SHORTEST_FILL and sum(lengths[one] for one in taken) < seconds_per_rank:
                 taken.add(number)
-                left -= lengths[number]
         numbers = iter(range(len(lengths)))
         programs.append(tuple(action for action in program if action.op is not Op.FILL or next(numbers) in taken))
     return replace(schedule, programs=tuple(programs))

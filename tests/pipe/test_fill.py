@@ -119,6 +119,9 @@ def test_nothing_but_the_clock_tells_that_a_run_was_filled() -> None:
             [pipe.fill([piece(n) for n in part], seconds=1e-9) for part in (range(9), range(9, 20))] if filled else []
         )
         losses = [pipe.train_step(X, Y).loss for _ in range(12)]
+        num_done = len(done)
+        losses.append(pipe.eval_step(X, Y).loss)
+        assert len(done) == num_done
         states = torch.get_rng_state(), random.getstate()[1], np.random.get_state()[1].tolist()  # type: ignore[index]
         pipe.forward_backward(X, Y)
         gradients = [p.grad for p in pipe.parameters()]

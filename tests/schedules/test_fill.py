@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import RankRecord, assemble_timeline, step_line, trace_file
 
 from stagewright.schedules import (
     FAMILIES,
@@ -17,6 +18,7 @@ from stagewright.schedules import (
     Op,
     Schedule,
     ScheduleError,
+    Span,
     Timeline,
     attribute_idle,
     build,
@@ -156,6 +158,13 @@ def test_nobody_is_later(name, shape, seconds, piece, beside) -> None:
         check_lowered(lower(filled))
 
 
+def test_forwards_alone_hold_as_much() -> None:
+    for plain in (build("gpipe", **SIZES), build("interleaved", **SIZES)):
+        forwards = plain.forward_only()
+        assert check(with_fill(forwards, COSTS)) == check(forwards)
+        assert with_fill(plain, COSTS).forward_only() == forwards
+
+
 def test_beside_activations_that_move() -> None:
     costs = replace(COSTS, fill=0.25, offload=0.5, reload=0.5)
     moved = with_offload(build("1f1b", **SIZES), costs=costs)
@@ -164,6 +173,18 @@ def test_beside_activations_that_move() -> None:
     assert starts(timeline) == starts(simulate(moved, costs))
     assert {what.op for rank in timeline.ranks for what, *_ in rank.moves} == {Op.OFFLOAD, Op.RELOAD, Op.FILL}
     assert check(filled) == check(moved)
+
+
+def test_a_measured_step_begins_with_its_first_action_and_traces_keep_fills() -> None:
+    fills = (Span(Action(0, Op.FILL, 0), 7.0, 10.5), Span(Action(0, Op.FILL, 1), 13.0, 13.5))
+    lane = tuple(Span(Action.parse(what), at, at + 1.0) for what, at in (("0F0", 10.5), ("0B0", 11.5), ("0F1", 13.5)))
+    record = RankRecord(compute=lane, arrivals=(), fills=fills)
+    assert trace_file.parse_step(trace_file.parse_line(step_line("a", 0, {0: record}))) == {0: record}
+    other = RankRecord(compute=(Span(Action(1, Op.F, 0), 9.0, 10.0),), arrivals=())
+    timeline = assemble_timeline(build("1f1b", num_ranks=2, num_microbatches=2), [record, other])
+    assert timeline.makespan == 5.5  # since 9.0
+    assert timeline.ranks[0].moves == (fills[0]._replace(start=0.0, end=1.5), fills[1]._replace(start=4.0, end=4.5))
+    assert attribute_idle(timeline)[0].fill == 2.0
 
 
 def test_what_is_no_place_is_refused() -> None:
