@@ -179,7 +179,7 @@ def test_a_measured_step_begins_with_its_first_action_and_traces_keep_fills() ->
     fills = (Span(Action(0, Op.FILL, 0), 7.0, 10.5), Span(Action(0, Op.FILL, 1), 13.0, 13.5))
     lane = tuple(Span(Action.parse(what), at, at + 1.0) for what, at in (("0F0", 10.5), ("0B0", 11.5), ("0F1", 13.5)))
     record = RankRecord(compute=lane, arrivals=(), fills=fills)
-    assert trace_file.parse_step(trace_file.parse_line(step_line("a", 0, {0: record}))) == {0: record}
+    assert trace_file.parse_step(trace_file.parse_line(step_line("a", 0, {0: record}).strip())) == {0: record}
     other = RankRecord(compute=(Span(Action(1, Op.F, 0), 9.0, 10.0),), arrivals=())
     timeline = assemble_timeline(build("1f1b", num_ranks=2, num_microbatches=2), [record, other])
     assert timeline.makespan == 5.5  # since 9.0
