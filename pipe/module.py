@@ -371,8 +371,7 @@ class PipelineModule(RunFigures):
             seconds: that a piece takes; None: the first ones are given the longest wait, and tell.
 
         Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
-        ends the work, and the step on every rank, by name. Raises ValueError for what is no such work, before the
-        stages are built, and on a CUDA device.
+        ends the step on every rank, by name. Raises ValueError for no such work, unbuilt stages, and a CUDA device.
         """
         fills = self._building.built("fill").training.fills
         fills.require(self.device)

@@ -1,5 +1,4 @@
-"""Schedules made of schedules: with a flush, as replicas, on other ranks, with late updates, with offloading, with
-background work."""
+"""Schedules made of schedules: with a flush, as replicas, on other ranks, with late updates, offloading, fills."""
 
 from __future__ import annotations
 
@@ -226,8 +225,7 @@ def with_fill(
 
 
 def _with_fills(program: Sequence[Action]) -> tuple[Action, ...]:
-    """Background work in front of each action of the compute lane and at the end; none between an I and its W, which
-    may run as one."""
+    """Background work in front of each F, B, I and W and at the end; not between an I and its W, which may be one."""
     found: list[Action] = []
     before: Action | None = None
     for action in program:
@@ -236,7 +234,7 @@ def _with_fills(program: Sequence[Action]) -> tuple[Action, ...]:
                 found.append(action._replace(op=Op.FILL))
             before = action
         found.append(action)
-    return (*found, before._replace(op=Op.FILL)) if before is not None else ()
+    return (*found, *([] if before is None else [before._replace(op=Op.FILL)]))
 
 
 def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int, int]]:

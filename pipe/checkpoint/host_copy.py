@@ -108,12 +108,12 @@ class HostCopy:
             yield self._copy_next
 
     def _copy_next(self) -> None:
-        host, tensor = self._left.popleft()
+        host, tensor = self._left[0]
         host.copy_(tensor)
+        self._left.popleft()
 
     def finish(self) -> None:
-        """Fill what is not filled; the copies can be read when this returns, but for those that `pieces` are to make
-        in waits. In a thread of its own."""
+        """Fill what is not filled, unless `pieces` do; then the copies can be read. In a thread of its own."""
         try:
             for piece in () if self._in_waits else self.pieces():
                 piece()
@@ -128,6 +128,8 @@ class HostCopy:
         """Updates may write again behind this."""
         if self._stream is None or any(not pair.tensor.is_cuda for pair in self._pairs):
             self._made.wait()
+        for piece in self.pieces():  # of a work that failed
+            piece()
         if self._stream is not None and self._copied is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
         self._note_changes()

@@ -247,10 +247,8 @@ def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
     check(schedule)
     fill = next((action for program in schedule.programs for action in program if action.op is Op.FILL), None)
     if fill is not None and schedule.is_asynchronous:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has background work in it ({fill}, ...), and its batches overlap: expected it "
-            f"without; pipe.fill(work) finds the waits of a stream by itself"
-        )
+        where = f"schedule {schedule.name!r} has background work in it ({fill}, ...), and its batches overlap"
+        raise ScheduleError(f"{where}: expected it without; pipe.fill(work) finds the waits of a stream by itself")
     if schedule.is_asynchronous and not has_optimizer:
         raise ValueError(
             f"schedule {schedule.name!r} updates its weights while other batches run: expected "

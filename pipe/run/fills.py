@@ -3,8 +3,8 @@
     0F3 |p4|p5|......|0B3     a rank waits for the message that 0B3 needs: pieces run as long as the next one ends
                               within the gap that the last steps saw here, by what pieces took
 
-What a place leaves is measured in each step that passes it, with pieces or without. Where the message was there before
-the last piece was through, nobody knows how long before: then the place counts as half of what was filled.
+Gaps are measured in each step, with pieces or without. Where a message was there before the last piece was through,
+nobody knows how long before: then the gap counts as half of what was filled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...schedules import Action
 
 _SEEN = 6  # steps whose gaps, and pieces whose seconds, are remembered
 _ENOUGH = 3  # pieces whose seconds say what the next one takes
+_PATIENCE = 1000  # places that were too short
 _SAFE = 0.9  # share of a gap that is filled
 _MET = 0.02  # of what was filled: with less left to wait, the message was there before
 _Place = tuple[int, Action | None]  # rank, and the action that waits there, of any batch; None: the program's end
@@ -44,6 +45,7 @@ class FillWork:
         self.num_done = 0
         self.is_done = False
         self._pieces = iter(pieces)
+        self._num_refused = 0
         self._took: deque[float] = deque([] if seconds is None else [seconds] * _ENOUGH, maxlen=_SEEN)
 
     def __repr__(self) -> str:
@@ -58,6 +60,12 @@ class FillWork:
     def seconds(self) -> float | None:
         """That a piece takes, by the last ones; None: too few are known."""
         return statistics.median(self._took) if len(self._took) >= _ENOUGH else None
+
+    def refused(self) -> None:
+        """The next piece does not fit; now and then what the last ones took is forgotten."""
+        self._num_refused += 1
+        if self._num_refused % _PATIENCE == 0:
+            self._took.clear()
 
     def run_piece(self) -> None:
         """The next one, if there is one. RuntimeError where it fails, and the work is over."""
@@ -110,9 +118,7 @@ class Fills:
     def require(device: torch.device) -> None:
         """ValueError for a device whose waits are not known."""
         if device.type != "cpu":
-            raise ValueError(
-                f"background work on {device}: waits are measured on the host's clock; expected a pipeline on the CPU"
-            )
+            raise ValueError(f"background work on {device}: waits are measured on the host: expected device='cpu'")
 
     def pass_place(self, place: _Place, norm: float) -> tuple[float, float] | None:
         """A rank stands before a wait: run the pieces that fit; when they began and ended, if there were any.
@@ -130,6 +136,7 @@ class Fills:
             if needed is None:
                 needed = max(self._budget(where) for where in self._gaps if where[0] == rank)
             if now - begun + needed > budget:
+                work.refused()
                 break
             self.is_running = True
             try:
@@ -163,7 +170,4 @@ class Fills:
         left = [repr(work) for work in self.works if not work.is_done]
         self.works.clear()
         if left:
-            warnings.warn(
-                f"close() drops background work: {', '.join(left)}. Expected finish() of each before, or steps to fill",
-                stacklevel=3,
-            )
+            warnings.warn(f"close() drops background work: {', '.join(left)}. Expected finish() before", stacklevel=3)

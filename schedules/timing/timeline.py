@@ -43,8 +43,7 @@ class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
     comm holds the messages that this rank received, collectives what it did together with others, moves those of
-    activations in its program (OFFLOAD, RELOAD) and background work (FILL), data when it waited for a batch (measured
-    runs only).
+    activations in its program (OFFLOAD, RELOAD), and FILL, data when it waited for a batch (measured runs only).
     """
 
     compute: tuple[Span[Action], ...]

@@ -92,6 +92,17 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
     assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
 
 
+def test_what_took_too_long_once_is_tried_again() -> None:
+    hand = Hand()
+    hand.fills.add(hand.pieces(*[30.0] * 4, *[1.0] * 99), name=None)
+    for _ in range(900):
+        hand.wait(B3, 10.0)
+    assert len(hand.done) == 4
+    for _ in range(200):
+        hand.wait(B3, 10.0)
+    assert len(hand.done) == 103
+
+
 def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
     hand = Hand()
     work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)

@@ -158,6 +158,14 @@ def test_nobody_is_later(name, shape, seconds, piece, beside) -> None:
         check_lowered(lower(filled))
 
 
+def test_a_replica_without_work_keeps_its_updates() -> None:
+    work, idle = (Action(0, Op.F, 0), Action(0, Op.B, 0), Action(0, Op.U, 0)), (Action(0, Op.U, 0),)
+    plain = Schedule(
+        name="by hand", placement=((0,), (0,)), programs=(work, idle), num_microbatches=1, weight_rule="stashing"
+    )
+    assert with_fill(plain, COSTS).compute_programs == plain.compute_programs
+
+
 def test_forwards_alone_hold_as_much() -> None:
     for plain in (build("gpipe", **SIZES), build("interleaved", **SIZES)):
         forwards = plain.forward_only()
