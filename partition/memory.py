@@ -29,7 +29,7 @@ import numpy as np
 
 from ..schedules.families.registry import family
 from ..schedules.families.warmup import Turns
-from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
+from ..schedules.ir import BACKWARD_OPS, BESIDE_OPS, LAST_USES, Action, Op, Schedule
 from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from ..schedules.rules.versions import derive_versions
@@ -140,11 +140,11 @@ def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
     programs = []
     for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
         spans = {span.what: span for span in (*trace.compute, *trace.moves)}
-        computes = [action for action in program if action.op not in MOVE_OPS]
+        computes = [action for action in program if action.op not in BESIDE_OPS]
         starts, at = [spans[action].start for action in computes], 0
         before: dict[int, list[Action]] = {}
         for action in program:
-            at += action.op not in MOVE_OPS
+            at += action.op not in BESIDE_OPS
             if action.op is Op.RELOAD:
                 out = action._replace(op=Op.OFFLOAD)
                 gone, home = bisect_left(starts, spans[out].end), bisect_right(starts, spans[action].start) - 1
@@ -221,9 +221,9 @@ def _of_first(chunks: Indices, num_chunks: int) -> Indices:
 
 
 def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> Moments:
-    computes = [action for action in program if action.op not in MOVE_OPS]
+    computes = [action for action in program if action.op not in BESIDE_OPS]
     if streams or len(computes) < len(program):
-        counts = [[alive.get(s, 0) for s in stages] for a, alive in activations(program) if a.op not in MOVE_OPS]
+        counts = [[alive.get(s, 0) for s in stages] for a, alive in activations(program) if a.op not in BESIDE_OPS]
         alive = np.array(counts, dtype=np.int64).reshape(-1, len(stages))
     else:
         alive = activation_counts(program, stages)

@@ -146,6 +146,11 @@ class Building:
     def replica(self) -> tuple[int, int]:
         return (0, 1) if self.layout is None else self.layout.place.replica
 
+    def refuse_reroute(self, what: str, *, instead: str) -> None:
+        """ValueError for what would not outlast the death of a process, where the others go on."""
+        if self._members is not None:
+            raise ValueError(f'{what} beside Mesh(on_failure="reroute"), where it ends with the first death: {instead}')
+
     @property
     def reads_nothing(self) -> bool:
         """Whether no stage of this process reads a batch's values; False before they are built."""
@@ -316,6 +321,10 @@ class Building:
         In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
         """
         settings = self._options.settings
+        if self.pipeline is not None and self.pipeline.training.fills.is_running:
+            raise ValueError(
+                "a piece of background work calls its pipeline in the midst of a step: expected other work"
+            )
         dtype = settings.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
         with self._edited(), torch.inference_mode(False), autocast:

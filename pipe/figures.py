@@ -13,9 +13,10 @@ from torch import nn
 from ..comm import LinkName, World
 from ..partition.plans.plan import Plan
 from ..schedules import Costs, Links, Schedule, Spread, StageBytes
+from ..schedules.kinds import one_of, option
 from ..schedules.timing.links import Network
 from .building import Building
-from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
+from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, CopiedBy, Every, check_options
 from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
 from .options import Settings
@@ -247,6 +248,7 @@ class RunFigures:
         overhead: float = 0.035,
         loader: HasState | None = None,
         on_saved: Callable[[CheckpointRecord], object] | None = None,
+        copies: CopiedBy = "thread",
     ) -> Checkpointer:
         """Saves as `save` does, beside training: call its `step()` behind each `train_step`.
 
@@ -257,10 +259,14 @@ class RunFigures:
                 from what they cost and kept up while that changes.
             on_saved: on_saved(record) in every process for each checkpoint that is done, or that failed (a full disk is
                 told, and the next interval tries again).
+            copies: who makes the copy on the CPU: a "thread" beside the step; or the process itself where it "waits" in
+                the step, as with `PipelineModule.fill`, and what is left in front of the update.
 
         Raises ValueError, on every rank alike, for a folder that cannot be written, or that another run writes.
         """
         check_options(every, overhead)
+        option("copies", copies, one_of(("thread", "waits")))
+        self._building.refuse_reroute("a checkpointer", instead="expected save(folder) between two steps")
         return Checkpointer(
             _path(folder),
             self._building.built("a checkpointer").state,
@@ -268,6 +274,7 @@ class RunFigures:
             overhead=overhead,
             loader=loader,
             on_saved=on_saved,
+            copies=copies,
         )
 
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..comm import Guard, make_guard
+from ..comm import Guard, PipelineError, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
@@ -28,6 +28,7 @@ from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
 from .options import FIRST, read_options, refuse_float16_autocast, warn_of_evaluation_mode
+from .run.fills import FillWork
 from .run.training import Training
 from .stage.recompute import RecomputeLike
 from .telling import told_if_slow
@@ -362,6 +363,30 @@ class PipelineModule(RunFigures):
         training = self._building.built("clip_grad_norm_").training
         return training.clip(max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
 
+    def fill(
+        self, work: Iterable[Callable[[], object]], *, name: str | None = None, seconds: float | None = None
+    ) -> FillWork:
+        """Background work of this process, done in small pieces while its ranks wait for messages in training steps.
+
+        A piece begins where the last steps waited for longer than it takes; so a step is no longer. Works are done in
+        the order in which they were given, their pieces in theirs, each once, with the random generators kept and
+        autocast off. Evaluation fills nothing. In one process, where other ranks compute meanwhile, steps are longer.
+
+        Arguments:
+            work: callables without arguments, or a generator that yields them: what it computes in between counts.
+            name: for people.
+            seconds: that a piece takes; None: the first ones are given the longest wait, and tell.
+
+        Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
+        ends the step on every rank, by name. Raises ValueError for no such work, unbuilt stages, and a CUDA device.
+        """
+        fills = self._building.built("fill").training.fills
+        fills.require(self.device)
+        self._building.refuse_reroute("fill(...)", instead='expected on_failure="stop"')
+        if self._building.is_closed:
+            raise PipelineError("this pipeline has ended: expected fill(...) before close()")
+        return fills.add(work, name=name, seconds=seconds)
+
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream, an update that post_validation=True made ahead. Collective.
 
@@ -406,3 +431,4 @@ class PipelineModule(RunFigures):
         self._building.is_closed = True
         if self._building.pipeline is not None:
             self._building.pipeline.training.close(self._settings.timeout)
+            self._building.pipeline.training.fills.close()

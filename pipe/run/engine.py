@@ -1,7 +1,7 @@
 """The engine: pulls each rank's machine, one program without I/O, clock, thread or torch, and carries out what it says.
 
     machine --Transfer--> transport.post / transport.send
-            --Wait------> transport.wait, then worker.put and machine.arrived
+            --Wait------> background work that fits (`fills`), transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
             --GroupStep, Collective-> worker.take_part; at the end worker.settle waits for all that was begun
 
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...comm import PipelineError, Transport
-from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
+from ...schedules import Action, Collective, Message, Op, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram, Work
 from ..context import Run
 from ..trace.recorder import RankRecorder
+from .fills import Fills
 from .worker import Worker
 
 
@@ -94,6 +95,7 @@ class Engine:
         self.ranks = ranks
         self._lost_member = run.collectives.lost_member  # of a tensor group, behind an action's error
         self._timeout = run.settings.timeout
+        self.fills = Fills()
 
     def run(self, programs: Mapping[int, RankProgram], *, goes_on: bool = False) -> None:
         """Run the programs, by rank, to their end on every rank of this process.
@@ -106,7 +108,7 @@ class Engine:
 
         Raises PipelineTimeout or PeerLost, with who waited for which action of whom and this rank's last actions.
         """
-        standing = [_Run(local, programs[local.worker.rank]) for local in self.ranks]
+        standing = [_Run(local, programs[local.worker.rank], self.fills) for local in self.ranks]
         while standing:
             moved = False
             for one in tuple(standing):
@@ -173,8 +175,12 @@ class Engine:
 class _Run:
     """One rank's way through a program."""
 
-    def __init__(self, local: LocalRank, program: RankProgram) -> None:
+    def __init__(self, local: LocalRank, program: RankProgram, fills: Fills) -> None:
         self.local = local
+        self._fills = fills if fills.works else None
+        self._places = program.fills
+        self._at: Work | None = None  # in front of which it has been filled
+        self._is_place = False
         self.machine = RankMachine(program)
         local.worker.begin(program)
         local.recorder.runs_as_one(program.fused)
@@ -186,6 +192,9 @@ class _Run:
         if self._proven:
             transport.acknowledged(self._proven)
             self._proven.clear()
+        if self._fills is not None and isinstance(wait.before, Action) and wait.before != self._at:
+            self._at = wait.before
+            self._fill(wait.before)
         if not all(transport.ready(message) for message in wait.messages):
             return False
         start = recorder.clock.stamp()
@@ -194,11 +203,26 @@ class _Run:
             worker.put(message, transport.wait(message, timeout))
             self._proven += proves.get(message, ())
         recorder.wait(wait.messages, start, recorder.clock.stamp())
+        if self._fills is not None and self._is_place:
+            self._fills.met(worker.rank)
+            self._is_place = False
         self.machine.arrived(wait.messages)
         return True
 
+    def _fill(self, before: Action | None) -> None:
+        """Background work, if it has a place here: in front of an action, or (None) at the end of a batch."""
+        if self._fills is None or (self._places is not None and before not in self._places):
+            return
+        worker, recorder = self.local.worker, self.local.recorder
+        self._is_place = True
+        place = None if before is None else worker.of_any_batch(before)
+        ran = self._fills.pass_place((worker.rank, place), recorder.last_norm)
+        if ran is not None:
+            recorder.fill((before or recorder.last_actions()[-1])._replace(op=Op.FILL), *ran)
+
     def end(self, *, goes_on: bool) -> None:
         if not goes_on:
+            self._fill(None)
             self.local.worker.settle()
         self.local.transport.acknowledged(self._proven)
         if not goes_on:
@@ -221,6 +245,10 @@ def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
             f"batches: expected a flush schedule of one batch, which the engine repeats"
         )
     check(schedule)
+    fill = next((action for program in schedule.programs for action in program if action.op is Op.FILL), None)
+    if fill is not None and schedule.is_asynchronous:
+        where = f"schedule {schedule.name!r} has background work in it ({fill}, ...), and its batches overlap"
+        raise ScheduleError(f"{where}: expected it without; pipe.fill(work) finds the waits of a stream by itself")
     if schedule.is_asynchronous and not has_optimizer:
         raise ValueError(
             f"schedule {schedule.name!r} updates its weights while other batches run: expected "

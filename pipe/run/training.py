@@ -53,6 +53,7 @@ class Training:
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
+        self.fills = engine.fills
         self._update = update
         self._seeder = run.seeder
         self._reader = reader

@@ -64,7 +64,7 @@ def derive_versions(schedule: Schedule) -> Versions:
     else:
         used = dict.fromkeys(newest, 0)
     in_backward = {key: rule.version_in_backward(used[key], version) for key, version in newest_behind.items()}
-    walks = [_walk(schedule, program, used, in_backward) for program in schedule.programs]
+    walks = [_walk(schedule, program, used, in_backward) for program in schedule.compute_programs]
     drift = [0] * schedule.num_ranks
     for (stage, index), version in in_backward.items():
         rank = schedule.owner(stage, index)
@@ -192,7 +192,7 @@ def _check_rank_updates(schedule: Schedule, rank: int, program: tuple[Action, ..
                     f"one for each of the {num_updates} {many}, in order, {stage}U0 first"
                 )
             count[stage] += 1
-        elif op is not Op.F and group < count[stage]:
+        elif op not in (Op.F, Op.FILL) and group < count[stage]:
             raise ScheduleError(
                 f"{action} on rank {rank}, position {position}, adds to the gradient that {stage}U{group}, which "
                 f"stands before it, has used: move that update behind it"

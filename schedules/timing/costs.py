@@ -52,6 +52,8 @@ class Costs:
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
         offload, reload: activations of one microbatch of the stage over its rank's link to the host, and back [s]. They
             occupy that direction of the link, and no compute lane.
+        fill: of one piece of background work (FILL) on a rank in front of an action of the stage: a wait is filled with
+            as many whole pieces as fit [s]. 0: with pieces as small as one likes.
         norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
             rank updates by itself.
         around: time of a step beside its actions, sums and updates: the batch that is read and checked in front of
@@ -84,6 +86,7 @@ class Costs:
     around: float = 0.0
     offload: PerStage = 0.0
     reload: PerStage = 0.0
+    fill: PerStage = 0.0
     index_factors: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
@@ -184,7 +187,7 @@ class Costs:
         }
         update = column("update")
         return CostTable(
-            rows=by_op | {Op.U: tuple((seconds,) for seconds in update)},
+            rows=by_op | {op: tuple((s,) for s in of) for op, of in ((Op.U, update), (Op.FILL, column("fill")))},
             latency=column("latency"),
             reduce_grad=column("reduce_grad"),
             sum_busy=column("sum_busy"),

@@ -10,11 +10,12 @@ busy ends later (`sharing`): where such a sum began meanwhile, the event is put 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from ..ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
+from ..ir import BESIDE_OPS, COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
 from .links import Links, Route
@@ -148,7 +149,7 @@ class _Simulation:
         comm = self._messages(computes) if messages and self.has_messages else [()] * len(computes)
         if self.schedule.has_epilogue:
             self._add_epilogue(computes)
-        lanes = zip(computes, comm, *self._beside_compute(), strict=True)
+        lanes = zip(computes, comm, *self._beside_compute(computes), strict=True)
         ranks = (
             RankTrace(compute=tuple(c), comm=m, collectives=together, moves=moves) for c, m, together, moves in lanes
         )
@@ -300,8 +301,10 @@ class _Simulation:
                         comm[wiring.passages[passage].receiver].append(span)
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in comm]
 
-    def _beside_compute(self) -> tuple[list[tuple[Span[Collective], ...]], list[tuple[Span[Action], ...]]]:
-        """The lanes of collectives, and of moves, of each rank, from begun on this rank to through."""
+    def _beside_compute(
+        self, computes: Sequence[Sequence[Span[Action]]]
+    ) -> tuple[list[tuple[Span[Collective], ...]], list[tuple[Span[Action], ...]]]:
+        """The lanes of collectives, and of moves, of each rank, from begun on this rank to through; and its fills."""
         collectives: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
         moves: list[list[Span[Action]]] = [[] for _ in self.schedule.placement]
         for each in self.meetings:
@@ -312,5 +315,25 @@ class _Simulation:
                         moves[rank].append(Span(Action(stages[0], op, group), begun, through))
                     else:
                         collectives[rank].append(Span(Collective(stages, op, group), begun, through))
+        if any(op is Op.FILL for program in self.schedule.programs for _, op, _ in program):
+            ends = [own[-1].end for own in computes if own] + [each.end for own in collectives for each in own]
+            for rank, compute in enumerate(computes):
+                moves[rank] += self._fills(rank, compute, max(ends))
         by_start = attrgetter("start")
         return [tuple(sorted(s, key=by_start)) for s in collectives], [tuple(sorted(s, key=by_start)) for s in moves]
+
+    def _fills(self, rank: int, compute: Sequence[Span[Action]], end: float) -> Iterator[Span[Action]]:
+        """Background work: in each place as many whole pieces as are through when the rank goes on; nobody waits for
+        it. At the end of a program that is in front of the updates, or until all ranks are through."""
+        at, free = 0, 0.0
+        for action in self.schedule.programs[rank]:
+            if action.op is not Op.FILL:
+                at += action.op not in BESIDE_OPS
+                continue
+            gaps = [(max(free, compute[at - 1].end if at else 0.0), compute[at].start if at < len(compute) else end)]
+            if at == len(self.wiring.actions[rank]) and compute:
+                gaps.append((max(free, compute[-1].end), end))
+            begin, until = max(gaps, key=lambda gap: gap[1] - gap[0])
+            room, piece = max(0.0, until - begin), self.table.of(Op.FILL, action.stage, action.index)
+            free = begin + (math.floor(room / piece + 1e-9) * piece if piece > 0 else room)
+            yield Span(action, begin, free)

@@ -165,6 +165,7 @@ _NAMES = {
     "pipe.shards.tensor_option": "TensorAxis TensorParallelLike read_tensor_parallel",
     "pipe.run.budget": "Budgets HeldMoments fit least",
     "pipe.run.engine": "Engine RankMachine Wait",
+    "pipe.run.fills": "Fills",
     "pipe.run.memory": "parts_at_peak",
     "pipe.run.worker": "TrainingWorker",
     "pipe.auto.phases": "outline",

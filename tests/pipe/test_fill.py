@@ -1,0 +1,328 @@
+"""Background work in the waits of a step: pieces that fit, once each, in order; and a step that knows nothing of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.failing import LONG, Told, told
+from support.inside import Fills
+from support.pool import Pool
+from support.small import WIDTH, X, Y, layers, make, stream
+from torch import nn
+
+from stagewright.comm import PipelineError
+from stagewright.schedules import Action, Costs, Op, ScheduleError, attribute_idle, build, check, with_fill
+
+B3, F1 = Action(0, Op.B, 3), Action(0, Op.F, 1)
+
+
+class Hand:
+    """A clock that pieces and waits move."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.fills = Fills(lambda: self.at)
+        self.done: list[int] = []
+
+    def spend(self, seconds: float) -> None:
+        self.at += seconds
+
+    def pieces(self, *seconds: float) -> Iterator[Callable[[], object]]:
+        for number, each in enumerate(seconds):
+            yield lambda number=number, each=each: (self.spend(each), self.done.append(number))  # type: ignore[misc]
+
+    def wait(self, place: Action | None, gap: float, *, norm: float = 0.0) -> float:
+        """A rank comes to a place whose message is there `gap` later; seconds by which pieces were late."""
+        due = self.at + gap
+        self.fills.pass_place((0, place), norm)
+        late = max(0.0, self.at - due)
+        self.at = max(self.at, due)
+        self.fills.met(0)
+        return late
+
+
+def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
+    """Gaps of 10, of which 9 count; pieces of 2."""
+    hand = Hand()
+    work = hand.fills.add(hand.pieces(*[2.0] * 12), name=None, seconds=2.0)
+    counts = [hand.wait(B3, 10.0) or work.num_done for _ in range(6)]
+    assert counts == [0, 0, 4, 8, 12, 12]  # two steps are looked at first
+    assert hand.done == list(range(12))
+    assert work.is_done
+
+
+def test_a_place_counts_as_its_shortest_gap_and_each_rank_and_place_for_itself() -> None:
+    hand = Hand()
+    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
+    for gap in (5.0, 10.0, 10.0):
+        hand.wait(B3, gap)
+        hand.wait(F1, 1.0)
+    assert work.num_done == 2  # in front of the third B3, of which 4.5 count
+    hand.fills.pass_place((1, B3), 0.0)  # of another rank nothing is known
+    assert (hand.wait(B3, 10.0), work.num_done) == (0.0, 4)
+
+
+def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
+    hand = Hand()
+    work = hand.fills.add(hand.pieces(*[1.0] * 99), name=None, seconds=1.0)
+    for _ in range(3):
+        hand.wait(B3, 10.0)
+    late = [hand.wait(B3, 4.0) for _ in range(5)]  # the wait is shorter from now on
+    assert late == [5.0, 0.0, 0.0, 0.0, 0.0]
+    assert work.num_done > 9
+
+
+def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None:
+    hand = Hand()
+    hand.fills.add(hand.pieces(8.0, *[1.0] * 99), name=None, seconds=None)
+    counts = []
+    for _ in range(14):  # in the first ones the other rank may come late
+        hand.wait(F1, 5.0)
+        hand.wait(B3, 10.0)
+        counts.append(len(hand.done))
+    assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
+
+
+def test_what_took_too_long_once_is_tried_again() -> None:
+    hand = Hand()
+    hand.fills.add(hand.pieces(*[30.0] * 4, *[1.0] * 99), name=None)
+    for _ in range(900):
+        hand.wait(B3, 10.0)
+    assert len(hand.done) == 4
+    for _ in range(200):
+        hand.wait(B3, 10.0)
+    assert len(hand.done) == 103
+
+
+def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
+    hand = Hand()
+    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
+    counts, norm = [], 0.0
+    for _ in range(5):
+        before = work.num_done
+        hand.fills.pass_place((0, None), norm)
+        counts.append(work.num_done - before)
+        norm = 5.0 - 2.0 * counts[-1]
+    assert counts == [0, 0, 2, 2, 2]
+
+
+def test_nothing_but_the_clock_tells_that_a_run_was_filled() -> None:
+    """Losses, weights, gradients and generators; pieces draw, and are all done, once, in order."""
+
+    def run(**options: Any) -> tuple[Any, ...]:
+        filled = options.pop("filled")
+        torch.manual_seed(0)
+        pipe, done, drawn = make(max_grad_norm=1.0, **options), list[int](), []
+
+        def piece(number: int) -> Callable[[], object]:
+            return lambda: (done.append(number), drawn.append((torch.rand(1), random.random(), np.random.rand())))
+
+        works = (
+            [pipe.fill([piece(n) for n in part], seconds=1e-9) for part in (range(9), range(9, 20))] if filled else []
+        )
+        losses = [pipe.train_step(X, Y).loss for _ in range(12)]
+        num_done = len(done)
+        losses.append(pipe.eval_step(X, Y).loss)
+        assert len(done) == num_done
+        states = torch.get_rng_state(), random.getstate()[1], np.random.get_state()[1].tolist()  # type: ignore[index]
+        pipe.forward_backward(X, Y)
+        gradients = [p.grad for p in pipe.parameters()]
+        weights = pipe.full_state_dict()
+        for work in works:
+            work.finish()
+        pipe.close()
+        assert done == (list(range(20)) if filled else [])
+        assert not filled or works[1].num_done == 11
+        return losses, weights, gradients, states
+
+    random.seed(1), np.random.seed(1)  # type: ignore[func-returns-value]
+    plain = run(filled=False)
+    random.seed(1), np.random.seed(1)  # type: ignore[func-returns-value]
+    for one, other in zip(plain, run(filled=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_frozen_encoder_of_the_next_batch() -> None:
+    encoder = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    batches = [X + step for step in range(4)]
+    wanted = [encoder(x) for x in batches]
+    pipe = make()
+
+    def encode(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
+        for part in x.split(2):
+            yield lambda part=part: into.append(encoder(part))  # type: ignore[misc]
+
+    features = encoder(batches[0])
+    for step, following in enumerate([*batches[1:], None]):
+        parts: list[torch.Tensor] = []
+        work = None if following is None else pipe.fill(encode(following, parts), seconds=1e-9)
+        torch.testing.assert_close(features, wanted[step])
+        pipe.train_step(features, Y)
+        if work is not None:
+            work.finish()
+            features = torch.cat(parts)
+    pipe.close()
+
+
+def test_a_stream_is_filled_alike() -> None:
+    losses, done = [], list[int]()
+    for filled in (False, True):
+        pipe = stream()
+        if filled:
+            pipe.fill((lambda n=n: done.append(n) for n in range(10_000)), seconds=1e-9)  # type: ignore[misc]
+        losses.append([pipe.train_step(X, Y).loss for _ in range(8)] + [result.loss for result in pipe.flush()])
+    assert losses[0] == losses[1]
+    assert done == list(range(len(done))) != []
+    with pytest.warns(UserWarning, match=r"drops background work: <FillWork .*genexpr.*: \d+ pieces done, more"):
+        pipe.close()
+
+
+def test_what_is_no_work_is_refused_by_name() -> None:
+    pipe = make()
+    for work, message in (
+        (3, r"fill\(3\): expected an iterable of callables"),
+        (print, r"fill\(<built-in function print>\): expected \[piece\]"),
+        ([print, 3], r"fill\(\[..., 3, ...\]\): expected callables"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe.fill(work)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seconds=0: expected what a piece takes, above 0"):
+        pipe.fill([], seconds=0)
+    pipe.close()
+    with pytest.raises(PipelineError, match=r"expected fill\(...\) before close\(\)"):
+        pipe.fill([])
+    with pytest.raises(ValueError, match="fill: the stages are not built yet"):
+        make(example_inputs=None).fill([])
+    with pytest.raises(ScheduleError, match=r"has background work in it \(0FILL\d+, ...\), and its batches overlap"):
+        stream(with_fill(build("2bw", num_ranks=2, num_microbatches=4), Costs()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda pipe: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda pipe: pipe.train_step(X, Y), "ValueError: a piece of background work calls its pipeline"),
+        (lambda pipe: pipe.eval_step(X, Y), "ValueError: a piece of background work calls its pipeline"),
+    ],
+)
+def test_a_piece_that_fails_ends_the_step_by_name(wrong: Callable[[Any], object], message: str) -> None:
+    pipe = make()
+    work = pipe.fill(iter([lambda: None, lambda: wrong(pipe)]), name="mine", seconds=1e-9)
+    with pytest.raises(RuntimeError, match=f"piece 1 of the background work 'mine' failed: {message}"):
+        all(pipe.train_step(X, Y) for _ in range(20))
+    assert work.is_done
+    assert pipe.train_step(X, Y).loss is not None  # as behind any error in a step
+    pipe.close()
+
+
+def test_what_a_generator_yields_is_looked_at() -> None:
+    pipe = make()
+    work = pipe.fill(iter([3]), name="mine")  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="'mine' failed: TypeError: expected a callable without arguments, found 3"):
+        work.finish()
+
+
+def test_a_checkpoint_is_copied_where_the_process_waits(tmp_path: Path) -> None:
+    """The state behind its step, from pieces in the next one and the rest in front of its update."""
+    pipe = make(model=layers(40), optimizer=torch.optim.Adam)
+    with pipe.checkpointer(tmp_path, every=3, copies="waits") as saver:
+        for step in range(1, 10):
+            pipe.train_step(X, Y)
+            saver.step()
+            if step in (3, 6):
+                wanted = {name: value.clone() for name, value in pipe.state_dict().items()}
+                work = pipe._building.built("fills").training.fills.works[-1]
+            elif step in (4, 7):
+                assert repr(work) == f"<FillWork the checkpoint behind step {step - 1}: {work.num_done} pieces done>"
+                saver.wait()
+                found = make(model=layers(40), optimizer=torch.optim.Adam)
+                found.load(saver.records[-1].path)
+                assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
+                if step == 7:
+                    assert work.num_done > 0
+    assert [record.step for record in saver.records] == [3, 6, 9]
+    with pytest.raises(ValueError, match="copies='other': expected one of"):
+        pipe.checkpointer(tmp_path, every=1, copies="other")  # type: ignore[arg-type]
+    pipe.close()
+
+
+# --- over processes ---
+
+
+def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
+    """The last rank waits for the first one's forward, which sleeps."""
+    torch.manual_seed(0)
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    rank, done = int(os.environ["RANK"]), list[int]()
+    if marked:  # rank 1 alone has a place, in front of its first forward
+        first, last = schedule.programs
+        schedule = replace(schedule, programs=(first, (Action(1, Op.FILL, 0), *last)))
+        check(schedule)
+    pipe = make(mesh=None, num_microbatches=None, schedule=schedule, max_grad_norm=1.0)
+    nap = lambda n: lambda: (time.sleep(0.001), done.append(n))  # noqa: E731
+    work = pipe.fill(map(nap, range(100_000)), name="naps", seconds=0.001) if filled else None
+    losses, spans = [], []
+    for _ in range(14):  # in the first ones the other rank may come late
+        if rank == 0:
+            time.sleep(0.1)  # so rank 1 waits in front of its first forward
+        result = pipe.train_step(X, Y)
+        losses.append(result.loss)
+        timeline = result.timeline()
+        spans.append([[str(what) for what, *_ in trace.moves] for trace in timeline.ranks])
+        idle = attribute_idle(timeline)
+        for trace, own in zip(timeline.ranks, idle, strict=True):
+            assert own.seconds == pytest.approx(timeline.makespan - trace.busy, abs=1e-9)
+            assert all(timeline.start <= start <= end for _, start, end in trace.moves)
+            assert min(own) > -1e-9
+    weights = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
+    if work is not None:
+        assert done == list(range(len(done)))
+        assert len(done) == work.num_done
+        with pytest.warns(UserWarning, match=f"<FillWork naps: {len(done)} pieces done, more to do>"):
+            pipe.close()
+    else:
+        pipe.close()
+    return losses, weights, len(done), spans
+
+
+@pytest.mark.gloo
+def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool) -> None:
+    plain, filled, marked = (gloo.run(filled_run, ranks=2, args=each) for each in ((0, 0), (1, 0), (1, 1)))
+    for runs in (filled, marked):
+        assert [run[:2] for run in runs] == [run[:2] for run in plain]
+        assert runs[1][2] > 0
+    assert marked[0][2] == 0
+    for *_, spans in marked:
+        assert {what for step in spans for own in step for what in own} <= {"1FILL0"}
+
+
+def failing_run(wrong: int) -> Told:
+    pipe = make(mesh=None, num_microbatches=4, timeout=LONG)
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    if pipe.rank == wrong:
+        pipe.fill(iter([fail]), name="copies", seconds=1e-9)
+
+    def steps() -> None:
+        for _ in range(50):
+            pipe.train_step(X, Y)
+
+    return told(steps)
+
+
+@pytest.mark.gloo
+def test_a_piece_that_fails_on_one_rank_ends_the_others_by_name(gloo: Pool) -> None:
+    for found in gloo.run(failing_run, ranks=2, args=(1,)):
+        assert "piece 0 of the background work 'copies' failed: OSError: disk full" in found.text, found
+        assert found.seconds < LONG / 2
