@@ -58,8 +58,9 @@ class Mesh:
             do on another replica's data, between 1 and 64 (`pipe.averaging` has it).
         on_failure: of a process within `train_step`. "stop": the run ends on all. "reroute": the others do the step
             again, with the dead one's microbatches at its replicas, and go on; they need D > 1, a schedule that
-            flushes, and a launcher that lets them. All processes pass the same batch then, of D times num_microbatches
-            microbatches, as one process does.
+            flushes, and a launcher that lets them (`stagewright.experiments.launcher.launch`). With its `restarts=` a
+            killed process begins anew and joins: loop from `pipe.num_steps` on. All processes pass the same batch then,
+            of D times num_microbatches microbatches, as one process does.
         compress: what packs messages for slow links, which changes what is trained: "int8", {"topk": 0.01} (a share of
             the elements; what is left out is added to the next), {"lowrank": 4} (a rank), for all boundaries between
             stages; or by link, {(0, 1): "int8", "data": {"lowrank": 4}}: stages, and sums of gradients over replicas.
