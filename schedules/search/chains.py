@@ -40,8 +40,8 @@ _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its g
 _REPAIRS = 60
 
 
-# By code the seconds of F and I, and the delay of their input; by stage the seconds of W, and what is held.
-Tables = tuple[list[float], list[float], list[float], list[float]]
+# By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held.
+Tables = tuple[list[float], list[float], list[int], list[float], list[float]]
 
 
 class Arranged(NamedTuple):
@@ -73,7 +73,6 @@ class ChainSearch:
         self.limits = [with_rounding(limit) for limit in limits]
         self.latency, self.is_span = cast(float, request.costs.latency), request.objective == "span"
         self.ideal = self.work[-1] * self.M / self.P
-        self.needs: dict[int, list[int]] = {}
         self.random, self.played = random, 0
         self.is_over: Callable[[], bool] = lambda: False
 
@@ -84,8 +83,7 @@ class ChainSearch:
         best first."""
         self.is_over = is_over
         start = self._begun(cut, problem, schedule)
-        ends = [] if start is None else [start]
-        number = 0
+        ends, number = [start] if start is not None else [], 0
         while start is not None and not is_over():
             number += 1
             many = _ORDERS * (number & -number)  # 1, 2, 1, 4, 1, 2, 1, 8, ... times
@@ -129,19 +127,14 @@ class ChainSearch:
         alone = (self.M * (b - a) + (0.0 if self.is_span else f) for (a, b), f in zip(pairwise(self.work), self.F))  # noqa: B905
         return max((self.M * self.work[-1] + sum(heads)) / self.P, *alone)
 
-    def _needs(self, S: int) -> list[int]:
-        """By code, that of its input; -1: none."""
-        if S not in self.needs:
-            M, SM = self.M, S * self.M
-            self.needs[S] = [-1] * M + [*range(SM - M)] + [*range(SM + M, 2 * SM)] + [*range(SM - M, SM)]
-        return self.needs[S]
-
     def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> Tables:
         M, late = self.M, self.latency
         F, I, W, held = ([b - a for a, b in pairwise(sums[at] for at in cut)] for sums in self.sums)
         there = [0.0 if a == b else late for a, b in pairwise(ranks)]
         delay = [n for each in (0.0, *there, *there, 0.0) for n in [each] * M]
-        return [n for each in (*F, *I) for n in [each] * M], delay, W, held
+        SM = M * len(ranks)
+        need = [-1] * M + [*range(SM - M)] + [*range(SM + M, 2 * SM)] + [*range(SM - M, SM)]
+        return [n for each in (*F, *I) for n in [each] * M], delay, need, W, held
 
     def play(
         self,
@@ -158,8 +151,8 @@ class ChainSearch:
         `written`: [P] empty, becomes the orders with W.
         """
         self.played += 1
-        M, SM, need = self.M, len(ranks) * self.M, self._needs(len(ranks))
-        seconds, delay, weights, held = tables = tables or self._tables(cut, ranks)
+        M, SM = self.M, len(ranks) * self.M
+        seconds, delay, need, weights, held = tables = tables or self._tables(cut, ranks)
         ends, blocked, left = [-1.0] * (2 * SM) + [0.0], [-1] * (2 * SM), 2 * SM
         owed: list[list[float]] = [[] for _ in orders]  # seconds of W that may run, the shortest first
         whose: list[list[int]] = [[] for _ in orders]  # their codes
@@ -216,24 +209,23 @@ class ChainSearch:
         """By code, when each F and I would run if it stood where its first layer stood in the parent's time."""
         M, ends, old = self.M, parent.ends, parent.cut
         before, first, behind = len(parent.ranks) * M, 0, 0
-        forwards: list[float] = []
-        gradients: list[float] = []
+        keys: tuple[list[float], list[float]] = [], []  # of F, of I
         for start, end in pairwise(cut):
             while old[first + 1] <= start:
                 first += 1
             while old[behind + 1] < end:
                 behind += 1
             shift = self.F[start] - self.F[old[first + 1]]
-            forwards += [ends[first * M + k] + shift for k in range(M)]
+            keys[0].extend(ends[first * M + k] + shift for k in range(M))
             shift = self.I[old[behind]] - self.I[end]
-            gradients += [ends[before + behind * M + k] + shift for k in range(M)]
-        return forwards + gradients
+            keys[1].extend(ends[before + behind * M + k] + shift for k in range(M))
+        return keys[0] + keys[1]
 
     def _listed(self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float) -> list[list[int]]:
         """List scheduling: a free rank runs what has the least key of what is there, else a W for its gap. An F that
         leaves no room for a whole microbatch has to be of the oldest one."""
         M, S, SM = self.M, len(ranks), len(ranks) * self.M
-        seconds, delay, weights, held = self._tables(cut, ranks)
+        seconds, delay, _, weights, held = self._tables(cut, ranks)
         coming: list[list[tuple[float, int]]] = [[] for _ in range(self.P)]  # when, code
         there: list[list[tuple[float, int]]] = [[] for _ in range(self.P)]  # key, code
         owed: list[list[tuple[float, float]]] = [[] for _ in range(self.P)]  # seconds and room of W
@@ -305,9 +297,7 @@ class ChainSearch:
 
     def _waited_for(self, state: Arranged) -> tuple[int, list[int]]:
         """An order in which what keeps a rank waiting comes earlier, or something else fills the gap."""
-        random, ends, (seconds, delay, *_) = self.random, state.ends, state.tables
-        M, S, need = self.M, len(state.ranks), self._needs(len(state.ranks))
-        last = state.last
+        random, ends, last, (seconds, delay, need, *_) = self.random, state.ends, state.last, state.tables
         rank = last.index(max(last)) if random.random() < 0.6 else int(random.random() * self.P)
         order, now, gaps = state.orders[rank], 0.0, []
         for at, code in enumerate(order):
@@ -327,7 +317,7 @@ class ChainSearch:
         while code >= 0:
             start = ends[code] - seconds[code]
             if start > ends[need[code]] + delay[code] + 1e-9 * start:  # it waited for its rank
-                rank = state.ranks[code // M % S]
+                rank = state.ranks[code // self.M % len(state.ranks)]
                 order = state.orders[rank]
                 at = order.index(code)
                 if random.random() < 0.5 and at:
@@ -362,12 +352,8 @@ class ChainSearch:
 
     def _shifted(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
         """One boundary moved by a layer, so that the bound is below the limit; None where no such move does."""
-        found = []
-        for at in range(1, len(ranks)):
-            for by in (-1, 1):
-                new = list(cut)
-                if _shift(new, at, by) and self.bound(new, ranks) <= limit:
-                    found.append(new)
+        tries = [(list(cut), at, by) for at in range(1, len(ranks)) for by in (-1, 1)]
+        found = [new for new, at, by in tries if _shift(new, at, by) and self.bound(new, ranks) <= limit]
         return (self.random.choice(found), ranks) if found else None
 
     def _repaired(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
@@ -446,7 +432,9 @@ class ChainSearch:
     def _orders(self, now: Arranged, steps: int, hot: float, cold: float) -> Arranged:
         """Order moves alone: the best of all where it ends cold, else the last."""
         best = now
-        for step in range(0 if self.is_over() else steps):
+        for step in range(steps):
+            if self.is_over():
+                break
             heat = self.ideal * hot * (cold / hot) ** (step / steps)
             moved = self._moved(now)
             if moved is not None and moved.cost < now.cost - heat * math.log(1.0 - self.random.random()):

@@ -106,6 +106,24 @@ def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same
     )
 
 
+@pytest.mark.parametrize(("objective", "share"), [("makespan", 0.5), ("span", 0.6)])
+def test_any_placement_within_the_memory(objective: str, share: float) -> None:
+    """Stages on any ranks, their order carried from cut to cut: what the chains say is what the simulator says."""
+    layers = drawn(Random(3), 14)
+    limit = share * sum(each.activation for each in layers)
+    sizes = {"num_ranks": 3, "num_microbatches": 6, "memory_limit": limit, "latency": 0.2, "objective": objective}
+    many = {"cuts": 8, "evaluations": 300}
+    got = synthesize_jointly(layers, placements=["any"], **sizes, **many)  # type: ignore[arg-type]
+    named = synthesize_jointly(layers, placements=["plain"], **sizes, **many)  # type: ignore[arg-type]
+    assert not isinstance(got.best.placement, str)
+    assert got.lower_bound <= got.best.value < named.best.value
+    assert got.separate.value == named.separate.value
+    assert got.gap == pytest.approx(got.best.value / got.lower_bound - 1)
+    check(got.best.synthesis.schedule)
+    assert all(peak <= limit * (1 + 1e-9) for peak in _peaks(got.best.synthesis))
+    assert got.best.synthesis.problem.placement == got.best.placement
+
+
 def test_cuts_beside_a_cut() -> None:
     """One boundary or two, one layer further either way."""
     assert sorted(_neighbours((0, 2, 4, 6))) == sorted(
