@@ -39,20 +39,20 @@ _MARGINS = (0.0, 0.002, 0.004, 0.006)  # that the repaired bound stays below tha
 _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its gap
 _REPAIRS = 60
 
-
 # By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held.
 Tables = tuple[list[float], list[float], list[int], list[float], list[float]]
 
 
 class Arranged(NamedTuple):
     """A cut and the rank of each of its stages, the order of F and I on each rank (codes as in `evaluate`), how far its
-    W overrun gaps, and when each code and each rank ends. `cost`: the value, and a little of the average rank's."""
+    W overrun gaps, the orders with W, and when codes and ranks end. `cost`: the value, and a little of the average."""
 
     cut: list[int]
     ranks: list[int]
     orders: list[list[int]]
     over: list[float]
     tables: Tables
+    written: list[list[int]]
     ends: list[float]
     last: list[float]
     value: float
@@ -100,14 +100,12 @@ class ChainSearch:
 
     def _written(self, state: Arranged) -> tuple[Cut, Placement, Schedule]:
         """As others know it, with its W."""
-        log: list[list[int]] = [[] for _ in range(self.P)]
-        self.play(state.cut, state.ranks, state.orders, state.over, written=log)
         M, S = self.M, len(state.ranks)
         placed = tuple(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
-        programs = tuple(tuple(Action(c // M % S, SPLIT_OPS[c // (M * S)], c % M) for c in order) for order in log)
+        programs = tuple(
+            tuple(Action(c // M % S, SPLIT_OPS[c // (M * S)], c % M) for c in order) for order in state.written
+        )
         return tuple(state.cut), placed, Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
-
-    # --- values ---
 
     def bound(self, cut: Sequence[int], ranks: Sequence[int]) -> float:
         """The most that a rank works, behind its earliest start; far more where one microbatch has no room."""
@@ -142,21 +140,17 @@ class ChainSearch:
         ranks: list[int],
         orders: list[list[int]],
         over: list[float],
-        *,
         tables: Tables | None = None,
-        written: list[list[int]] | None = None,
     ) -> Arranged | None:
         """Each rank keeps its order, and its W go where they fit: the longest that does, else the shortest if it takes
-        up to `over` times the gap, and whatever makes room for an F. None where that deadlocks or there is no room.
-        `written`: [P] empty, becomes the orders with W.
-        """
+        up to `over` times the gap, and whatever makes room for an F. None where that deadlocks or there is no room."""
         self.played += 1
         M, SM = self.M, len(ranks) * self.M
         seconds, delay, need, weights, held = tables = tables or self._tables(cut, ranks)
         ends, blocked, left = [-1.0] * (2 * SM) + [0.0], [-1] * (2 * SM), 2 * SM
         owed: list[list[float]] = [[] for _ in orders]  # seconds of W that may run, the shortest first
         whose: list[list[int]] = [[] for _ in orders]  # their codes
-        log = written or [[] for _ in orders]
+        log: list[list[int]] = [[] for _ in orders]
         at, free, firsts, room = [0] * self.P, [0.0] * self.P, [0.0] * self.P, list(self.limits)
         ready = [*range(self.P)]
         while ready:
@@ -201,9 +195,7 @@ class ChainSearch:
         first = firsts if self.is_span else [0.0] * self.P
         last = [now + sum(mine) - start for now, mine, start in zip(free, owed, first, strict=True)]
         cost = max(last) + _SIDE * (sum(last) / self.P - self.ideal)
-        return None if left else Arranged(cut, ranks, orders, over, tables, ends, last, max(last), cost)
-
-    # --- orders ---
+        return None if left else Arranged(cut, ranks, orders, over, tables, log, ends, last, max(last), cost)
 
     def _carried(self, parent: Arranged, cut: Sequence[int]) -> list[float]:
         """By code, when each F and I would run if it stood where its first layer stood in the parent's time."""
@@ -285,7 +277,7 @@ class ChainSearch:
             rank, order = self._waited_for(state) if random.random() < 0.7 else self._anywhere(state)
             orders = list(orders)
             orders[rank] = order
-        return self.play(state.cut, state.ranks, orders, over, tables=state.tables)
+        return self.play(state.cut, state.ranks, orders, over, state.tables)
 
     def _anywhere(self, state: Arranged) -> tuple[int, list[int]]:
         random = self.random
@@ -327,8 +319,6 @@ class ChainSearch:
                     continue
             code = need[code]
         return self._anywhere(state)
-
-    # --- cuts ---
 
     def _changed(self, cut: list[int], ranks: list[int]) -> tuple[list[int], list[int]]:
         """A boundary, a rank, two ranks, one stage more or one fewer."""
@@ -378,8 +368,6 @@ class ChainSearch:
                 cut, ranks, value = new, owners, bound
         return None
 
-    # --- chains ---
-
     def _chain(self, now: Arranged, many: int) -> Arranged:
         """The best of so many orders, ever colder."""
         random, best, begun = self.random, now, self.played
@@ -407,7 +395,7 @@ class ChainSearch:
             new = self._repaired(cut, ranks, target)
         fewest = min(2 * self.P + _FEWEST, len(now.ranks))
         if new is None or new == (now.cut, now.ranks) or len(set(new[1])) < self.P or len(new[1]) < fewest:
-            self.played += 1  # so that a chain comes to its end
+            self.played += 1  # a chain comes to its end in any case
             return None
         keys, own = self._carried(now, new[0]), new[1]
         orders: list[list[int]] = [[] for _ in range(self.P)]
@@ -451,10 +439,9 @@ def _put(order: list[int], at: int, to: int) -> list[int]:
 
 def _shift(cut: list[int], at: int, by: int) -> bool:
     """Whether a boundary could move so far, and it has."""
-    if not (at and cut[at - 1] < cut[at] + by < cut[at + 1]):
-        return False
-    cut[at] += by
-    return True
+    may = at > 0 and cut[at - 1] < cut[at] + by < cut[at + 1]
+    cut[at] += by if may else 0
+    return may
 
 
 def _joined(cut: Sequence[int], ranks: Sequence[int]) -> tuple[list[int], list[int]]:
