@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -220,9 +221,17 @@ def read_memory(limit: float | None, kept: float, *, default: int, least: int) -
 
 
 def best_order(
-    name: str, placement: Placement, num_microbatches: int, table: CostTable, candidates: Iterable[Rules | Listed]
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    table: CostTable,
+    candidates: Iterable[Rules | Listed],
+    *,
+    seconds: float = _NEVER,
 ) -> Schedule:
-    """The schedule with the least span, of these the least makespan, of these the first."""
+    """The schedule with the least span, of these the least makespan, of these the first; of those that are listed in
+    so many seconds (wall clock), one at least."""
+    until = time.monotonic() + seconds
     best: Listed | None = None
     passes = [(op, k) for op in (Op.F, Op.I, Op.W) for k in range(num_microbatches)]
     work = max(sum(table.of(op, s, k) for s in own for op, k in passes) for own in placement)
@@ -235,6 +244,8 @@ def best_order(
             best = found
         if best.span <= work * (1 + 1e-12):
             break  # no bubble
+        if time.monotonic() >= until:
+            break
     assert best is not None, "the first candidate holds one microbatch at a time, at least"
     return Schedule(name=name, placement=placement, programs=best.programs, num_microbatches=num_microbatches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..ir import Action, Op, Schedule, ScheduleError
@@ -134,6 +135,7 @@ def zb_v(
     memory_limit: float | None = None,
     costs: Costs | None = None,
     kept: float = 1.0,
+    seconds: float = math.inf,
 ) -> Schedule:
     """Two chunks a rank in a V: no bubble in a rank's span where F = I = W, with as much memory as 1F1B's first rank.
 
@@ -150,7 +152,7 @@ def zb_v(
     Arguments:
         memory_limit: most chunk activations of a rank at once, at least 2; 2P where not given.
         costs: of one chunk's action each.
-        kept: part of an activation that stays from the end of its I until the end of its W, see `zb_automatic`.
+        kept, seconds: see `zb_automatic`.
 
     Raises ValueError for a limit below 2 and costs that are not above 0.
     """
@@ -161,7 +163,7 @@ def zb_v(
         programs = handcrafted(num_ranks, num_microbatches)
         return Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
     candidates = _candidates(num_ranks, num_microbatches, limit, kept, table)
-    return best_order("zb-v", placement, num_microbatches, table, candidates)
+    return best_order("zb-v", placement, num_microbatches, table, candidates, seconds=seconds)
 
 
 def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:

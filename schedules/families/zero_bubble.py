@@ -5,6 +5,7 @@ ZB-H1 and ZB-H2 are made by hand, ZB-1p and ZB-2p for measured costs and a memor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from statistics import fmean
@@ -84,6 +85,7 @@ def zb_automatic(
     memory_limit: float | None = None,
     costs: Costs | None = None,
     kept: float = 1.0,
+    seconds: float = math.inf,
 ) -> Schedule:
     """ZB-1p and ZB-2p: the least span that a greedy search finds for given costs, under a limit of P or 2P activations.
 
@@ -101,13 +103,15 @@ def zb_automatic(
         costs: of one stage action each; F, I and W of 1 and no latency where not given.
         kept: part of an activation that stays from the end of its I until the end of its W. Then more W may wait, but
             only where the runtime frees the rest at I; `check` and `simulate` count an activation whole until its W.
+        seconds: after which it takes what it has (wall clock).
 
     Raises ValueError for a limit below 1 and costs that are not above 0.
     """
     limit = read_memory(memory_limit, kept, default=most * num_ranks, least=1)
     table = read_costs(costs, num_stages=num_ranks)
     placement = cyclic_placement(num_ranks=num_ranks, num_chunks=1)
-    return best_order(name, placement, num_microbatches, table, _candidates(num_microbatches, table, limit, kept))
+    candidates = _candidates(num_microbatches, table, limit, kept)
+    return best_order(name, placement, num_microbatches, table, candidates, seconds=seconds)
 
 
 def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules | Listed]:

@@ -6,22 +6,29 @@ import heapq
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, combinations, pairwise
+from random import Random
 
+from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
 from ..placement import Placement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
+from .chains import ChainSearch
 from .incumbent import Budget
 from .portfolio import Synthesis, solve
 from .problem import MemoryLimitError, Objective, fits
-from .request import Cut, Request, numbers
+from .request import ANY, Cut, Request, numbers
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
 _BOUNDS = 20  # bounds that are looked at, for each cut that may be tried
+_FEW = 16  # orders of what chains begin with
 _FINALS = 4  # cuts that then have all of them
-_BUDGET = {"cuts": 60, "evaluations": 400, "seconds": 60.0, "seed": 0}
+_COUNTS = {"cuts": 60, "evaluations": 400}  # where only one of them is given
+_BUDGET = {"seconds": 60.0, "seed": 0}
+_POLISH = 0.1  # part of the time that is left for the orders of what chains found
 _CLOSE = 1e-9  # a bound so near to the best value, in parts of it, promises nothing
 
 
@@ -53,10 +60,10 @@ class Layer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """A cut of the layers ([S + 1] the first layer of each stage, and the number of layers), the placement of its
-    stages by name, and the search for their schedule."""
+    stages by name, or the stages of each rank, and the search for their schedule."""
 
     cut: Cut
-    placement: str
+    placement: str | Placement
     synthesis: Synthesis
 
     @property
@@ -73,16 +80,23 @@ class JointSynthesis:
         separate: partition first, schedule after: on each placement the cut whose largest stage is smallest, with
             the same evaluations for its schedule; the best of these.
         cuts_tried: (cut, placement) pairs for which schedules were searched.
+        lower_bound: seconds that no cut, placement and schedule can beat.
     """
 
     best: Arrangement
     separate: Arrangement
     cuts_tried: int
+    lower_bound: float
 
     @property
     def gain(self) -> float:
         """How much longer partition first takes, as a part of the best value; never below 0."""
         return self.separate.value / self.best.value - 1.0
+
+    @property
+    def gap(self) -> float:
+        """(best value - lower bound) / lower bound: the best possible value is at most this part below."""
+        return max(0.0, self.best.value - self.lower_bound) / self.lower_bound
 
 
 def synthesize_jointly(
@@ -92,7 +106,7 @@ def synthesize_jointly(
     num_microbatches: int,
     latency: float = 0.0,
     memory_limit: float | Sequence[float] | None = None,
-    placements: Sequence[str] = ("plain", "cyclic", "v"),
+    placements: Sequence[str] = ("plain", "cyclic", "v", "any"),
     objective: Objective = "makespan",
     **budget: float,
 ) -> JointSynthesis:
@@ -101,7 +115,9 @@ def synthesize_jointly(
     It begins with the cut whose largest stage is smallest, on each placement, and schedules it. From there it moves
     boundaries by one layer, one or two of them at once, and tries next what promises most by its lower bound; cuts
     whose bound is not below the best value are never tried. The best of them then have the evaluations of the first
-    ones, which are never better than the result. It is the same on every machine, if `seconds` does not end it first.
+    ones, which are never better than the result. With "any" it goes on among all cuts and placements, unequal numbers
+    of stages a rank among them (see `chains`). With counts it is the same on every machine, if `seconds` does not end
+    it first.
 
     Arguments:
         layers: in the order of the chain.
@@ -110,11 +126,12 @@ def synthesize_jointly(
         latency: of a message between two ranks [s].
         memory_limit: most that a rank may hold, one number or one a rank, in the unit of `Layer.activation`; None: no
             limit.
-        placements: that may be chosen: "plain", "cyclic" (two stages a rank), "v".
+        placements: that may be chosen: "plain", "cyclic" (two stages a rank), "v", "any".
         objective: "makespan" or "span".
-        budget: `cuts=60`, at most so many (cut, placement) pairs it tries besides the first ones; `evaluations=400`,
-            orders for the schedule of each first cut, and of the most promising others; `seconds=60.0`, at most about
-            so long it searches (wall clock); `seed=0` of the random choices.
+        budget: `seconds=60.0`, at most about so long it searches (wall clock); `cuts`, at most so many (cut, placement)
+            pairs it tries besides the first ones, and `evaluations`, orders for the schedule of each first cut, and of
+            the most promising others, their product under "any": 60 and 400 where one is given, else under "any" as
+            many as there is time for; `seed=0` of the random choices.
 
     Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) where it finds no cut within the limit.
 
@@ -123,9 +140,10 @@ def synthesize_jointly(
     >>> found.best.cut, found.best.value, found.gain
     ((0, 4, 5), 48.0, 0.0625)
     """
-    if unknown := sorted(budget.keys() - _BUDGET.keys()):
-        raise TypeError(f"synthesize_jointly takes no {', '.join(unknown)}: expected some of {', '.join(_BUDGET)}")
-    cuts, evaluations, seconds, seed = (_BUDGET | budget).values()
+    known = _COUNTS | _BUDGET
+    if unknown := sorted(budget.keys() - known.keys()):
+        raise TypeError(f"synthesize_jointly takes no {', '.join(unknown)}: expected some of {', '.join(known)}")
+    cuts, evaluations, seconds, seed = (known | budget).values()
     cuts = option("cuts", cuts, at_least(1, "a whole number above 0"))
     evaluations = option("evaluations", evaluations, at_least(1, "a whole number above 0"))
     if not (isinstance(num_ranks, int) and 1 <= num_ranks <= len(layers)):
@@ -149,7 +167,7 @@ def synthesize_jointly(
         activations=tuple(layer.activation for layer in layers),
     )
     search = _CutSearch(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=seed))
-    return search.run(tuple(dict.fromkeys(placements)), cuts)
+    return search.run(tuple(dict.fromkeys(placements)), cuts, bool(budget.keys() & _COUNTS.keys()))
 
 
 class _CutSearch:
@@ -167,11 +185,11 @@ class _CutSearch:
         self.limits = (math.inf,) * num_ranks if limit is None else numbers("memory_limit", limit, num_ranks, "rank")
         columns = ((each.forward, each.input_grad, each.weight_grad, each.activation) for each in layers)
         self.sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in zip(*columns, strict=True)]
-        self.found: dict[tuple[str, Cut], Synthesis] = {}
+        self.found: dict[tuple[str | Placement, Cut], Synthesis] = {}
 
-    def run(self, placements: Sequence[str], cuts: int) -> JointSynthesis:
+    def run(self, placements: Sequence[str], cuts: int, is_counted: bool) -> JointSynthesis:
         starts = []
-        for name in placements:
+        for name in [name for name in placements if name != ANY] or ["plain"]:
             cut = self.first_cut(name)
             if cut is not None:
                 self.schedule(name, cut, self.evaluations)
@@ -183,10 +201,37 @@ class _CutSearch:
             )
         separate = self.best()
         bounds = self.explore(starts, cuts)
-        for name, cut in sorted(self.found, key=lambda key: self.found[key].value)[: _FINALS + len(starts)]:
+        tried = sorted((key for key in bounds if key in self.found), key=lambda key: self.found[key].value)
+        for name, cut in tried[: _FINALS + len(starts)]:
             if (name, cut) not in starts and self.promises(bounds[name, cut]) and time.monotonic() < self.until:
                 self.schedule(name, cut, self.evaluations)
-        return JointSynthesis(best=self.best(), separate=separate, cuts_tried=len(self.found))
+        cuts_tried = len(self.found)
+        layers = [[getattr(each, name) for each in self.layers] for name in Layer.__slots__]
+        chains = ChainSearch(layers, self.request, self.limits, Random(self.budget.seed))
+        if ANY in placements and len(self.layers) > self.num_ranks > 1:
+            self.anywhere(chains, cuts * self.evaluations if is_counted else None)
+        bound = chains.least_seconds()
+        return JointSynthesis(best=self.best(), separate=separate, cuts_tried=cuts_tried, lower_bound=bound)
+
+    def anywhere(self, chains: ChainSearch, most: int | None) -> None:
+        """Chains from three stages a rank, or the best so far where these do not fit; then orders for their best."""
+        best = self.best()
+        start = best.cut, best.synthesis
+        chunks = min(3, len(self.layers) // self.num_ranks)
+        cut = self.even_cut(placed := place("cyclic", num_ranks=self.num_ranks, num_chunks=chunks))
+        if cut is not None and chunks > 1:
+            with suppress(MemoryLimitError):
+                start = cut, solve(self.asked(placed, cut), replace(self.budget, evaluations=_FEW))
+        until = self.until - _POLISH * self.budget.seconds
+
+        def is_over() -> bool:
+            return (most is not None and chains.played >= most) or time.monotonic() >= until
+
+        cut, synthesis = start
+        elites = chains.run(cut, synthesis.problem, synthesis.schedule, is_over)
+        for number, (cut, placed, schedule) in enumerate(elites):
+            many = self.evaluations if most is not None else None
+            self.schedule(placed, cut, many, start=schedule, searches=len(elites) - number)
 
     def explore(self, starts: Sequence[tuple[str, Cut]], cuts: int) -> dict[tuple[str, Cut], float]:
         """Try cuts next to those that were tried, in the order of what they promise; returns their lower bounds.
@@ -214,22 +259,35 @@ class _CutSearch:
         return bound < self.best().value * (1.0 - _CLOSE)
 
     def best(self) -> Arrangement:
-        (name, cut), found = min(self.found.items(), key=lambda pair: pair[1].value)
-        return Arrangement(cut=cut, placement=name, synthesis=found)
+        (placement, cut), found = min(self.found.items(), key=lambda pair: pair[1].value)
+        return Arrangement(cut=cut, placement=placement, synthesis=found)
 
     # --- one cut ---
 
-    def bound(self, name: str, cut: Cut) -> float:
-        return least_seconds(replace(self.pieces.joined(cut), placement=name).problem())
+    def asked(self, placement: str | Placement, cut: Cut) -> Request:
+        return replace(self.pieces.joined(cut), placement=placement)
 
-    def schedule(self, name: str, cut: Cut, evaluations: int) -> None:
-        """Search for the schedule of a cut; what it found before stays where that is no worse."""
-        request = replace(self.pieces.joined(cut), placement=name)
-        seconds = max(0.1, self.until - time.monotonic())
-        found = solve(request, replace(self.budget, seconds=seconds, evaluations=evaluations))
-        before = self.found.get((name, cut))
+    def bound(self, name: str, cut: Cut) -> float:
+        return least_seconds(self.asked(name, cut).problem())
+
+    def schedule(
+        self,
+        placement: str | Placement,
+        cut: Cut,
+        evaluations: int | None,
+        *,
+        start: Schedule | None = None,
+        searches: int = 1,
+    ) -> None:
+        """Search for the schedule of a cut, the first of so many searches; what it found before stays where that is no
+        worse."""
+        seconds = max(0.1, (self.until - time.monotonic()) / searches)
+        budget = replace(self.budget, seconds=seconds, evaluations=evaluations)
+        request = self.asked(placement, cut)
+        found = solve(request, budget) if start is None else solve(request, budget, start=start)
+        before = self.found.get((placement, cut))
         if before is None or found.value < before.value:
-            self.found[name, cut] = found
+            self.found[placement, cut] = found
 
     def excess(self, name: str, cut: Cut) -> float:
         """Memory of one microbatch beyond the limits of its ranks."""

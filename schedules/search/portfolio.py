@@ -16,6 +16,7 @@ more W of such stages than there is room for, they run whole.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as joined
@@ -201,7 +202,10 @@ class Portfolio:
             if moves:
                 free = Variant(problem=replace(problem, memory_limit=None), costs=costs, offloads=True)
                 evaluator = OrderEvaluator(free.problem)
-                for name, orders in joined(named_orders(evaluator), made_orders(evaluator, costs)):
+                seconds = (self.incumbent.budget.seconds - self.incumbent.elapsed) / (4 * (len(tasks) - at))
+                for name, orders in joined(
+                    named_orders(evaluator, seconds=seconds), made_orders(evaluator, costs, seconds=seconds)
+                ):
                     self._judge(posed, free, evaluator, orders, f"{name}, moves")
                 self._search_each(posed, list(with_more_room(problem, costs)), "moves", len(tasks) - at)
             elif recompute is not None:
@@ -227,7 +231,10 @@ class Portfolio:
             self.incumbent.offer(search.value, (posed, variant, timeline), source)
             return search.value
         offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
-        named = joined(named_orders(evaluator), made_orders(evaluator, posed.request.costs))
+        most = self.incumbent.budget.seconds
+        seconds = max(0.05 * most, (most - self.incumbent.elapsed) / 2)  # the search has had its share
+        made = made_orders(evaluator, posed.request.costs, seconds=seconds)
+        named = joined(named_orders(evaluator, seconds=seconds), made)
         values = [self._judge(posed, variant, evaluator, each, name) for name, each in joined(offers, named)]
         return min(values) if min(values) < math.inf else None
 
@@ -295,7 +302,9 @@ def solve(
 ) -> Synthesis:
     """The search behind `synthesize`."""
     has_more = request.memory_limit is not None and bool(moves or recompute is not None)
+    began = time.monotonic()
     problems = request.problems(may_leave=has_more)
+    budget = replace(budget, seconds=max(0.0, budget.seconds + began - time.monotonic()))
     portfolio = Portfolio(problems, budget, start=start, has_more=has_more, on_progress=on_progress)
     portfolio.search_as_asked()
     if has_more:

@@ -135,7 +135,7 @@ class Problem:
         """[P] the most that each rank may hold, with what rounding may add; infinite without a limit."""
         if self.memory_limit is None:
             return (math.inf,) * self.num_ranks
-        return tuple(map(_with_rounding, self.memory_limit))
+        return tuple(map(with_rounding, self.memory_limit))
 
     def fits(self, peaks: Sequence[float]) -> bool:
         return all(map(operator.le, peaks, self.limits))
@@ -166,8 +166,8 @@ def ranks_of_stages(placement: Placement) -> tuple[int, ...]:
 
 def fits(amount: float, limit: float) -> bool:
     """Whether an amount of memory is within a limit, but for rounding."""
-    return amount <= _with_rounding(limit)
+    return amount <= with_rounding(limit)
 
 
-def _with_rounding(limit: float) -> float:
+def with_rounding(limit: float) -> float:
     return limit + 1e-9 * (abs(limit) + 1.0)

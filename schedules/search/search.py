@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
@@ -93,7 +94,7 @@ class OrderingSearch:
         self._try_policy(next(first))  # so that there is an order before the time can be over
         for _, policy in zip(range(_BEFORE if starts else 0), first, strict=False):
             self._try_policy(policy)
-        for name, orders in named_orders(self.evaluator) if self.has_named else ():
+        for name, orders in named_orders(self.evaluator, seconds=self._half()) if self.has_named else ():
             if self._offer(orders, name) <= _NEAR * self.value:
                 self._refill_as(orders, fill=0.6)
         if not starts:
@@ -106,8 +107,12 @@ class OrderingSearch:
 
     def _make(self) -> None:
         if self.costs is not None and self.has_named:
-            for name, orders in made_orders(self.evaluator, self.costs):
+            for name, orders in made_orders(self.evaluator, self.costs, seconds=self._half()):
                 self._offer(orders, name)
+
+    def _half(self) -> float:
+        """Half of the seconds that are left."""
+        return (self.incumbent.budget.seconds - self.incumbent.elapsed) / 2
 
     def _round(self) -> None:
         at = min(int(self.random.expovariate(0.7)), len(self._policies) - 1)
@@ -196,6 +201,8 @@ class OrderingSearch:
         best = self.incumbent.answer
         assert best is not None
         for rank, order in enumerate(fuse(self.evaluator, best)):
+            if self.incumbent.elapsed > 1.02 * self.incumbent.budget.seconds:
+                break
             orders = [*best[:rank], order, *best[rank + 1 :]]
             if (value := self.evaluator.value(orders)) <= self.value:
                 self.incumbent.value, best = value, orders
@@ -205,33 +212,43 @@ class OrderingSearch:
 # --- where it begins ---
 
 
-def named_orders(evaluator: OrderEvaluator) -> Iterator[tuple[str, Orders]]:
-    """Orders of the families that stand on this placement and fit the memory, and the same with each B as I and W."""
+def named_orders(evaluator: OrderEvaluator, *, seconds: float = math.inf) -> Iterator[tuple[str, Orders]]:
+    """Orders of the families that stand on this placement and fit the memory, and the same with each B as I and W; as
+    many as are built in about so many seconds (wall clock)."""
+    until = time.monotonic() + seconds
     for family in FAMILIES.values():
-        yield from _fitting(evaluator, family, {})
+        yield from _fitting(evaluator, family, {}, until)
         if "group_size" in family.options and evaluator.problem.num_ranks % 2 == 0:  # its half-memory form
-            yield from _fitting(evaluator, family, {"group_size": evaluator.problem.num_ranks // 2})
+            yield from _fitting(evaluator, family, {"group_size": evaluator.problem.num_ranks // 2}, until)
 
 
-def made_orders(evaluator: OrderEvaluator, costs: Costs) -> Iterator[tuple[str, Orders]]:
-    """The same of families that are made for costs and a memory limit, which takes longer."""
+def made_orders(evaluator: OrderEvaluator, costs: Costs, *, seconds: float = math.inf) -> Iterator[tuple[str, Orders]]:
+    """The same of families that are made for costs and a memory limit, which takes longer. What is made as if all were
+    kept until W fits in any case."""
     problem = evaluator.problem
+    until = time.monotonic() + seconds
     for family in FAMILIES.values():
         if "costs" not in family.options:
             continue
-        yield from _fitting(evaluator, family, {"costs": costs})
+        yield from _fitting(evaluator, family, {"costs": costs}, until)
         held = {n for row in problem.held for n in row}
         if "memory_limit" in family.options and problem.memory_limit is not None and len(held) == 1 and min(held) > 0:
             kept = min(n for row in problem.kept for n in row) / min(held)
             limit = min(problem.memory_limit) / min(held)
-            yield from _fitting(evaluator, family, {"costs": costs, "memory_limit": limit, "kept": kept})
+            for share in dict.fromkeys((kept, 1.0)):
+                options = {"costs": costs, "memory_limit": limit, "kept": share}
+                yield from _fitting(evaluator, family, options, until)
 
 
-def _fitting(evaluator: OrderEvaluator, family: Family, options: dict[str, object]) -> Iterator[tuple[str, Orders]]:
-    problem = evaluator.problem
-    if family.rule.is_asynchronous or family.weight_copies > 1 or "num_slices" in family.options:
+def _fitting(
+    evaluator: OrderEvaluator, family: Family, options: dict[str, object], until: float
+) -> Iterator[tuple[str, Orders]]:
+    problem, left = evaluator.problem, until - time.monotonic()
+    if family.rule.is_asynchronous or family.weight_copies > 1 or "num_slices" in family.options or left <= 0:
         return
     sizes: dict[str, object] = {"num_ranks": problem.num_ranks, "num_microbatches": problem.num_microbatches}
+    if "seconds" in family.options:
+        sizes["seconds"] = left
     if family.takes_chunks:
         sizes["num_chunks"] = problem.num_stages // problem.num_ranks
     elif problem.num_stages != problem.num_ranks * family.num_chunks:

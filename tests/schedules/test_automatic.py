@@ -147,6 +147,14 @@ def test_kept_activations_leave_room() -> None:
     assert part < whole
 
 
+@pytest.mark.parametrize("name", ["zb-2p", "zb-v"])
+def test_no_time_leaves_the_first_order(name: str) -> None:
+    costs = Costs(forward=10, input_grad=11, weight_grad=7, latency=1)
+    first, best = (build(name, num_ranks=4, num_microbatches=9, costs=costs, seconds=s) for s in (0.0, 400.0))
+    check(first)
+    assert simulate(first, costs).span > simulate(best, costs).span
+
+
 @pytest.mark.parametrize("name", AUTOMATIC)
 @pytest.mark.parametrize(
     ("options", "message"),

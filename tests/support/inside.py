@@ -209,6 +209,7 @@ _NAMES = {
     "schedules.program": "GroupStep RankProgram Step run_as_one",
     "schedules.progress": "where_sends_wait",
     "schedules.search.batches": "BatchOrders FoundOrder",
+    "schedules.search.chains": "ChainSearch",
     "schedules.search.evaluate": "OrderSearch Orders",
     "schedules.search.incumbent": "Budget",
     "schedules.search.joint": "_neighbours",

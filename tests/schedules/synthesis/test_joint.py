@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from random import Random
 
 import pytest
-from support.inside import Budget, Request, _neighbours
+from support.inside import Budget, ChainSearch, Request, _neighbours
 from support.inside import synthesis_joint as joint
 
 from stagewright.schedules import (
@@ -104,6 +104,50 @@ def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same
         got.best.placement,
         got.best.value,
     )
+
+
+@pytest.mark.parametrize(("objective", "share"), [("makespan", 0.5), ("span", 0.6)])
+def test_any_placement_within_the_memory(objective: str, share: float) -> None:
+    """Stages on any ranks, their order carried from cut to cut."""
+    layers = drawn(Random(3), 14)
+    limit = share * sum(each.activation for each in layers)
+    sizes = {"num_ranks": 3, "num_microbatches": 6, "memory_limit": limit, "latency": 0.2, "objective": objective}
+    many = {"cuts": 8, "evaluations": 300}
+    got = synthesize_jointly(layers, placements=["any"], **sizes, **many)  # type: ignore[arg-type]
+    named = synthesize_jointly(layers, placements=["plain"], **sizes, **many)  # type: ignore[arg-type]
+    assert not isinstance(got.best.placement, str)
+    assert got.lower_bound <= got.best.value < named.best.value
+    assert got.separate.value == named.separate.value
+    assert got.gap == pytest.approx(got.best.value / got.lower_bound - 1)
+    check(got.best.synthesis.schedule)
+    assert all(peak <= limit * (1 + 1e-9) for peak in _peaks(got.best.synthesis))
+    assert got.best.synthesis.problem.placement == got.best.placement
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_what_a_chain_says_is_what_the_simulator_says(objective: str) -> None:
+    """From an order on another cut, through many cuts; the same again."""
+    layers = drawn(Random(4), 12)
+    limit, cut = 0.6 * sum(each.activation for each in layers), (0, 3, 5, 7, 8, 10, 12)
+    found, _, _ = schedule_of(layers, cut, "cyclic", P=3, M=5, latency=0.2, limit=limit)
+    request = Request(num_ranks=3, num_microbatches=5, costs=Costs(latency=0.2), objective=objective)  # type: ignore[arg-type]
+    columns = [[getattr(each, name) for each in layers] for name in Layer.__slots__]
+
+    def ends() -> list[tuple[float, tuple[int, ...], object]]:
+        chains = ChainSearch(columns, request, [limit] * 3, Random(0))
+        start = chains._begun(cut, found.problem, found.schedule)
+        states = [start, chains._chain(start, 800)]
+        assert states[1].value < start.value
+        return [(state.value, *chains._written(state)[::2]) for state in states]
+
+    for value, own, schedule in ends():
+        check(schedule)
+        _, costs, held = schedule_of(layers, own, schedule.placement, P=3, M=5, latency=0.2, limit=limit)
+        assert getattr(simulate(schedule, costs), objective) == pytest.approx(value)
+        for rank in schedule.programs:
+            changes = [held[a.stage] * {Op.F: 1, Op.W: -1}.get(a.op, 0) for a in rank]
+            assert max(accumulate(changes)) <= limit * (1 + 1e-9)
+    assert ends() == ends()
 
 
 def test_cuts_beside_a_cut() -> None:

@@ -1,0 +1,450 @@
+"""Cut, ranks and order of a chain of layers at once: annealing that carries a parent's order over to the child.
+
+    layers  | e e e f f | g g g | f f |     stages on any ranks, as many a rank as there may be
+    ranks   |     0     |   1   |  0  |     order of F and I on each rank; W go into its gaps
+
+A *change* of the cut or of the ranks destroys the balance of work, since one layer is a good part of a rank's work. So
+small moves first bring the child's bound below what would be taken: that costs a hundredth of an evaluation. Then each
+F and I of the child stands where its first layer stood in the parent's time, which cannot deadlock; or ranks take what
+is there, the earliest of that time first. Chains of such steps begin anew, some longer than others (after Luby et al.,
+1993), so that no seed has to be lucky; the same seed goes the same way, however long it may go on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+from random import Random
+from typing import NamedTuple, cast
+
+from ..ir import Action, Schedule
+from ..placement import Placement
+from .evaluate import OrderEvaluator
+from .problem import SPLIT_OPS, Problem, with_rounding
+from .request import Cut, Request
+from .search import split
+
+_ENDS = 3  # of chains, that are handed on
+_TRIES = 20  # order moves of a child without a better one
+_ORDERS = 20_000  # of the shortest chain
+_FEWEST = 3  # stages more than two a rank: chains fall into few stages, perfect in order and poor in balance
+_HOT, _COLD = 0.006, 0.0003  # temperatures of a chain, in parts of a rank's work
+_HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves behind it
+_SIDE = 0.3  # weight of the average rank beside the one that counts
+_NEAR = 0.01  # a child so near to what would be taken is worth some order moves
+_MARGINS = (0.0, 0.002, 0.004, 0.006)  # that the repaired bound stays below that
+_OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its gap
+_REPAIRS = 60
+
+# By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held.
+Tables = tuple[list[float], list[float], list[int], list[float], list[float]]
+
+
+class Arranged(NamedTuple):
+    """A cut and the rank of each of its stages, the order of F and I on each rank (codes as in `evaluate`), how far its
+    W overrun gaps, the orders with W, and when codes and ranks end. `cost`: the value, and a little of the average."""
+
+    cut: list[int]
+    ranks: list[int]
+    orders: list[list[int]]
+    over: list[float]
+    tables: Tables
+    written: list[list[int]]
+    ends: list[float]
+    last: list[float]
+    value: float
+    cost: float
+
+
+class ChainSearch:
+    """Layers ([4][L] of F, I, W [s], and what is held) on P ranks within their limits, as `request` asks; `played`:
+    orders that were evaluated, and changes that came to none."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[float]], request: Request, limits: Sequence[float], random: Random
+    ) -> None:
+        self.sums = [[*accumulate(column, initial=0.0)] for column in layers]
+        self.F, self.I, W, self.held = self.sums
+        self.work = [sum(each) for each in zip(self.F, self.I, W, strict=True)]
+        self.P, self.M, self.L = len(limits), request.num_microbatches, len(self.F) - 1
+        self.limits = [with_rounding(limit) for limit in limits]
+        self.latency, self.is_span = cast(float, request.costs.latency), request.objective == "span"
+        self.ideal = self.work[-1] * self.M / self.P
+        self.random, self.played = random, 0
+        self.is_over: Callable[[], bool] = lambda: False
+
+    def run(
+        self, cut: Cut, problem: Problem, schedule: Schedule, is_over: Callable[[], bool]
+    ) -> list[tuple[Cut, Placement, Schedule]]:
+        """Chains from a schedule of a cut until it is over, which is asked before each step; the best ends, the very
+        best first."""
+        self.is_over = is_over
+        start = self._begun(cut, problem, schedule)
+        ends, number = [start] if start is not None else [], 0
+        while start is not None and not is_over():
+            number += 1
+            many = _ORDERS * (number & -number)  # 1, 2, 1, 4, 1, 2, 1, 8, ... times
+            ends.append(self._orders(self._chain(start, many), many // 8, _HOT_ORDER, _COLD_ORDER))
+            ends = sorted(ends, key=lambda each: each.value)[:_ENDS]
+        return [self._written(each) for each in ends]
+
+    def _begun(self, cut: Cut, problem: Problem, schedule: Schedule) -> Arranged | None:
+        evaluator = OrderEvaluator(problem)
+        most = 2 * problem.num_stages * self.M
+        orders = [[c for c in order if c < most] for order in split(evaluator, evaluator.orders(schedule))]
+        tries = (self.play(list(cut), list(problem.rank_of), orders, [over] * self.P) for over in _OVERS[:3])
+        return min((each for each in tries if each is not None), key=lambda each: each.cost, default=None)
+
+    def _written(self, state: Arranged) -> tuple[Cut, Placement, Schedule]:
+        """As others know it, with its W."""
+        M, S = self.M, len(state.ranks)
+        placed = tuple(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
+        programs = tuple(
+            tuple(Action(c // M % S, SPLIT_OPS[c // (M * S)], c % M) for c in order) for order in state.written
+        )
+        return tuple(state.cut), placed, Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
+
+    def bound(self, cut: Sequence[int], ranks: Sequence[int]) -> float:
+        """The most that a rank works, behind its earliest start; far more where one microbatch has no room."""
+        work, held, head = [0.0] * self.P, [0.0] * self.P, [-1.0] * self.P
+        for rank, start, end in zip(ranks, cut, cut[1:]):  # noqa: B905 - the last one ends it
+            if head[rank] < 0.0:
+                head[rank] = 0.0 if self.is_span else self.F[start]
+            work[rank] += self.work[end] - self.work[start]
+            held[rank] += self.held[end] - self.held[start]
+        most = max(self.M * w + h for w, h in zip(work, head, strict=True))
+        excess = max(h / limit for h, limit in zip(held, self.limits, strict=True))
+        return most if excess <= 1.0 else most + excess * 10 * self.ideal
+
+    def least_seconds(self) -> float:
+        """What no cut, placement and order can beat: the r-th rank to start has the forwards of r layers before it."""
+        heads = [0.0 if self.is_span else self.F[r] + r * self.latency for r in range(self.P)]
+        alone = (self.M * (b - a) + (0.0 if self.is_span else f) for (a, b), f in zip(pairwise(self.work), self.F))  # noqa: B905
+        return max((self.M * self.work[-1] + sum(heads)) / self.P, *alone)
+
+    def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> Tables:
+        M, late = self.M, self.latency
+        F, I, W, held = ([b - a for a, b in pairwise(sums[at] for at in cut)] for sums in self.sums)
+        there = [0.0 if a == b else late for a, b in pairwise(ranks)]
+        delay = [n for each in (0.0, *there, *there, 0.0) for n in [each] * M]
+        SM = M * len(ranks)
+        need = [-1] * M + [*range(SM - M)] + [*range(SM + M, 2 * SM)] + [*range(SM - M, SM)]
+        return [n for each in (*F, *I) for n in [each] * M], delay, need, W, held
+
+    def play(
+        self,
+        cut: list[int],
+        ranks: list[int],
+        orders: list[list[int]],
+        over: list[float],
+        tables: Tables | None = None,
+    ) -> Arranged | None:
+        """Each rank keeps its order, and its W go where they fit: the longest that does, else the shortest if it takes
+        up to `over` times the gap, and whatever makes room for an F. None where that deadlocks or there is no room."""
+        self.played += 1
+        M, SM = self.M, len(ranks) * self.M
+        seconds, delay, need, weights, held = tables = tables or self._tables(cut, ranks)
+        ends, blocked, left = [-1.0] * (2 * SM) + [0.0], [-1] * (2 * SM), 2 * SM
+        owed: list[list[float]] = [[] for _ in orders]  # seconds of W that may run, the shortest first
+        whose: list[list[int]] = [[] for _ in orders]  # their codes
+        log: list[list[int]] = [[] for _ in orders]
+        at, free, firsts, room = [0] * self.P, [0.0] * self.P, [0.0] * self.P, list(self.limits)
+        ready = [*range(self.P)]
+        while ready:
+            rank = ready.pop()
+            now, mine, codes, own, note = free[rank], owed[rank], whose[rank], orders[rank], log[rank].append
+            for n in range(at[rank], len(own)):
+                code = own[n]
+                there = ends[need[code]]
+                if there < 0.0:
+                    blocked[need[code]] = rank
+                    break
+                there += delay[code]
+                wanted = held[code // M] if code < SM else 0.0
+                while mine and (there > now or room[rank] < wanted):
+                    fitting = bisect_right(mine, there - now) - 1
+                    if fitting < 0:
+                        if room[rank] >= wanted and mine[0] > (there - now) * over[rank]:
+                            break
+                        fitting = 0
+                    now += mine.pop(fitting)
+                    note(codes[fitting])
+                    room[rank] += held[(codes.pop(fitting) - 2 * SM) // M]
+                now = (there if there > now else now) + seconds[code]
+                if n == 0:
+                    firsts[rank] = now - seconds[code]
+                ends[code] = now
+                note(code)
+                room[rank] -= wanted
+                if code >= SM:
+                    place = bisect_right(mine, weights[(code - SM) // M])
+                    mine.insert(place, weights[(code - SM) // M])
+                    codes.insert(place, code + SM)
+                elif room[rank] < 0.0:
+                    return None
+                if blocked[code] >= 0:
+                    ready.append(blocked[code])
+                at[rank] += 1
+                left -= 1
+            free[rank] = now
+        for each, codes in zip(log, whose, strict=True):
+            each += codes
+        first = firsts if self.is_span else [0.0] * self.P
+        last = [now + sum(mine) - start for now, mine, start in zip(free, owed, first, strict=True)]
+        cost = max(last) + _SIDE * (sum(last) / self.P - self.ideal)
+        return None if left else Arranged(cut, ranks, orders, over, tables, log, ends, last, max(last), cost)
+
+    def _carried(self, parent: Arranged, cut: Sequence[int]) -> list[float]:
+        """By code, when each F and I would run if it stood where its first layer stood in the parent's time."""
+        M, ends, old = self.M, parent.ends, parent.cut
+        before, first, behind = len(parent.ranks) * M, 0, 0
+        keys: tuple[list[float], list[float]] = [], []  # of F, of I
+        for start, end in pairwise(cut):
+            while old[first + 1] <= start:
+                first += 1
+            while old[behind + 1] < end:
+                behind += 1
+            shift = self.F[start] - self.F[old[first + 1]]
+            keys[0].extend(ends[first * M + k] + shift for k in range(M))
+            shift = self.I[old[behind]] - self.I[end]
+            keys[1].extend(ends[before + behind * M + k] + shift for k in range(M))
+        return keys[0] + keys[1]
+
+    def _listed(self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float) -> list[list[int]]:
+        """List scheduling: a free rank runs what has the least key of what is there, else a W for its gap. An F that
+        leaves no room for a whole microbatch has to be of the oldest one."""
+        M, S, SM = self.M, len(ranks), len(ranks) * self.M
+        seconds, delay, _, weights, held = self._tables(cut, ranks)
+        coming: list[list[tuple[float, int]]] = [[] for _ in range(self.P)]  # when, code
+        there: list[list[tuple[float, int]]] = [[] for _ in range(self.P)]  # key, code
+        owed: list[list[tuple[float, float]]] = [[] for _ in range(self.P)]  # seconds and room of W
+        orders: list[list[int]] = [[] for _ in range(self.P)]
+        wake, busy, room, oldest = [0.0] * self.P, [0.0] * self.P, list(self.limits), [0] * self.P
+        whole = [sum(h for h, own in zip(held, ranks, strict=True) if own == rank) for rank in range(self.P)]
+        coming[ranks[0]] = [(0.0, k) for k in range(M)]
+        events = [(0.0, rank) for rank in range(self.P)]
+        while events:
+            now, rank = heappop(events)
+            if now != wake[rank]:
+                continue
+            arrivals, mine = coming[rank], there[rank]
+            while arrivals and arrivals[0][0] <= now:
+                code = heappop(arrivals)[1]
+                insort(mine, (keys[code], code))
+            gap = arrivals[0][0] - now if arrivals else math.inf
+            has_room = room[rank] >= whole[rank]
+            may = (e for e in mine if has_room or e[1] >= SM or e[1] % M == oldest[rank])
+            if (chosen := next(may, None)) is not None:
+                mine.remove(chosen)
+                code = chosen[1]
+                orders[rank].append(code)
+                end, user, stage = now + seconds[code], code + M, code // M % S
+                if code < SM:
+                    room[rank] -= held[stage]
+                    user = user if user < SM else code + SM
+                else:
+                    insort(owed[rank], (weights[stage], held[stage]))
+                    oldest[rank] += stage == ranks.index(rank)
+                    user = code - M if stage else -1
+                if user >= 0:
+                    other = ranks[user // M % S]
+                    heappush(coming[other], (end + delay[user], user))
+                    if wake[other] > end + delay[user] and busy[other] < wake[other]:
+                        wake[other] = max(end + delay[user], busy[other])
+                        heappush(events, (wake[other], other))
+            elif owed[rank] and (mine or owed[rank][0][0] <= gap * over):
+                weight, freed = owed[rank].pop(max(0, bisect_right(owed[rank], (gap, math.inf)) - 1))
+                end, room[rank] = now + weight, room[rank] + freed
+            else:
+                wake[rank] = now + gap
+                if gap < math.inf:
+                    heappush(events, (wake[rank], rank))
+                continue
+            busy[rank] = wake[rank] = end
+            heappush(events, (end, rank))
+        return orders
+
+    def _moved(self, state: Arranged) -> Arranged | None:
+        """One action earlier, mostly one that a gap waits for; or how far the W of a rank overrun gaps."""
+        random, over, orders = self.random, state.over, state.orders
+        if random.random() < 0.04:
+            over = list(over)
+            over[int(random.random() * self.P)] = random.choice(_OVERS)
+        else:
+            rank, order = self._waited_for(state) if random.random() < 0.7 else self._anywhere(state)
+            orders = list(orders)
+            orders[rank] = order
+        return self.play(state.cut, state.ranks, orders, over, state.tables)
+
+    def _anywhere(self, state: Arranged) -> tuple[int, list[int]]:
+        random = self.random
+        rank = int(random.random() * self.P)
+        order = state.orders[rank]
+        at = int(random.random() * len(order))
+        far = 1 if random.random() < 0.5 else 1 + int(random.random() * 7)
+        return rank, _put(order, at, at + (far if random.random() < 0.5 else -far))
+
+    def _waited_for(self, state: Arranged) -> tuple[int, list[int]]:
+        """An order in which what keeps a rank waiting comes earlier, or something else fills the gap."""
+        random, ends, last, (seconds, delay, need, *_) = self.random, state.ends, state.last, state.tables
+        rank = last.index(max(last)) if random.random() < 0.6 else int(random.random() * self.P)
+        order, now, gaps = state.orders[rank], 0.0, []
+        for at, code in enumerate(order):
+            start = ends[code] - seconds[code]
+            if start > now and ends[need[code]] + delay[code] >= start - 1e-9 * start:
+                gaps.append((start - now, at, code))
+            now = ends[code]
+        if not gaps:
+            return self._anywhere(state)
+        _, at, code = random.choices(gaps, [gap for gap, _, _ in gaps])[0]
+        if random.random() < 0.3:
+            start = ends[code] - seconds[code]
+            ready = [n for n in range(at + 1, min(len(order), at + 12)) if ends[need[order[n]]] < start]
+            if ready:
+                return rank, _put(order, ready[0] if random.random() < 0.6 else random.choice(ready), at)
+        code = need[code]
+        while code >= 0:
+            start = ends[code] - seconds[code]
+            if start > ends[need[code]] + delay[code] + 1e-9 * start:  # it waited for its rank
+                rank = state.ranks[code // self.M % len(state.ranks)]
+                order = state.orders[rank]
+                at = order.index(code)
+                if random.random() < 0.5 and at:
+                    return rank, _put(order, at, at - 1 if random.random() < 0.6 else at - 1 - int(random.random() * 4))
+                if random.random() < 0.5 and at:
+                    code = order[at - 1]
+                    continue
+            code = need[code]
+        return self._anywhere(state)
+
+    def _changed(self, cut: list[int], ranks: list[int]) -> tuple[list[int], list[int]]:
+        """A boundary, a rank, two ranks, one stage more or one fewer."""
+        random, cut, ranks, S = self.random, list(cut), list(ranks), len(ranks)
+        kind, stage, other = random.random(), int(random.random() * S), int(random.random() * S)
+        if kind < 0.45:
+            _shift(cut, stage, random.choice((-1, 1)))
+        elif kind < 0.55:
+            ranks[stage] = int(random.random() * self.P)
+        elif kind < 0.78:
+            other = (stage + 1) % S if kind < 0.68 else other
+            ranks[stage], ranks[other] = ranks[other], ranks[stage]
+        elif kind < 0.9:
+            if min(4 * self.P, self.L) > S and cut[stage + 1] - cut[stage] > 1:
+                cut.insert(stage + 1, random.randrange(cut[stage] + 1, cut[stage + 1]))
+                ranks.insert(stage + (random.random() < 0.5), int(random.random() * self.P))
+        elif stage and self.P < S:
+            del cut[stage]
+            del ranks[stage - (random.random() < 0.5)]
+        return _joined(cut, ranks)
+
+    def _shifted(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
+        """One boundary moved by a layer, so that the bound is below the limit; None where no such move does."""
+        tries = [(list(cut), at, by) for at in range(1, len(ranks)) for by in (-1, 1)]
+        found = [new for new, at, by in tries if _shift(new, at, by) and self.bound(new, ranks) <= limit]
+        return (self.random.choice(found), ranks) if found else None
+
+    def _repaired(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
+        """Small random moves that never raise the bound, until it is below the limit; None where they do not get it
+        there."""
+        random, S, value = self.random, len(ranks), self.bound(cut, ranks)
+        for _ in range(_REPAIRS):
+            if value <= limit:
+                return _joined(cut, ranks)
+            kind, new, owners = random.random(), cut, ranks
+            if kind < 0.6:
+                new = list(cut)
+                for _ in range(2 if kind < 0.35 else 1):
+                    _shift(new, int(random.random() * S), random.choice((-1, 1)))
+            else:
+                owners = list(ranks)
+                stage, other = int(random.random() * S), int(random.random() * S)
+                owners[stage], owners[other] = owners[other], owners[stage] if kind < 0.85 else owners[other]
+                if kind >= 0.85:
+                    owners[stage] = int(random.random() * self.P)
+            if (bound := self.bound(new, owners)) <= value:
+                cut, ranks, value = new, owners, bound
+        return None
+
+    def _chain(self, now: Arranged, many: int) -> Arranged:
+        """The best of so many orders, ever colder."""
+        random, best, begun = self.random, now, self.played
+        while (done := (self.played - begun) / many) < 1.0 and not self.is_over():
+            heat = _HOT * (_COLD / _HOT) ** done
+            kind = random.random()
+            if kind < 0.15:
+                now = self._orders(now, 8, 0.3 * heat, 0.3 * heat)
+            else:
+                limit = now.cost - heat * self.ideal * math.log(1.0 - random.random())
+                now = self._child(now, limit, kind < 0.4) or now
+            best = now if now.value < best.value else best
+        return best
+
+    def _child(self, now: Arranged, limit: float, shifts: bool) -> Arranged | None:
+        """Another cut or other ranks, for less than the limit; None where it comes to more."""
+        random, cut, ranks = self.random, now.cut, now.ranks
+        target = max(1.003 * self.ideal, limit - self.ideal * random.choice(_MARGINS))
+        if shifts:
+            new = self._shifted(cut, ranks, target)
+        else:
+            cut, ranks = self._changed(cut, ranks)
+            while random.random() < 0.35:
+                cut, ranks = self._changed(cut, ranks)
+            new = self._repaired(cut, ranks, target)
+        fewest = min(2 * self.P + _FEWEST, len(now.ranks))
+        if new is None or new == (now.cut, now.ranks) or len(set(new[1])) < self.P or len(new[1]) < fewest:
+            self.played += 1  # a chain comes to its end in any case
+            return None
+        keys, own = self._carried(now, new[0]), new[1]
+        orders: list[list[int]] = [[] for _ in range(self.P)]
+        for code in sorted(range(len(keys)), key=keys.__getitem__):
+            orders[own[code // self.M % len(own)]].append(code)
+        child = self.play(*new, orders, now.over)
+        if child is None or child.cost > limit:
+            over = random.choice(_OVERS[:3])
+            other = self.play(*new, self._listed(*new, keys, over), [over] * self.P)
+            child = min((each for each in (child, other) if each), key=lambda each: each.cost, default=None)
+        if child is None or child.cost > limit + _NEAR * self.ideal:
+            return None
+        tried = 0
+        while tried < _TRIES:
+            moved = self._moved(child)
+            tried += 1
+            if moved is not None and moved.cost <= child.cost:
+                tried = max(0, tried - 3) if moved.cost < child.cost else tried
+                child = moved
+        return child if child.cost < limit else None
+
+    def _orders(self, now: Arranged, steps: int, hot: float, cold: float) -> Arranged:
+        """Order moves alone: the best of all where it ends cold, else the last."""
+        best = now
+        for step in range(steps):
+            if self.is_over():
+                break
+            heat = self.ideal * hot * (cold / hot) ** (step / steps)
+            moved = self._moved(now)
+            if moved is not None and moved.cost < now.cost - heat * math.log(1.0 - self.random.random()):
+                now = moved
+                best = min(best, now, key=lambda each: each.value)
+        return best if cold < hot else now
+
+
+def _put(order: list[int], at: int, to: int) -> list[int]:
+    new = list(order)
+    new.insert(max(0, to), new.pop(at))
+    return new
+
+
+def _shift(cut: list[int], at: int, by: int) -> bool:
+    """Whether a boundary could move so far, and it has."""
+    may = at > 0 and cut[at - 1] < cut[at] + by < cut[at + 1]
+    cut[at] += by if may else 0
+    return may
+
+
+def _joined(cut: Sequence[int], ranks: Sequence[int]) -> tuple[list[int], list[int]]:
+    """With neighbours of one rank in one stage."""
+    firsts = [s for s in range(len(ranks)) if s == 0 or ranks[s] != ranks[s - 1]]
+    return [*(cut[s] for s in firsts), cut[-1]], [ranks[s] for s in firsts]
