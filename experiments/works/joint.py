@@ -45,6 +45,7 @@ def simulated(case: Case, repetitions: int) -> Iterator[Figure]:
         num_microbatches=case.count("microbatches"),
         latency=latency,
         memory_limit=random.choice((1.0, 1.5)) * held,
+        placements=("plain", "cyclic", "v"),
         cuts=_CUTS,
         evaluations=_ORDERS,
         seconds=_PATIENCE,
