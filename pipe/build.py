@@ -18,6 +18,7 @@ from ..schedules.messages import Sharing
 from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
+from .batch.batches import Batch
 from .batch.given import Given
 from .batch.sequence import Slice
 from .batch.slicing import check_stages
@@ -146,6 +147,15 @@ def _copy_to_verify(run: Run) -> PlainModule | None:
     return plain
 
 
+def _budgets(run: Run, placed: _Placed, ranks: Ranks) -> Callable[[Batch], None] | None:
+    """Decision of the first batch on what runs again; None where no stage has a memory budget."""
+    if float not in map(type, run.layout.recompute.stages):
+        return None
+    from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
+
+    return Budgets(run, placed.train, ranks, placed.ownership).decide
+
+
 def _assembled(
     run: Run,
     placed: _Placed,
@@ -162,11 +172,7 @@ def _assembled(
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
     reader = ranks.reader(train, has_loss=run.has_loss, like=example)
-    decide = None
-    if float in map(type, run.layout.recompute.stages):
-        from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
-
-        decide = Budgets(run, train, ranks, placed.ownership).decide
+    decide = _budgets(run, placed, ranks)
     training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks, decide=decide)
     evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
     if isinstance(update, LocalUpdate):
