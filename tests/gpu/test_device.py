@@ -172,28 +172,25 @@ def test_memory_is_as_predicted() -> None:
     assert 0.5 * predicted < memory.peak_bytes < 1.1 * predicted
 
 
-def peaks_and_steps(**variants: Callable[[nn.Module], dict[str, Any]]) -> dict[str, tuple[int, float, list[Tensor]]]:
-    """Peak bytes, seconds and weights of one model under several treatments, each given `samples` of the width."""
+def peak_and_step(treat: Callable[[nn.Module], dict[str, Any]]) -> tuple[int, float, list[Tensor]]:
+    """Peak bytes, seconds and weights of a model of which many samples are under way, treated in some way."""
+    gc.collect()  # the pipeline before
     samples = 8192 if IS_CUDA else 256
     x, y = (torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1)).to(DEVICE) for _ in range(2))
-    found = {}
-    for name, treat in variants.items():
-        gc.collect()  # the pipeline before
-        model = mlp()
-        options = {"schedule": "gpipe"} | treat(model)
-        with pipeline(options.pop("model", model), **options) as pipe:
+    model = mlp()
+    options = {"schedule": "gpipe"} | treat(model)
+    with pipeline(options.pop("model", model), **options) as pipe:
+        pipe.train_step(x, y)
+        with pipe.watch_memory() as memory:
             pipe.train_step(x, y)
-            with pipe.watch_memory() as memory:
-                pipe.train_step(x, y)
-            weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
-            found[name] = memory.peak_bytes, seconds(lambda pipe=pipe: pipe.train_step(x, y), 3), weights
-    return found
+        weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
+        return memory.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
 
 
 def test_offloaded_activations_leave_the_device() -> None:
     moves = with_offload(build("gpipe", num_ranks=2, num_microbatches=M), share=1.0)
-    found = peaks_and_steps(kept=lambda _: {}, offloaded=lambda _: {"schedule": moves, "num_microbatches": None})
-    (before, stays, kept), (after, away, offloaded) = found["kept"], found["offloaded"]
+    before, stays, kept = peak_and_step(lambda _: {})
+    after, away, offloaded = peak_and_step(lambda _: {"schedule": moves, "num_microbatches": None})
     note("offload", peak_bytes=before, peak_bytes_offloaded=after, step_s=stays, step_s_offloaded=away)
     assert all(map(torch.equal, kept, offloaded))
     assert after < before
@@ -205,8 +202,8 @@ def test_gelus_that_keep_less() -> None:
         edits["*"].keep_less("gelu")
         return {"model": edits}
 
-    found = peaks_and_steps(kept=lambda _: {}, less=less)
-    (before, stays, kept), (after, again, smaller) = found["kept"], found["less"]
+    before, stays, kept = peak_and_step(lambda _: {})
+    after, again, smaller = peak_and_step(less)
     note("keep less gelu", peak_bytes=before, peak_bytes_less=after, step_s=stays, step_s_less=again)
     assert all(map(torch.equal, kept, smaller))
     assert after < before
@@ -215,10 +212,10 @@ def test_gelus_that_keep_less() -> None:
 def test_a_memory_budget_is_kept() -> None:
     """Half of what a stage takes without one, both stages in one process."""
     samples = 8192 if IS_CUDA else 256
-    free = peaks_and_steps(kept=lambda _: {})["kept"]
+    free = peak_and_step(lambda _: {})
     weights = 16 * sum(parameter.numel() for parameter in mlp().parameters())  # with gradients and AdamW's averages
     budget = (weights + (free[0] - weights) // 2) // 2 + 8 * samples * WIDTH  # a stage; batches are counted there too
-    held = peaks_and_steps(held=lambda _: {"recompute": {"memory_budget": f"{budget / 1e6:.6f}MB"}})["held"]
+    held = peak_and_step(lambda _: {"recompute": {"memory_budget": f"{budget / 1e6:.6f}MB"}})
     note("memory budget", peak_bytes=free[0], budget_of_a_stage=budget, peak_bytes_held=held[0],
          step_s=free[1], step_s_held=held[1])  # fmt: skip
     assert all(map(torch.equal, free[2], held[2]))
