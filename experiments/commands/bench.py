@@ -259,6 +259,8 @@ def lines_of(figures: Sequence[Figure], names: Sequence[str]) -> list[Line]:
     """A line a figure, in the order of the cases; of a problem's variants the slowest, which names the others."""
     groups: dict[tuple[object, ...], dict[str, list[Figure]]] = {}
     for figure in figures:
+        if figure.target is not None:
+            figure.case.text("case")  # refuses one that says none, and would be lost
         if figure.case.get("case") in names:
             variant = str(figure.case.get("variant", ""))
             key = (figure.case.text("case"), figure.case.text("run"), "" if variant else figure.name)

@@ -137,7 +137,7 @@ def regret(case: Case, repetitions: int) -> Iterator[Figure]:
         seconds = in_turn(name, {key: partial(pipe.run, 2) for key, pipe in named.items()}, repetitions=repetitions)
     typically = [median(each) for each in seconds.values()]
     yield Figure(
-        case=Case.of({"run": name}),
+        case=Case.of({"case": case.text("case"), "run": f"{ranks} ranks, seed {case.count('seed')}"}),
         name="regret of the chosen plan",
         value=typically[0] / min(typically) - 1,
         unit="error",

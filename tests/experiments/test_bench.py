@@ -176,6 +176,12 @@ def test_a_line_is_all_repetitions_of_a_figure_and_its_verdict():
     assert (second.value, second.verdict) == (Spread(median=1.1, low=0.9, high=1.3), "missed")
 
 
+def test_a_figure_with_a_target_is_of_some_case():
+    (figure,) = ratio("gpt", 1.1, target=Target(limit=1.0))
+    with pytest.raises(ValueError, match="case"):
+        lines_of([replace(figure, case=Case.of({"run": "seed 1"}))], ["gpt"])
+
+
 def test_an_error_counts_on_either_side():
     keys = {"predicted": "planned"}
     figures = ratio("planned-run", -0.2, 0.01, -0.06, target=Target(limit=0.05), **keys)
