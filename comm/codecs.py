@@ -157,7 +157,7 @@ class LinkCodecs:
         return packed
 
     def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """Of a message, as it travels."""
+        """Layouts of a message as it travels."""
         codec = self.of(message)
         return specs if codec is None else [each for spec in specs for each in wire_specs(codec, spec)]
 
@@ -212,7 +212,7 @@ def pack(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None) -> tuple[Pa
 
 @torch.no_grad()
 def unpack(codec: Codec, packed: Packed, spec: TensorSpec) -> torch.Tensor:
-    """What is left of the tensor of this layout."""
+    """The tensor of this layout, as far as it was kept."""
     rows, width = prod(spec.shape[:-1]), spec.shape[-1]
     first, second = packed
     if codec.kind == "int8":

@@ -162,7 +162,7 @@ class Groups:
 
 
 def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[], bool]) -> T:
-    """What `make` gives, on another thread; RuntimeError when the time is up, or soon after another process died."""
+    """Answer of `make`, on another thread; RuntimeError when the time is up, or soon after another process died."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a dead process costs: seconds until the next step has ended, beside a restart from a checkpoint; and throughput.
+"""Costs of a dead process: seconds until the next step has ended, beside a restart from a checkpoint; and throughput.
 
 python -m stagewright.experiments.works.going_on FOLDER MESH    a rank; it trains, and dies where it is told to
 """

@@ -325,7 +325,7 @@ def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[st
 
 
 def _treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...]:
-    """What may be done about memory. ValueError for activations on a host whose link nobody knows."""
+    """Choices of what to do about memory. ValueError for activations on a host whose link nobody knows."""
     knows_link = any(kind.host_bandwidth for kind in cluster.used_kinds)
     if asked is None:
         return (*RECOMPUTE, OFFLOAD) if knows_link else RECOMPUTE

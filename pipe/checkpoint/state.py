@@ -132,7 +132,7 @@ class State(Contents):
             raise RuntimeError(f"saving the state for processes that join: {result.problem}")
 
     def take_from_others(self, folder: Path) -> None:
-        """What those that were there before have saved, for whom it changes nothing. Collective over the processes."""
+        """Take the state that others have saved, for whom it changes nothing. Collective over the processes."""
         collectives, guard = self.run.collectives, self.run.guard
         names = collectives.gather(zlib.crc32(repr(self.ownership.names()).encode()), what="comparing names of weights")
         if len({*names}) > 1:

@@ -166,7 +166,7 @@ def choose(
 def step_seconds(
     mode: Mode, inferred: Inferred, costs: Costs, network: Network, busy: Callable[[Boundary, Codec], float]
 ) -> Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]:
-    """What `choose` asks, by simulating.
+    """Answers to `choose`, by simulating.
 
     Arguments:
         busy: of a boundary's ranks together with packing a message and unpacking it [s].

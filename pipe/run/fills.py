@@ -58,7 +58,7 @@ class FillWork:
 
     @property
     def seconds(self) -> float | None:
-        """That a piece takes, by the last ones; None: too few are known."""
+        """Seconds that a piece takes, by the last ones; None: too few are known."""
         return statistics.median(self._took) if len(self._took) >= _ENOUGH else None
 
     def refused(self) -> None:
@@ -152,7 +152,7 @@ class Fills:
         return _SAFE * min(gaps) if len(gaps) > 1 else 0.0
 
     def met(self, rank: int) -> None:
-        """What a rank waited for at the place that it passed last is there."""
+        """The wait at the place that a rank passed last is over."""
         if rank in self._visits:
             self._visits[rank] = *self._visits[rank][:3], self._now()
 

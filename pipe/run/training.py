@@ -124,7 +124,7 @@ class Training:
         return result
 
     def _remember(self) -> None:
-        """What a step that is done again begins with."""
+        """Keep what a step that is done again begins with."""
         self.steps_made, self.is_ready = self.num_steps, False
         if any(p.grad is not None for p in self._root.parameters()):
             raise ValueError(

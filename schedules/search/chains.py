@@ -120,7 +120,7 @@ class ChainSearch:
         return most if excess <= 1.0 else most + excess * 10 * self.ideal
 
     def least_seconds(self) -> float:
-        """What no cut, placement and order can beat: the r-th rank to start has the forwards of r layers before it."""
+        """Seconds that nothing can beat: the r-th rank to start has the forwards of r layers before it."""
         heads = [0.0 if self.is_span else self.F[r] + r * self.latency for r in range(self.P)]
         alone = (self.M * (b - a) + (0.0 if self.is_span else f) for (a, b), f in zip(pairwise(self.work), self.F))  # noqa: B905
         return max((self.M * self.work[-1] + sum(heads)) / self.P, *alone)

@@ -27,7 +27,7 @@ def spec_of(x: torch.Tensor) -> TensorSpec:
 
 
 def through(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """What arrives of a tensor, and what its sender keeps; layouts on the wire are those that were announced."""
+    """A tensor as it arrives, and what its sender keeps; layouts on the wire are those that were announced."""
     spec = spec_of(x)
     packed, kept = pack(codec, x, memory)
     wire = wire_specs(codec, spec)

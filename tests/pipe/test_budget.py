@@ -249,7 +249,7 @@ class SyncOnCPU(nn.SyncBatchNorm):
 
 
 def by_replica() -> tuple[str, str]:
-    """What is said of a larger batch of the second replica, and of a norm over both."""
+    """Answers to a larger batch of the second replica, and to a norm over both."""
     x_y, more = rows(), 1 + torch.distributed.get_rank()
     pipe = blocks({"memory_budget": "1GB"}, mesh={"pipe": 1, "data": 2}, cut=None)
     pipe.forward_backward(*(x[: SAMPLES * M // 2] for x in x_y))

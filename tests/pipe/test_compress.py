@@ -326,7 +326,7 @@ LIGHT, HEAVY = Codec("int8"), Codec("topk", 0.01)
 
 
 def chosen(work: float, seconds: dict[tuple[int, int], float]) -> dict[tuple[int, int], Codec]:
-    """Of a step that takes as long as its work, or as its slowest link."""
+    """Seconds of a step that takes as long as its work, or as its slowest link."""
     ratio = {None: 1.0, LIGHT: 0.25, Codec("topk", 0.05): 0.1, HEAVY: 0.02}
 
     def step(codecs: dict[tuple[int, int], Codec]) -> tuple[float, dict[tuple[int, int], float]]:

@@ -1,4 +1,4 @@
-"""What a plan does with a stage's activations beside recompute: profile, plan, run, exact and as large as predicted."""
+"""Treatments of a stage's activations beside recompute: profile, plan, run, exact and as large as predicted."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
 
 @pytest.mark.gloo
 def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
-    """Of eight microbatches two are there at once; four are predicted, of which one is on its way and one may be. The
+    """Two of eight microbatches are there at once; four are predicted, of which one is on its way and one may be. The
     last stage has room for all."""
     plain = planned(("none",), (None, None), schedule="gpipe")
     limits = 0.6 * plain.memory_bytes[0], plain.memory_bytes[1]
