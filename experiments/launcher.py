@@ -85,10 +85,11 @@ def launch(
         restarts: processes to start again, at most, that were killed while the others go on without them (a
             PipelineModule with Mesh(on_failure="reroute")): they join at the beginning of a step, `pipe.num_steps`.
 
-    Ctrl-C (or SIGTERM) ends all ranks and raises KeyboardInterrupt. Raises ValueError for num_ranks < 1.
+    Ctrl-C (or SIGTERM) ends all ranks and raises KeyboardInterrupt. Raises ValueError for num_ranks < 1, restarts < 0.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
+    for name, value, least in (("num_ranks", num_ranks, 1), ("restarts", restarts, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value}: expected at least {least}")
     with (
         tempfile.TemporaryDirectory(prefix="stagewright-") as folder,
         _rendezvous_store(num_ranks) as store,

@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 65_750,
     "library code lines": 45_926,
-    "experiments lines": 19_681,
+    "experiments lines": 19_682,
     "library files": 329,
     "library classes": 558,
     "annotated fields": 1_409,

@@ -214,6 +214,8 @@ def _alive(pid: int) -> bool:
 def test_no_ranks_at_all_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="num_ranks=0: expected at least 1"):
         run("", num_ranks=0)
+    with pytest.raises(ValueError, match="restarts=-1: expected at least 0"):
+        launch(["true"], num_ranks=1, restarts=-1)
 
 
 def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
