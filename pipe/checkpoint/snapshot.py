@@ -168,9 +168,7 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
     values["seed"] = contents.run.settings.seed
-    loss_scale = contents.update.loss_scale
-    if loss_scale is not None:  # by age of a weight version: others could have scales of their own, once
-        values["loss_scale"] = encode({0: list(loss_scale.content())}, what="the loss scale")
+    values |= {key: encode(kept, what=f"the {key} of updates") for key, kept in contents.update.kept.items()}
     return Snapshot(
         step=step,
         kind="training",

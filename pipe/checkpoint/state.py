@@ -142,7 +142,7 @@ class State(Contents):
             )
         checkpoint, found = read_together(folder, lambda it: _Fitting(it, self), collectives, guard)
         found.take()
-        self.update.restart()
+        self.update.go_on(found.kept)
         self.training.restart(checkpoint.manifest.step)
 
     def _rest(self) -> None:
@@ -157,7 +157,7 @@ class State(Contents):
         if self.run.codecs is not None:
             self.run.codecs.memory.clear()
         self.own_checkpoints.adopt(checkpoint.place)
-        self.update.restart()
+        self.update.go_on(found.kept)
         self.training.restart(checkpoint.manifest.step)
         self._say(lost_text(checkpoint, lost))
 
@@ -212,7 +212,7 @@ class _Fitting:
         if self._optimizers is not None:
             for one in self._stages:
                 self._optimizers.check(one, ownership)
-        self._loss_scale: Mapping[int, Sequence[float]] | None = checkpoint.value("loss_scale")
+        self.kept = {key: value for key in contents.update.kept if (value := checkpoint.value(key)) is not None}
         self._note_lost()
 
     def take(self) -> None:
@@ -226,8 +226,6 @@ class _Fitting:
                     self._take_versions(one.versions)
                 if self._optimizers is not None:
                     self._optimizers.load_into(one, ownership)
-        if self._contents.update.loss_scale is not None and self._loss_scale is not None:
-            self._contents.update.loss_scale.load(self._loss_scale[0])
 
     def _take_versions(self, versions: WeightVersions) -> None:
         for parameter, name in zip(versions.own, versions.names, strict=True):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -245,6 +246,18 @@ class Update(ABC):
                 f"batches or updates under way were lost with {self._lost}; the stages stand at different updates. "
                 f"Expected load(folder) of a checkpoint, or a new PipelineModule"
             )
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights and optimizers, by key."""
+        scale = self.loss_scale  # by age of a weight version: others could have scales of their own, once
+        return {} if scale is None else {"loss_scale": {0: list(scale.content())}}
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Forget what was under way, and go on from what a checkpoint has kept, as far as it has."""
+        self.restart()
+        if self.loss_scale is not None and "loss_scale" in kept:
+            self.loss_scale.load(kept["loss_scale"][0])
 
     def versions_of(self, rank: int, stage: int) -> WeightVersions | None:
         """Weight versions of a stage on a local rank; None: the module's own Parameters."""

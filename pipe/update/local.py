@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -161,6 +161,17 @@ class LocalUpdate(FlushUpdate):
     def refuse_reading(self, what: str) -> None:
         if self._differs:
             raise ValueError(f"{what} between two averagings of sync=: expected flush() before, or full_state_dict()")
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        adapted = {"averaging": [self.averaging.every, self._next, self._look_from]} if self._adapts else {}
+        return super().kept | adapted
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        super().go_on(kept)
+        if "averaging" in kept:
+            every, self._next, self._look_from = kept["averaging"]
+            self.averaging = self.averaging._replace(every=every)
 
     def set_aside(self) -> Callable[[], None]:
         self._is_apart = False

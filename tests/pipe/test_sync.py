@@ -195,45 +195,60 @@ def test_the_next_interval_weighs_the_gap_against_bytes(every: int, gap: float, 
     assert next_interval(every, math.inf) == max(1, every // 2)
 
 
-def save_between(folder: str) -> tuple[Any, Any, list[str]]:
+def save_between(folder: str, every: int | str, at: int, skew: float) -> tuple[Any, Any, list[str]]:
     """Weights of a run that saves between two averagings and goes on, and of one that goes on from there."""
+
+    def given(module: PipelineModule, step: int) -> Any:
+        return batch(step, module.rank % 2, skew=skew)
 
     def weights(module: PipelineModule, first: int, last: int) -> Any:
         for step in range(first, last):
-            module.train_step(*batch(step, module.rank % 2))
+            module.train_step(*given(module, step))
         return module.full_state_dict()
 
-    one = make(2, 4, "adamw")
-    weights(one, 0, 2)
-    one.eval_step(*batch(2, one.rank % 2))
+    one = make(2, every, "adamw")
+    weights(one, 0, at)
+    one.eval_step(*given(one, at))
     times = [one.averaging.times]
-    one.train_step(*batch(2, one.rank % 2))
+    one.train_step(*given(one, at))
     one.save(folder)
-    went_on, times = weights(one, 3, 7), [*times, one.averaging.times]
+    went_on, times = weights(one, at + 1, at + 13), [*times, one.averaging.times]
     told = []
     for call in (one.forward_backward, one.clip_grad_norm_):
         try:
-            call(*(batch(0, one.rank % 2) if call == one.forward_backward else [1.0]))
+            call(*(given(one, 0) if call == one.forward_backward else [1.0]))
         except ValueError as error:
             told.append(str(error))
+    intervals = [one.averaging.every]
     one.close()
-    other = make(2, 4, "adamw")
+    other = make(2, every, "adamw")
     other.load(folder)
-    resumed = weights(other, 3, 7)
+    resumed = weights(other, at + 1, at + 13)
+    intervals += [other.averaging.every]
     other.close()
-    return went_on, resumed, [*told, str(times)]
+    return went_on, resumed, [*told, str(times), str(intervals)]
 
 
 @pytest.mark.gloo
 @pytest.mark.concerns("pipe/update", "pipe/checkpoint", "pipe/build.py")
-def test_a_checkpoint_between_two_averagings_goes_on_as_the_run_that_saved_it(gloo: Pool, tmp_path: Path) -> None:
-    """To the last bit, with AdamW's state, which replicas share from there on."""
-    for went_on, resumed, told in gloo.run(save_between, ranks=4, args=(str(tmp_path),)):
+@pytest.mark.parametrize(
+    ("case", "known"),
+    [
+        ((4, 2, 0.0), "[1, 6] [4, 4]"),
+        (("adaptive", 18, 0.0), "[2, 5] [32, 32]"),
+        (("adaptive", 18, 2.0), "[4, 8] [16, 16]"),
+    ],
+)
+def test_a_checkpoint_between_two_averagings_goes_on_as_the_run_that_saved_it(
+    gloo: Pool, tmp_path: Path, case: tuple[int | str, int, float], known: str
+) -> None:
+    """To the last bit, with AdamW's state, which replicas share from there on; and with the H that was found."""
+    for went_on, resumed, told in gloo.run(save_between, ranks=4, args=(str(tmp_path), *case)):
         for name, expected in went_on.items():
             assert torch.equal(resumed[name], expected)
         assert told[0].startswith("forward_backward under sync=")
         assert told[1].startswith("clip_grad_norm_ under sync=")
-        assert told[2] == "[1, 4]"  # eval_step; save, step 4, full_state_dict
+        assert " ".join(told[2:]) == known  # eval_step; save, steps, full_state_dict
 
 
 def same_bits() -> list[bool]:
