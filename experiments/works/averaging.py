@@ -1,9 +1,8 @@
 """Replicas behind a slow link that average every H steps, or as `sync="adaptive"` finds: at equal time.
 
-Two replicas train a classifier of ten classes that overlap, on samples drawn anew for each step; a share of a
-replica's samples is of five classes of its own, and none of the other's. The sides take turns of a few steps, each
-until its steps took as long as a number of steps with `sync=1`. Validation is over all classes alike, with the weights
-averaged.
+Two replicas learn the classes of another network, on samples drawn anew for each step; half of the classes are a
+replica's own, and the other one leaves out a share `apart` of their samples. The sides take turns of a few steps, each
+until its steps took as long as a number of steps with `sync=1`. Validation is of all classes, with averaged weights.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ if TYPE_CHECKING:
 
 SIDES = (1, 4, 16, 64, "adaptive")
 IN_TURN = 8  # steps of one side before the next one's turn
-_CLASSES, _INPUTS, _WIDTH, _SAMPLES, _VALIDATED, _RATE, _NOISE = 10, 32, 256, 64, 4096, 0.05, 2.5
+_CLASSES, _INPUTS, _HIDDEN, _WIDTH, _SAMPLES, _VALIDATED, _RATE = 10, 32, 24, 256, 64, 4096, 0.1
+_DRAWN = 8  # for each sample that is taken
 _AHEAD = 0.2  # [s] to tell all ranks when to begin
 _TIMEOUT = 120.0  # [s]
 
 
 def trained(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Losses, bytes and H of all sides; runs on all ranks. Cases have `own`, a share, `seed` and `steps`."""
+    """Losses, bytes and H of all sides; runs on all ranks. Cases have `apart`, `seed` and `steps`."""
     from ..measure.timing import timed
 
     del repetitions
-    seed, own = int(case.number("seed")), case.number("own")
+    seed, apart = int(case.number("seed")), case.number("apart")
     sides = {every: _pipe(seed, every) for every in SIDES}
     clocks, counts = dict.fromkeys(SIDES, 0.0), dict.fromkeys(SIDES, 0)
 
     def turn(every: int | str) -> None:
         pipe, first = sides[every], counts[every]
         for step in range(first, first + IN_TURN):
-            pipe.train_step(*samples(seed, 2 * step + pipe.rank, own, replica=pipe.rank))
+            pipe.train_step(*samples(seed, 2 * step + pipe.rank, apart, replica=pipe.rank))
         counts[every] += IN_TURN
 
     for every in SIDES:  # connects, and is not counted
@@ -68,18 +68,20 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def samples(
-    seed: int, place: int, own: float, *, replica: int, number: int = _SAMPLES
+    seed: int, place: int, apart: float, *, replica: int, number: int = _SAMPLES
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, a share of them of the replica's own classes; drawn from (seed, place)."""
+    """Inputs and classes, drawn from (seed, place); odd classes belong to replica 1."""
     import torch
 
-    centres = torch.randn(_CLASSES, _INPUTS, generator=torch.Generator().manual_seed(seed))
-    generator = torch.Generator().manual_seed(1_000_003 * seed + place + 2)
-    labels = torch.randint(_CLASSES, (number,), generator=generator)
-    half = _CLASSES // 2
-    mine = labels % half + half * (replica % 2)
-    labels = torch.where(torch.rand(number, generator=generator) < own, mine, labels)
-    return centres[labels] + _NOISE * torch.randn(number, _INPUTS, generator=generator), labels
+    teacher, generator = (
+        torch.Generator().manual_seed(seed),
+        torch.Generator().manual_seed(1_000_003 * seed + place + 2),
+    )
+    first, last = (torch.randn(sizes, generator=teacher) for sizes in ((_INPUTS, _HIDDEN), (_HIDDEN, _CLASSES)))
+    inputs = torch.randn(_DRAWN * number, _INPUTS, generator=generator)
+    classes = (torch.tanh(inputs @ first * (2 / _INPUTS**0.5)) @ last).argmax(1)
+    seen = (classes % 2 == replica) | (torch.rand(len(classes), generator=generator) >= apart)
+    return inputs[seen][:number], classes[seen][:number]
 
 
 def _pipe(seed: int, every: int | str) -> PipelineModule:
