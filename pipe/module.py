@@ -27,12 +27,13 @@ from .building import Building, meet
 from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
-from .options import FIRST, read_options, refuse_float16_autocast, warn_of_evaluation_mode
+from .options import FIRST, read_options, warn_of_evaluation_mode
 from .run.fills import FillWork
 from .run.training import Training
 from .stage.recompute import RecomputeLike
 from .telling import told_if_slow
 from .trace.steps import StepRecord
+from .update.loss_scale import refuse_float16_autocast
 from .update.optimizers import SchedulerFactory
 from .verify.plain import NotVerifiableError
 from .verify.verification import Verification

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, read_compress
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
-from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
@@ -28,14 +27,14 @@ from ..schedules.custom.user_schedules import UserScheduleLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
 from ..schedules.transform import schedule_without
 from .batch.given import CallReader, Given, signature_of
-from .batch.model_loss import ModelLoss
+from .batch.model_loss import ModelLoss, read_loss_option
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.compiled import read_compile
 from .stage.recompute import RecomputeLike
 from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback, read_delay_correction
-from .update.loss_scale import read_grad_scaler
+from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
 from .update.optimizers import SchedulerFactory
 
 REROUTE = "reroute"
@@ -373,50 +372,6 @@ def _refuse_wrapped(root: nn.Module) -> None:
                 f"{f'module {path!r}' if path else 'the model'} is a {kind} already: expected plain modules, and "
                 f"{_INSTEAD[kind]}, which does the same for each stage"
             )
-
-
-def refuse_float16_parameters(*modules: object) -> None:
-    for module in modules:
-        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-            if parameter.dtype is torch.float16:
-                raise ValueError(
-                    f"parameter {name!r} is torch.float16: expected float32 parameters under "
-                    f"torch.autocast(..., torch.float16) with a torch.amp.GradScaler, which divides no "
-                    f"float16 gradients, or torch.bfloat16 (predict, without loss_fn=, runs)"
-                )
-
-
-def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
-    """ValueError for a batch to train on within torch.autocast to float16 without a loss scale."""
-    if (
-        not scales_loss
-        and torch.is_autocast_enabled(device.type)
-        and torch.get_autocast_dtype(device.type) is torch.float16
-    ):
-        raise ValueError(
-            f"torch.autocast({device.type!r}, dtype=torch.float16) around training, where small gradients become 0 "
-            f"without a loss scale: expected PipelineModule(..., precision='fp16'), "
-            f"or torch.bfloat16, which needs none"
-        )
-
-
-def read_loss_option(
-    loss_fn: Callable[[Any, Any], Any] | str | None, loss_weight: object, model: nn.Module | None
-) -> Callable[[Any, Any], Any] | None:
-    """The loss that `loss_fn=` names; ValueError for another word, and for a weight of what is weighted otherwise."""
-    if isinstance(loss_fn, str):
-        if loss_fn != MODEL:
-            raise ValueError(
-                f"loss_fn={loss_fn!r}: expected a function of (output, target), or {MODEL!r} for a model that returns "
-                f"its own loss"
-            )
-        return ModelLoss(model, loss_weight)
-    if loss_weight is not None:
-        raise ValueError(
-            f"loss_weight={loss_weight!r} without loss_fn={MODEL!r}: expected it for a model that returns its own "
-            f"loss; a loss_fn returns (sum, count) instead"
-        )
-    return loss_fn
 
 
 def device_of(root: nn.Module, device: torch.device | str | None = None) -> torch.device:

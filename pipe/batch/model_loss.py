@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments, Form
-from ...partition.model.model_loss import mean_of_model, own_loss
+from ...partition.model.model_loss import MODEL, mean_of_model, own_loss
 from ..stage.stage import LossValue
 from .given import signature_of
 
@@ -37,6 +37,25 @@ _COUNTING = (
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 )
+
+
+def read_loss_option(
+    loss_fn: Callable[[Any, Any], Any] | str | None, loss_weight: object, model: nn.Module | None
+) -> Callable[[Any, Any], Any] | None:
+    """The loss that `loss_fn=` names; ValueError for another word, and for a weight of what is weighted otherwise."""
+    if isinstance(loss_fn, str):
+        if loss_fn != MODEL:
+            raise ValueError(
+                f"loss_fn={loss_fn!r}: expected a function of (output, target), or {MODEL!r} for a model that returns "
+                f"its own loss"
+            )
+        return ModelLoss(model, loss_weight)
+    if loss_weight is not None:
+        raise ValueError(
+            f"loss_weight={loss_weight!r} without loss_fn={MODEL!r}: expected it for a model that returns its own "
+            f"loss; a loss_fn returns (sum, count) instead"
+        )
+    return loss_fn
 
 
 class ModelLoss:
