@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import duration
 from ..memory import MemoryUse
+from ..profile import WAYS
 from ..stage_cost import OFFLOAD, RULES, count_again
 
 
@@ -40,6 +42,8 @@ class PlanStage:
             "keep_less:3": the first 3 of the nodes that run again; "layer:3+keep_less": the others keep less;
             "offload": all is kept, on the host while it waits (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
+        ways: of each node over the tensor ranks, "divided", "whole", "samples" or "samples on" (see `Node`); none: all
+            are divided as tensor_parallel= says.
     """
 
     nodes: tuple[str, ...]
@@ -54,10 +58,12 @@ class PlanStage:
     in_flight: int | None = None
     recompute: str = "none"
     optimizer_shards: int = 1
+    ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "ways", tuple(self.ways))
         if not self.nodes or not self.ranks:
             raise ValueError(f"stage with nodes={self.nodes}, ranks={self.ranks}: expected at least one of each")
         if self.tensor < 1 or len(self.ranks) % self.tensor:
@@ -69,6 +75,11 @@ class PlanStage:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
         if self.recompute != OFFLOAD:
             count_again(self.recompute, expected=f"{RULES}, or {OFFLOAD!r}")
+        if self.ways and (len(self.ways) != len(self.nodes) or not {*self.ways} <= {*WAYS[1:]} or self.tensor == 1):
+            raise ValueError(
+                f"ways={self.ways!r:.80} of {len(self.nodes)} nodes with tensor={self.tensor}: expected one of "
+                f"{', '.join(WAYS[1:])} for each, over 2 tensor ranks or more"
+            )
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
@@ -78,6 +89,13 @@ class PlanStage:
     def replicas(self) -> int:
         """Copies of the stage, each on its share of the microbatches."""
         return len(self.ranks) // self.tensor
+
+    @property
+    def by_layer(self) -> str:
+        """For people: in which ways its nodes run over the tensor ranks; empty where all are divided."""
+        words = {"samples": "by samples", "samples on": "by samples"}
+        numbers = Counter(words.get(way, way) for way in self.ways)
+        return " and ".join(f"{number} {way}" for way, number in numbers.items())
 
     @property
     def memory_bytes(self) -> float | None:
@@ -247,6 +265,12 @@ class PlanRecord:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
         self._check_links()
+        for number, stage in enumerate(self.stages):
+            if any("samples" in way for way in stage.ways) and (self.microbatch_size or 0) % stage.tensor:
+                raise ValueError(
+                    f"microbatch_size={self.microbatch_size} and stage {number} by samples over {stage.tensor} tensor "
+                    f"ranks: expected a multiple of {stage.tensor}, or no ways by samples"
+                )
 
     def _check_links(self) -> None:
         if self.links is None:

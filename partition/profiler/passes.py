@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ...schedules.actions import Op
+from ..model.batch_dims import not_by_samples
 from ..model.calls import Calls
 from ..model.fingerprint import tensor_form
 from ..model.first_run import first_run, fresh_leaves, take
@@ -139,6 +140,26 @@ class Passes:
             "backward_sums": num_backward,
             "backward_sum_bytes": backward_bytes,
         }
+
+    def by_samples(self, index: int) -> bool:
+        """Whether a unit is one module that treats each sample by itself, samples first: tried on the first half."""
+        sample, half = self.samples[index], self.num_samples // 2
+        (module, *others) = sample.stage.units or (None,)
+        where = [each.stage.units for each in self.samples if each.like == index]
+        if module is None or others or sample.unit.size > 1 or not half or any(not_by_samples(module)):
+            return False
+        if len({id(unit) for units in where for unit in units}) < len(where):  # one that runs again
+            return False
+        try:
+            with torch.no_grad(), self._autocast():
+                parts = tuple(x[:half] for x in sample.inputs)
+                inputs, outputs = sample.inputs, sample.stage.run(sample.inputs)
+                pairs = zip(outputs, sample.stage.run(parts), strict=True)
+                return {len(x) for x in (*inputs, *outputs)} == {self.num_samples} and all(
+                    _alike(whole[:half].detach(), part) for whole, part in pairs
+                )
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
 
     def _saved(self, index: int) -> int:
         """Bytes that a unit keeps less without results of GELUs."""
@@ -288,6 +309,13 @@ def _explained(unit: Unit, inputs: Tensors) -> Iterator[None]:
             f"{unit.name} ({unit.description}) cannot take ({given}){users_line(error)}: {first_line(error)}. "
             f"Expected example_inputs of one microbatch, batch first, that fit the model"
         ) from error
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are equal but for rounding."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=0.0, atol=100 * torch.finfo(one.dtype).eps * float(one.abs().max()))
 
 
 def _gradient(output: torch.Tensor) -> torch.Tensor:

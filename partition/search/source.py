@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from ..cluster import Cluster
 from ..profile import Node, Profile
 from ..strict import count
 from ..topology import Topology, TransferTime
+from .by_layer import by_layer
 
 MAX_MICROBATCH = 64  # samples, where a source can profile any size
 
@@ -31,7 +33,8 @@ class MeasuredProfiles:
     """Profiles by microbatch size and by the ranks over which matrices were cut.
 
     Sums over those ranks are added to the seconds of F and B: by the bytes that the profiler counted and the links
-    between neighbours of the cluster, those of the slowest group.
+    between neighbours of the cluster, those of the slowest group. Where nodes may run in "any" way (`Node.way`) and
+    there is a profile of the 1/T-th microbatch on one rank, each has the way that `by_layer` finds.
 
     Arguments:
         profiles: by microbatch size, or as they come.
@@ -86,7 +89,12 @@ class MeasuredProfiles:
             return found
         assert self._cluster is not None
         rings = Topology(self._cluster).rings_of_groups(tensor)
-        nodes = tuple(_with_sums(node, rings) for node in found.typical().nodes)
+        priced, whole = partial(_with_sums, rings=rings), self._profiles.get((microbatch_size, 1))
+        part = None if microbatch_size % tensor else self._profiles.get((microbatch_size // tensor, 1))
+        if whole is not None and any(node.way != "divided" for node in whole.nodes):
+            nodes = by_layer(whole.typical(), found.typical(), None if part is None else part.typical(), priced)
+        else:
+            nodes = tuple(map(priced, found.typical().nodes))
         return replace(found, nodes=nodes, step_seconds=None, slowdown=1.0)  # the whole was measured without the sums
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
