@@ -187,6 +187,7 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Ran:
         try:
             args, kwargs = mapped(given, _fresh)
             leaves = [x for x in _tensors((args, kwargs)) if x.requires_grad]
+            args, kwargs = mapped((args, kwargs), torch.clone)  # which modules may change in place
             value: Any = None
             for number, module in enumerate(modules.values()):
                 value = module(*args, **kwargs) if number == 0 else module(value)
