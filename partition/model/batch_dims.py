@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -15,6 +15,7 @@ from .forms import Arguments, argument_name
 BatchDims = Mapping[str | int, int | None]
 
 TARGET = "target"
+NOT_BY_SAMPLES = (_NormBase, nn.RNNBase)  # modules that cannot run on a part of the samples
 
 
 def parameter_names(signature: inspect.Signature | None) -> list[str]:
@@ -95,14 +96,6 @@ def keys_of(path: Sequence[str], names: Sequence[str]) -> list[str | int]:
         if position is not None:
             found.append(f"{position}{''.join(inner[:end])}" if end else position)
     return found
-
-
-def not_by_samples(module: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(name, class, why) of each module in it that cannot run on a part of the samples."""
-    for name, each in module.named_modules():
-        if isinstance(each, _NormBase | nn.RNNBase):
-            why = "keeps its weights in a list" if isinstance(each, nn.RNNBase) else "has all samples in its mean"
-            yield name, type(each).__name__, why
 
 
 def _first(key: str) -> str:

@@ -17,7 +17,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import duration
 from ..memory import MemoryUse
-from ..profile import WAYS
+from ..profile import SAMPLES, WAYS
 from ..stage_cost import OFFLOAD, RULES, count_again
 
 
@@ -93,8 +93,7 @@ class PlanStage:
     @property
     def by_layer(self) -> str:
         """For people: in which ways its nodes run over the tensor ranks; empty where all are divided."""
-        words = {"samples": "by samples", "samples on": "by samples"}
-        numbers = Counter(words.get(way, way) for way in self.ways)
+        numbers = Counter("by samples" if way in SAMPLES else way for way in self.ways)
         return " and ".join(f"{number} {way}" for way, number in numbers.items())
 
     @property
@@ -265,12 +264,6 @@ class PlanRecord:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
         self._check_links()
-        for number, stage in enumerate(self.stages):
-            if any("samples" in way for way in stage.ways) and (self.microbatch_size or 0) % stage.tensor:
-                raise ValueError(
-                    f"microbatch_size={self.microbatch_size} and stage {number} by samples over {stage.tensor} tensor "
-                    f"ranks: expected a multiple of {stage.tensor}, or no ways by samples"
-                )
 
     def _check_links(self) -> None:
         if self.links is None:

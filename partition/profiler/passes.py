@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...schedules.actions import Op
-from ..model.batch_dims import not_by_samples
+from ..model.batch_dims import NOT_BY_SAMPLES
 from ..model.calls import Calls
 from ..model.fingerprint import tensor_form
 from ..model.first_run import first_run, fresh_leaves, take
@@ -144,20 +144,16 @@ class Passes:
     def by_samples(self, index: int) -> bool:
         """Whether a unit is one module that treats each sample by itself, samples first: tried on the first half."""
         sample, half = self.samples[index], self.num_samples // 2
-        (module, *others) = sample.stage.units or (None,)
-        where = [each.stage.units for each in self.samples if each.like == index]
-        if module is None or others or sample.unit.size > 1 or not half or any(not_by_samples(module)):
-            return False
-        if len({id(unit) for units in where for unit in units}) < len(where):  # one that runs again
+        units = [unit for each in self.samples if each.like == index for unit in each.stage.units]
+        if len({*units}) != sum(each.like == index for each in self.samples) or len({*units}) < len(units):
+            return False  # one of several modules or of none, or one that runs again
+        if any(isinstance(each, NOT_BY_SAMPLES) for each in units[0].modules()):
             return False
         try:
             with torch.no_grad(), self._autocast():
-                parts = tuple(x[:half] for x in sample.inputs)
-                inputs, outputs = sample.inputs, sample.stage.run(sample.inputs)
-                pairs = zip(outputs, sample.stage.run(parts), strict=True)
-                return {len(x) for x in (*inputs, *outputs)} == {self.num_samples} and all(
-                    _alike(whole[:half].detach(), part) for whole, part in pairs
-                )
+                whole, part = (sample.stage.run(tuple(x[:n] for x in sample.inputs)) for n in (self.num_samples, half))
+                sizes = {len(x) for x in (*sample.inputs, *whole)}
+                return sizes == {self.num_samples} and all(map(_alike, (x[:half] for x in whole), part))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return False
 
@@ -313,9 +309,9 @@ def _explained(unit: Unit, inputs: Tensors) -> Iterator[None]:
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they are equal but for rounding."""
-    if one.shape != other.shape or not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=0.0, atol=100 * torch.finfo(one.dtype).eps * float(one.abs().max()))
+    a, b = one.detach().double(), other.detach().double()
+    eps = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+    return a.shape == b.shape and len(a) > 0 and torch.allclose(a, b, rtol=0.0, atol=100 * eps * float(a.abs().max()))
 
 
 def _gradient(output: torch.Tensor) -> torch.Tensor:

@@ -149,9 +149,9 @@ def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
 
 
 def in_ways(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> TensorStyles:
-    """The styles as a plan has them node by node: of nodes by samples, or whole on each member, the others go.
+    """The styles as a plan has them node by node: where nodes are by samples, or whole on each member, theirs go.
 
-    Raises StyleError for a model whose nodes are no modules of their own, and for what cannot be cut by samples.
+    Raises StyleError for nodes that are no children of an nn.Sequential, and for what cannot be cut by samples.
     """
     styles, order = dict(tensor.styles), [name for name, _ in model.named_modules()]
     for stage in plan.stages if plan is not None else ():
@@ -159,19 +159,15 @@ def in_ways(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> Tensor
             continue
         if not is_sequential(model) or not {*stage.nodes} <= {*order}:
             raise StyleError(
-                f"the plan runs {stage.by_layer} of {stage.nodes[0]} .. {stage.nodes[-1]}, and the model "
-                f"({type(model).__name__}) is no nn.Sequential whose children these are: expected one, or a plan from "
-                f"profiles without ways by layer"
+                f"the plan runs {stage.by_layer} of {stage.nodes[0]} .. {stage.nodes[-1]}: expected an nn.Sequential "
+                f"with these children, or a plan from profiles without ways by layer, for a {type(model).__name__}"
             )
-        before = ""
-        for name, way in zip(stage.nodes, stage.ways, strict=True):
+        for name, way, before in zip(stage.nodes, stage.ways, ("", *stage.ways), strict=False):
             if way != "divided":
                 styles = {key: style for key, style in styles.items() if not f"{key}.".startswith(f"{name}.")}
             if way in SAMPLES:
-                goes_on = way == ON and name != stage.nodes[-1]
-                styles[name] = style = Samples(split_input=before != ON, gather_output=not goes_on)
-                style.check(name, model.get_submodule(name), tensor.count)
-            before = way
+                gathers = way != ON or name == stage.nodes[-1]
+                styles[name] = Samples(split_input=before != ON, gather_output=gathers)
     return replace(tensor, styles={name: styles[name] for name in order if name in styles})
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...partition.model.batch_dims import not_by_samples
+from ...partition.model.batch_dims import NOT_BY_SAMPLES
 from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided, numbers_of, shard_of
 from .tensor_group import TensorGroup, enter, gather, leave, split
@@ -218,11 +218,13 @@ class Samples(Style):
         return "samples" + ", own come in" * (not self.split_input) + ", own go on" * (not self.gather_output)
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        for inner, kind, why in not_by_samples(module):
-            raise StyleError(
-                f"module {f'{name}.{inner}'.strip('.')!r} ({kind}) {why}, and cannot be cut by 'samples': expected "
-                f"modules that treat each sample by itself, such as convolutions"
-            )
+        for inner, each in module.named_modules():
+            if isinstance(each, NOT_BY_SAMPLES):
+                why = "keeps its weights in a list" if isinstance(each, nn.RNNBase) else "has all samples in its mean"
+                raise StyleError(
+                    f"module {f'{name}.{inner}'.strip('.')!r} ({type(each).__name__}) {why}, and cannot be cut by "
+                    f"'samples': expected modules that treat each sample by itself, such as convolutions"
+                )
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         group.region(True)

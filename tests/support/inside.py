@@ -107,6 +107,7 @@ _NAMES = {
     "partition.host_speeds": "host_speeds with_host_speeds",
     "partition.memory": "Moments RankMemory RankPlace certain count_in_flight in_flight_of_turns steady_in_flight",
     "partition.search.bounds": "LeastSeconds",
+    "partition.search.by_layer": "by_layer",
     "partition.search.cuts": "candidate_ends even_ends",
     "partition.search.evaluate": "Evaluated MisfitError PlanEvaluator",
     "partition.search.model": "Model",
