@@ -7,8 +7,7 @@
                                                             weights summed
     samples on   whole       1/T of the samples   whole     the last two; and behind it a node by samples takes its part
 
-Convolutions have few weights beside their activations, linear layers many: those run by samples, these divided
-(Krizhevsky 2014, arXiv 1404.5997; SplitBrain, Lai et al. 2021).
+Source: SplitBrain (Lai et al. 2021): convolutions by samples, linear layers divided.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from ..profile import ON, SAMPLES, Node, Profile
 Priced = Callable[[Node], Node]
 
 
-def by_layer(whole: Profile, divided: Profile, part: Profile | None, priced: Priced) -> tuple[Node, ...]:
+def by_layer(
+    whole: Profile, divided: Profile, part: Profile | None, priced: Priced, *, chooses: bool = True
+) -> tuple[Node, ...]:
     """The nodes over T ranks, each in the way with which all of them together take least, F and B of a microbatch.
 
     A dynamic program along the nodes' order. Parts of samples go on between neighbours in it alone, of which the first
@@ -35,6 +36,7 @@ def by_layer(whole: Profile, divided: Profile, part: Profile | None, priced: Pri
         whole, part: of one rank, a microbatch and its T-th part; None: none runs by samples.
         divided: of one of T ranks.
         priced: adds the seconds of a node's sums to its F and B.
+        chooses: or "any" way is "divided".
 
     Raises ValueError for ways that a profile asks for and that do not go together.
     """
@@ -53,7 +55,7 @@ def by_layer(whole: Profile, divided: Profile, part: Profile | None, priced: Pri
         one = ones[name]
         is_cut = cut[name].parameter_bytes != one.parameter_bytes or any(name in pair for pair in features)
         known = ("divided", *("whole",) * is_cut, *SAMPLES * (name in parts)) if name not in stay else ("divided",)
-        asked = {"any": known, "samples": SAMPLES}.get(one.way, (one.way,))
+        asked = {"any": known if chooses else ("divided",), "samples": SAMPLES}.get(one.way, (one.way,))
         num_bytes = sum(ones[maker].activation_bytes for maker in makers[name])
         found: dict[str, tuple[float, tuple[Node, ...]]] = {}
         for (last, (seconds, nodes)), way in product(best.items(), (way for way in known if way in asked)):

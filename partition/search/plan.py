@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -29,7 +29,7 @@ from .model import Model
 from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
-from .source import ProfileSource, as_source
+from .source import MeasuredProfiles, ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, Runs, SearchSpace
 
@@ -114,8 +114,11 @@ def plan(
     >>> found.replicas, round(found.simulated_step_time, 6)
     ((4,), 24.0)
     """
+    options = {name: value for name, value in locals().items() if name != "source"}
     count("global_batch", global_batch)
     source = as_source(source, cluster)
+    if isinstance(source, MeasuredProfiles) and source.chooses is None:
+        return _best(partial(plan, source.decided(chooses=chooses), **options) for chooses in (True, False))
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     allowed = _treatments(recompute, cluster)
@@ -150,6 +153,19 @@ def plan(
     if on_runners_up is not None:
         on_runners_up([ranked(at) for at in range(1, min(len(found), num_runners_up + 1))])
     return ranked(0)
+
+
+def _best(searches: Iterable[Callable[[], Plan]]) -> Plan:
+    """The best of these plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
+    found, refusals = [], []
+    for search in searches:
+        try:
+            found.append(search())
+        except ValueError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[-1]
+    return min(found, key=lambda each: each.simulated_step_time or math.inf)
 
 
 def _models(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -34,7 +35,8 @@ class MeasuredProfiles:
 
     Sums over those ranks are added to the seconds of F and B: by the bytes that the profiler counted and the links
     between neighbours of the cluster, those of the slowest group. Where nodes may run in "any" way (`Node.way`) and
-    there is a profile of the 1/T-th microbatch on one rank, each has the way that `by_layer` finds.
+    there is a profile of the 1/T-th microbatch on one rank, each has the way that `by_layer` finds, unless `chooses` is
+    False; None: nobody said, and it matters.
 
     Arguments:
         profiles: by microbatch size, or as they come.
@@ -81,6 +83,14 @@ class MeasuredProfiles:
         for size in self.sizes:
             _refuse_seconds("tensor ranks", {way: took[size, way] for way in self._ways})
         self._cluster = cluster
+        ways = {node.way for (_, tensor), each in self._profiles.items() if tensor == 1 for node in each.nodes}
+        self.chooses: bool | None = None if "any" in ways and len(self._ways) > 1 else False
+
+    def decided(self, *, chooses: bool) -> MeasuredProfiles:
+        """The same, and it is said."""
+        found = copy(self)
+        found.chooses = chooses
+        return found
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
         """The measured one, with the sums over the tensor ranks."""
@@ -92,7 +102,8 @@ class MeasuredProfiles:
         priced, whole = partial(_with_sums, rings=rings), self._profiles.get((microbatch_size, 1))
         part = None if microbatch_size % tensor else self._profiles.get((microbatch_size // tensor, 1))
         if whole is not None and any(node.way != "divided" for node in whole.nodes):
-            nodes = by_layer(whole.typical(), found.typical(), None if part is None else part.typical(), priced)
+            kept, chooses = None if part is None else part.typical(), self.chooses is not False
+            nodes = by_layer(whole.typical(), found.typical(), kept, priced, chooses=chooses)
         else:
             nodes = tuple(map(priced, found.typical().nodes))
         return replace(found, nodes=nodes, step_seconds=None, slowdown=1.0)  # the whole was measured without the sums
