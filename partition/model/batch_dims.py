@@ -7,15 +7,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-
 from .forms import Arguments, argument_name
 
 BatchDims = Mapping[str | int, int | None]
 
 TARGET = "target"
-NOT_BY_SAMPLES = (_NormBase, nn.RNNBase)  # modules that cannot run on a part of the samples
 
 
 def parameter_names(signature: inspect.Signature | None) -> list[str]:

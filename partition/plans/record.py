@@ -42,8 +42,7 @@ class PlanStage:
             "keep_less:3": the first 3 of the nodes that run again; "layer:3+keep_less": the others keep less;
             "offload": all is kept, on the host while it waits (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
-        ways: of each node over the tensor ranks, "divided", "whole", "samples" or "samples on" (see `Node`); none: all
-            are divided as tensor_parallel= says.
+        ways: of each node over the tensor ranks (`Node.way`); none: all are divided.
     """
 
     nodes: tuple[str, ...]
@@ -76,10 +75,8 @@ class PlanStage:
         if self.recompute != OFFLOAD:
             count_again(self.recompute, expected=f"{RULES}, or {OFFLOAD!r}")
         if self.ways and (len(self.ways) != len(self.nodes) or not {*self.ways} <= {*WAYS[1:]} or self.tensor == 1):
-            raise ValueError(
-                f"ways={self.ways!r:.80} of {len(self.nodes)} nodes with tensor={self.tensor}: expected one of "
-                f"{', '.join(WAYS[1:])} for each, over 2 tensor ranks or more"
-            )
+            expected = f"one of {', '.join(WAYS[1:])} for each of {len(self.nodes)} nodes, over 2 tensor ranks or more"
+            raise ValueError(f"ways={self.ways!r:.80} with tensor={self.tensor}: expected {expected}")
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
@@ -92,7 +89,7 @@ class PlanStage:
 
     @property
     def by_layer(self) -> str:
-        """For people: in which ways its nodes run over the tensor ranks; empty where all are divided."""
+        """For people: how many nodes have which way."""
         numbers = Counter("by samples" if way in SAMPLES else way for way in self.ways)
         return " and ".join(f"{number} {way}" for way, number in numbers.items())
 

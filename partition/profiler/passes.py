@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ...schedules.actions import Op
-from ..model.batch_dims import NOT_BY_SAMPLES
 from ..model.calls import Calls
 from ..model.fingerprint import tensor_form
 from ..model.first_run import first_run, fresh_leaves, take
@@ -33,6 +32,8 @@ from ..model.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
+
+NOT_BY_SAMPLES = (nn.modules.batchnorm._NormBase, nn.RNNBase)  # cannot run on a part of the samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +145,10 @@ class Passes:
     def by_samples(self, index: int) -> bool:
         """Whether a unit is one module that treats each sample by itself, samples first: tried on the first half."""
         sample, half = self.samples[index], self.num_samples // 2
-        units = [unit for each in self.samples if each.like == index for unit in each.stage.units]
-        if len({*units}) != sum(each.like == index for each in self.samples) or len({*units}) < len(units):
-            return False  # one of several modules or of none, or one that runs again
-        if any(isinstance(each, NOT_BY_SAMPLES) for each in units[0].modules()):
+        equal = [each.stage.units for each in self.samples if each.like == index]
+        if {*map(len, equal)} != {1} or len({*equal}) < len(equal):  # of several modules, or one that runs again
+            return False
+        if any(isinstance(each, NOT_BY_SAMPLES) for each in equal[0][0].modules()):
             return False
         try:
             with torch.no_grad(), self._autocast():

@@ -1,19 +1,17 @@
-"""Which way each node takes over a tensor group (`Node.way`).
+"""Which way each node takes over a tensor group, as in SplitBrain (Lai et al. 2021): convolutions by samples, say.
 
-    way          comes in    goes out             weights   on top of F and B of the part
-    divided      as the profile of T ranks has it 1/T       its sums
-    whole        whole       whole                whole
-    samples      whole       whole                whole     results put together; gradients of inputs, too, and those of
-                                                            weights summed
-    samples on   whole       1/T of the samples   whole     the last two; and behind it a node by samples takes its part
-
-Source: SplitBrain (Lai et al. 2021): convolutions by samples, linear layers divided.
+way          comes in   goes out                         weights   on top of F and B
+divided      as the profile of T ranks has it                      its sums
+whole        whole      whole                            whole
+samples      whole      whole                            whole     results and gradients of inputs put together,
+                                                                   gradients of weights summed
+samples on   whole      1/T of the samples, to the next  whole     the last two
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
@@ -42,21 +40,17 @@ def by_layer(
     """
     ones, cut, parts = ({x.name: x for x in each.nodes} if each else {} for each in (whole, divided, part))
     order, links = [divided.nodes[at].name for at in divided.order()], divided.edges or ()
-    makers, takers = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
-    for maker, taker in links:
-        takers[maker].append(taker)
-        makers[taker].append(maker)
-    lines = {(a, b) for a, b in pairwise(order) if takers[a] == [b] and makers[b] == [a]}
+    makers, takers = Counter(b for _, b in links), Counter(a for a, _ in links)
+    lines = {(a, b) for a, b in {*pairwise(order)} & {*links} if takers[a] == makers[b] == 1}
     features = {(a, b) for a, b in links if 1.5 * cut[a].activation_bytes < ones[a].activation_bytes}
     stay = {name for names, _ in whole.tied for name in names} | {name for pair in features - lines for name in pair}
     best: dict[str, tuple[float, tuple[Node, ...]]] = {"": (0.0, ())}
-    before = ""
-    for name in order:
+    for before, name in pairwise(["", *order]):
         one = ones[name]
         is_cut = cut[name].parameter_bytes != one.parameter_bytes or any(name in pair for pair in features)
         known = ("divided", *("whole",) * is_cut, *SAMPLES * (name in parts)) if name not in stay else ("divided",)
         asked = {"any": known if chooses else ("divided",), "samples": SAMPLES}.get(one.way, (one.way,))
-        num_bytes = sum(ones[maker].activation_bytes for maker in makers[name])
+        num_bytes = sum(ones[maker].activation_bytes for maker, taker in links if taker == name)
         found: dict[str, tuple[float, tuple[Node, ...]]] = {}
         for (last, (seconds, nodes)), way in product(best.items(), (way for way in known if way in asked)):
             goes_on = (before, name) in lines and way in SAMPLES
@@ -71,11 +65,10 @@ def by_layer(
                 found[way] = total, (*nodes, node)
         if not found:
             raise ValueError(
-                f"node {name!r}: way={one.way!r} over {divided.tensor} tensor ranks: expected 'any', or one that goes "
-                f"with its neighbours' and tied weights, and, by samples, a profile of 1/{divided.tensor} of the "
-                f"microbatch on one rank"
+                f"node {name!r}: way={one.way!r} over T={divided.tensor} ranks: expected 'any', or what goes with its "
+                f"neighbours and tied weights; and by samples a profile of 1/T of the microbatch on one rank"
             )
-        best, before = found, name
+        best = found
     chosen = {node.name: node for node in min(best.values(), key=lambda each: each[0])[1]}
     return tuple(chosen[node.name] for node in divided.nodes)
 

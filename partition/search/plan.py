@@ -157,14 +157,14 @@ def plan(
 
 def _best(searches: Iterable[Callable[[], Plan]]) -> Plan:
     """The best of these plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
-    found, refusals = [], []
+    found, refusal = [], None
     for search in searches:
         try:
             found.append(search())
-        except ValueError as refusal:
-            refusals.append(refusal)
-    if not found:
-        raise refusals[-1]
+        except ValueError as error:
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
     return min(found, key=lambda each: each.simulated_step_time or math.inf)
 
 

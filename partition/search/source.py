@@ -34,9 +34,8 @@ class MeasuredProfiles:
     """Profiles by microbatch size and by the ranks over which matrices were cut.
 
     Sums over those ranks are added to the seconds of F and B: by the bytes that the profiler counted and the links
-    between neighbours of the cluster, those of the slowest group. Where nodes may run in "any" way (`Node.way`) and
-    there is a profile of the 1/T-th microbatch on one rank, each has the way that `by_layer` finds, unless `chooses` is
-    False; None: nobody said, and it matters.
+    between neighbours of the cluster, those of the slowest group. Nodes have the ways that `by_layer` finds; not those
+    of "any" way where `chooses` is False; None: nobody said, and it matters.
 
     Arguments:
         profiles: by microbatch size, or as they come.
@@ -83,11 +82,10 @@ class MeasuredProfiles:
         for size in self.sizes:
             _refuse_seconds("tensor ranks", {way: took[size, way] for way in self._ways})
         self._cluster = cluster
-        ways = {node.way for (_, tensor), each in self._profiles.items() if tensor == 1 for node in each.nodes}
-        self.chooses: bool | None = None if "any" in ways and len(self._ways) > 1 else False
+        is_open = any(node.way == "any" for each in self._profiles.values() for node in each.nodes)
+        self.chooses: bool | None = None if is_open and len(self._ways) > 1 else False
 
     def decided(self, *, chooses: bool) -> MeasuredProfiles:
-        """The same, and it is said."""
         found = copy(self)
         found.chooses = chooses
         return found
@@ -99,13 +97,10 @@ class MeasuredProfiles:
             return found
         assert self._cluster is not None
         rings = Topology(self._cluster).rings_of_groups(tensor)
-        priced, whole = partial(_with_sums, rings=rings), self._profiles.get((microbatch_size, 1))
+        whole = self._profiles.get((microbatch_size, 1), found)
         part = None if microbatch_size % tensor else self._profiles.get((microbatch_size // tensor, 1))
-        if whole is not None and any(node.way != "divided" for node in whole.nodes):
-            kept, chooses = None if part is None else part.typical(), self.chooses is not False
-            nodes = by_layer(whole.typical(), found.typical(), kept, priced, chooses=chooses)
-        else:
-            nodes = tuple(map(priced, found.typical().nodes))
+        three = (whole.typical(), found.typical(), part and part.typical())
+        nodes = by_layer(*three, partial(_with_sums, rings=rings), chooses=self.chooses is not False)
         return replace(found, nodes=nodes, step_seconds=None, slowdown=1.0)  # the whole was measured without the sums
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:

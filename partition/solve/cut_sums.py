@@ -32,8 +32,7 @@ class Cuts:
         forward, backward, update: [n] seconds of its nodes [s].
         parameters, buffers, stash: [n] of its nodes [bytes].
         crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
-        joining: [n] seconds of putting those together of which each tensor rank has its samples alone, in F of the
-            stage in front and in B of the one behind [s].
+        joining: [n] `Node.joining_seconds` of those.
         inside: [n, n] whether cut i lies inside cut j and is not the same.
         nodes, order: of the profile.
         takers: of each node, those that take its output.

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...partition.model.batch_dims import NOT_BY_SAMPLES
+from ...partition.profiler.passes import NOT_BY_SAMPLES
 from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided, numbers_of, shard_of
 from .tensor_group import TensorGroup, enter, gather, leave, split

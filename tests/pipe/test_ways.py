@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import profile_cut
 from support.pool import Pool
 from support.tensor_models import make_pipe
 from support.uneven import plan_of, stage
 from torch import Tensor, nn
 
-from stagewright.partition import Plan
+from stagewright.partition import Cluster, Plan, plan
 
 pytestmark = pytest.mark.concerns("partition/plans", "pipe/build.py", "pipe/shards", "pipe/verify")
 
@@ -94,3 +98,117 @@ def test_it_equals_one_process(gloo: Pool, case: str) -> None:
             assert found[what] == pytest.approx(wanted[what], abs=1e-12), what
         for name, value in wanted["state"].items():
             torch.testing.assert_close(found["state"][name], value, rtol=0, atol=1e-12)
+
+
+# --- from a profile to a run ---
+
+
+def chosen(**ways: str) -> Plan:
+    """Of the network's measured profiles, with these ways for some nodes and the others divided."""
+    x = batch(0)[0]
+    given = [
+        profile_cut(cnn(), (x[:size],), tensor=tensor, tensor_parallel=WIDE, repetitions=1, split_backward=False)
+        for size in (2, 4)
+        for tensor in (1, 2)
+    ]
+    for at, each in enumerate(given):
+        if each.tensor == 1:
+            nodes = [replace(node, way=ways.get(node.name, "divided")) for node in each.nodes]
+            given[at] = replace(each, nodes=tuple(nodes))
+    cluster = Cluster.parse("2:link=10GB/s@5us")
+    return plan(given, cluster, global_batch=8, microbatch_sizes=(4,), tensor_sizes=(2,), schedules="1f1b")
+
+
+@pytest.mark.gloo
+def test_what_the_planner_chose_runs(gloo: Pool, tmp_path: Path) -> None:
+    found = chosen(c1="samples", r1="samples", c2="samples", flat="any", fc1="any", r2="any", fc2="any")
+    assert found.stages[0].ways[:3] == (ON, ON, BY)
+    file = tmp_path / "plan.json"
+    file.write_text(found.to_json())
+    wanted = train_plain()
+    for one in gloo.run(train, ranks=2, args=(Plan.load(file),)):
+        assert one["losses"] == pytest.approx(wanted["losses"], abs=1e-12)
+        for name, value in wanted["state"].items():
+            torch.testing.assert_close(one["state"][name], value, rtol=0, atol=1e-12)
+
+
+class Centred(nn.Module):
+    """A module that nobody knows, with all samples in its mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_what_may_run_by_samples() -> None:
+    """Children of an nn.Sequential that give a part of the results for a part of the samples."""
+    twice = nn.Tanh()
+    parts: dict[str, nn.Module] = {
+        "conv": nn.Conv2d(2, 4, 3),
+        "batch": nn.BatchNorm2d(4),
+        "twice": twice,
+        "group": nn.GroupNorm(2, 4),
+        "again": twice,
+        "centred": Centred(),
+        "drop": nn.Dropout(0.5),
+        "inner": nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.Flatten()),
+        "fold": nn.Unflatten(0, (2, 2)),
+        "unfold": nn.Flatten(0, 1),
+        "last": nn.Linear(16, 3),
+    }
+    model, x = nn.Sequential(OrderedDict(parts)), torch.rand(4, 2, 6, 6)
+    found = profile_cut(model, (x,), tensor=1, repetitions=1)
+    assert [node.name for node in found.nodes if node.way == "any"] == ["conv", "group", "inner", "last"]
+    single = profile_cut(nn.Sequential(nn.Linear(3, 3)), (torch.rand(1, 3),), tensor=1, repetitions=1)
+    assert single.nodes[0].way == "divided"
+
+
+# --- refused by name ---
+
+
+class Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.fc1, self.fc2 = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(144, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.fc1(self.c1(x).flatten(1)))
+        return out
+
+
+def refusal(make: Callable[[], nn.Module], plan: Plan, size: int) -> str:
+    settings = {"tensor_parallel": WIDE, "loss_fn": F.cross_entropy, "optimizer": SGD}
+    with (
+        pytest.raises(ValueError) as refused,
+        make_pipe(make().double(), num_microbatches=None, plan=plan, **settings) as pipe,
+    ):
+        pipe.train_step(*batch(0, size))
+    return str(refused.value)
+
+
+def normed() -> nn.Module:
+    named = dict(cnn().named_children())
+    named["pool"] = nn.BatchNorm2d(3)
+    named["fc1"] = nn.Linear(48, 8)
+    return nn.Sequential(OrderedDict(named))
+
+
+def halves(*ways: str, nodes: str = "c1 r1 c2 pool flat fc1 r2 fc2") -> Plan:
+    return plan_of(stage(nodes, 0, 1, ways=ways))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, int, str]] = {
+    "batch norm": (normed, halves(ON, ON, ON, ON, BY, CUT, CUT, CUT), 8, "module 'pool' (BatchNorm2d) has all samples"),
+    "odd microbatch": (cnn, ONE, 12, "a tensor of shape (3, 2, 6, 6) over 2 tensor ranks: expected dimension 0 to be"),
+    "no chain": (
+        Called, halves(BY, CUT, CUT, nodes="c1 fc1 fc2"), 8,
+        "the plan runs 1 by samples and 2 divided of c1 .. fc2: expected an nn.Sequential with these children",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_runs(gloo: Pool, case: str) -> None:
+    make, found, size, why = REFUSED[case]
+    for said in gloo.run(refusal, ranks=2, args=(make, found, size)):
+        assert why in said
