@@ -226,6 +226,8 @@ def test_a_cut_between_parts_puts_them_together() -> None:
     half_a_sum = 18e6 / 2 / 10e9 + 20e-6  # two ranks: a sum sends all bytes, and waits for latency twice
     for op in (Op.F, Op.B):
         assert sum(two.seconds(op)) == pytest.approx(sum(whole.seconds(op)) + half_a_sum)
+    assert two.seconds(Op.F)[0] == pytest.approx(30e-3 + half_a_sum)
+    assert two.seconds(Op.B)[0] == pytest.approx(60e-3 + 1.3e6 / 10e9 + 2 * 40e-6)  # two sums of gradients
 
 
 def test_linear_layers_with_a_tiny_batch_stay_divided() -> None:
