@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -114,11 +115,10 @@ def plan(
     >>> found.replicas, round(found.simulated_step_time, 6)
     ((4,), 24.0)
     """
-    options = {name: value for name, value in locals().items() if name != "source"}
     count("global_batch", global_batch)
     source = as_source(source, cluster)
     if isinstance(source, MeasuredProfiles) and source.chooses is None:
-        return _best(partial(plan, source.decided(chooses=chooses), **options) for chooses in (True, False))
+        return _best(**locals())
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     allowed = _treatments(recompute, cluster)
@@ -137,8 +137,7 @@ def plan(
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
     )
-    if recompute is not None:
-        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed)
+    _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed if recompute is not None else ())
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
@@ -155,12 +154,12 @@ def plan(
     return ranked(0)
 
 
-def _best(searches: Iterable[Callable[[], Plan]]) -> Plan:
-    """The best of these plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
+def _best(source: MeasuredProfiles, **options: Any) -> Plan:
+    """The better of two plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
     found, refusal = [], None
-    for search in searches:
+    for chooses in (True, False):
         try:
-            found.append(search())
+            found.append(plan(source.decided(chooses=chooses), **options))
         except ValueError as error:
             refusal = error
     if refusal is not None and not found:
