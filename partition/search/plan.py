@@ -139,9 +139,8 @@ def plan(
     )
     _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed if recompute is not None else ())
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
-    clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
-        PlanEvaluator(topology, model_of, norm=_norm_seconds(clips_to, topology)),
+        PlanEvaluator(topology, model_of, norm=_norm_seconds(max_grad_norm, one, topology)),
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
         seconds=_figure("seconds", seconds),
@@ -247,9 +246,10 @@ def _ranked(
     )
 
 
-def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
-    """Seconds of a small sum over all devices, where gradients are clipped [s]."""
-    if max_grad_norm is None or number("max_grad_norm", max_grad_norm) == 0:
+def _norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) -> float | None:
+    """Seconds of a small sum over all devices, where gradients are clipped, as the profile says unless told [s]."""
+    clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
+    if clips_to is None or number("max_grad_norm", clips_to) == 0:
         return None
     return topology.small_sum(range(topology.num_devices))
 
