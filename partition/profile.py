@@ -15,6 +15,9 @@ from .strict import check_figures, count, fail, number, parse_object, printable,
 
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
+ON = "samples on"
+SAMPLES = ("samples", ON)
+WAYS = ("any", "divided", "whole", *SAMPLES)  # in which a tensor group runs a node
 Tied = tuple[tuple[str, ...], float]  # two nodes or more, bytes of the weights that all of them share
 _PAIRS = [(f"{kind}_bytes", f"{kind}_seconds") for kind in ("selective", "keep_less")]  # both or none
 
@@ -47,6 +50,11 @@ class Node:
             once where shared [bytes], and what B takes longer then [s]; None when not known.
         keep_less_bytes, keep_less_seconds: the same where results of GELUs are not kept; None when not known, or where
             that frees nothing.
+        way: in which the T ranks of a tensor group run it: "divided" as the profile of T ranks has it; "whole" on each
+            of them; by "samples", 1/T of a microbatch's on each, with whole weights; "samples on" the same, and its
+            part goes on to the next node, which is by samples too; "any" of these, as the planner chooses.
+        joining_seconds: of putting these parts together where a cut lies behind the node, in F, and of their gradients,
+            in B of the next node [s each]; in none of the others.
 
     Raises ValueError for a figure that is no finite number of at least 0, for one of these pairs alone, and for
     parameters that are larger than all of them.
@@ -76,12 +84,16 @@ class Node:
     selective_seconds: float | None = None
     keep_less_bytes: float | None = None
     keep_less_seconds: float | None = None
+    way: str = "divided"
+    joining_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"node name {self.name!r}: expected text that is not empty")
         printable("node name", self.name)
         check_figures(self, f"node {self.name}")
+        if self.way not in WAYS:
+            fail(f"node {self.name}: way", self.way, f"one of {', '.join(WAYS)}")
         if not isinstance(self.runs_again, bool):
             fail(f"node {self.name}: runs_again", self.runs_again, "True or False")
         for part in ("largest_parameter_bytes", "small_parameter_bytes"):

@@ -32,6 +32,7 @@ from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
 from .run.training import Training
 from .run.worker import TrainingWorker
+from .shards.cutting import in_ways
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import read_tensor_parallel
 from .stage.build import CutModel, cut_model
@@ -316,6 +317,7 @@ def _divided_and_cut(
     # 4. The model divided over the tensor group
     layout, root, microbatch, mesh = run.layout, run.root, Signature.of(example), run.layout.place.mesh
     tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1], example=example)
+    tensor = in_ways(tensor, layout.plan, root)
     if tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None

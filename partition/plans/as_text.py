@@ -77,6 +77,7 @@ _USUAL = {  # of a stage: what is said where it is another
     "recompute": ("recompute", "none"),
     "tensor": ("tensor", 1),
     "optimizer_shards": ("shards", 1),
+    "by_layer": ("nodes", ""),
 }
 _STRUCTURES = {
     "parameters": "weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import duration
 from ..memory import MemoryUse
+from ..profile import SAMPLES, WAYS
 from ..stage_cost import OFFLOAD, RULES, count_again
 
 
@@ -40,6 +42,7 @@ class PlanStage:
             "keep_less:3": the first 3 of the nodes that run again; "layer:3+keep_less": the others keep less;
             "offload": all is kept, on the host while it waits (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
+        ways: of each node over the tensor ranks (`Node.way`); none: all are divided.
     """
 
     nodes: tuple[str, ...]
@@ -54,10 +57,12 @@ class PlanStage:
     in_flight: int | None = None
     recompute: str = "none"
     optimizer_shards: int = 1
+    ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "ways", tuple(self.ways))
         if not self.nodes or not self.ranks:
             raise ValueError(f"stage with nodes={self.nodes}, ranks={self.ranks}: expected at least one of each")
         if self.tensor < 1 or len(self.ranks) % self.tensor:
@@ -69,6 +74,9 @@ class PlanStage:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
         if self.recompute != OFFLOAD:
             count_again(self.recompute, expected=f"{RULES}, or {OFFLOAD!r}")
+        if self.ways and (len(self.ways) != len(self.nodes) or not {*self.ways} <= {*WAYS[1:]} or self.tensor == 1):
+            expected = f"one of {', '.join(WAYS[1:])} for each of {len(self.nodes)} nodes, over 2 tensor ranks or more"
+            raise ValueError(f"ways={self.ways!r:.80} with tensor={self.tensor}: expected {expected}")
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
@@ -78,6 +86,12 @@ class PlanStage:
     def replicas(self) -> int:
         """Copies of the stage, each on its share of the microbatches."""
         return len(self.ranks) // self.tensor
+
+    @property
+    def by_layer(self) -> str:
+        """For people: how many nodes have which way."""
+        numbers = Counter("by samples" if way in SAMPLES else way for way in self.ways)
+        return " and ".join(f"{number} {way}" for way, number in numbers.items())
 
     @property
     def memory_bytes(self) -> float | None:

@@ -126,11 +126,13 @@ def profile_model(
         workspaces = _workspaces(passes, device)
         sums = {i: passes.traffic(i, given.traffic) for i in passes.firsts} if given.traffic is not None else {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        is_open = given.tensor == 1 and is_sequential(model)
+        ways = {i: "any" if is_open and passes.by_samples(i) else "divided" for i in passes.firsts}
         updates = {i: _update(passes.samples[i], given.optimizer, names, clock) for i in passes.firsts}
     measured = updates if given.optimizer else None
     found = _profile(model, passes, workspaces, measured, device=device, autocast=given.autocast)
     pairs = zip(found.nodes, passes.samples, strict=True)
-    nodes = [replace(node, **sums[sample.like]) if sums else node for node, sample in pairs]
+    nodes = [replace(node, way=ways[sample.like], **sums.get(sample.like, {})) for node, sample in pairs]
     return replace(found, nodes=tuple(nodes), tensor=given.tensor)
 
 
@@ -363,7 +365,7 @@ def _node(
     elif passes.splits:
         input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
     sizes = [bytes_of([t]) for t in own if isinstance(t, nn.Parameter)]
-    less: dict[str, float] = {}
+    less: dict[str, Any] = {}
     if sample.like in passes.saved:
         plain, longer = (Estimate.of(seconds).seconds for seconds in passes.beside[sample.like])
         less["keep_less_bytes"] = max(0, sample.stash_bytes - passes.saved[sample.like])

@@ -33,6 +33,8 @@ from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
 
+NOT_BY_SAMPLES = (nn.modules.batchnorm._NormBase, nn.RNNBase)  # cannot run on a part of the samples
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -139,6 +141,22 @@ class Passes:
             "backward_sums": num_backward,
             "backward_sum_bytes": backward_bytes,
         }
+
+    def by_samples(self, index: int) -> bool:
+        """Whether a unit is one module that treats each sample by itself, samples first: tried on the first half."""
+        sample, half = self.samples[index], self.num_samples // 2
+        equal = [each.stage.units for each in self.samples if each.like == index]
+        if {*map(len, equal)} != {1} or len({*equal}) < len(equal):  # of several modules, or one that runs again
+            return False
+        if any(isinstance(each, NOT_BY_SAMPLES) for each in equal[0][0].modules()):
+            return False
+        try:
+            with torch.no_grad(), self._autocast():
+                whole, part = (sample.stage.run(tuple(x[:n] for x in sample.inputs)) for n in (self.num_samples, half))
+                torch.testing.assert_close(part, tuple(x[:half] for x in whole), rtol=1e-4, atol=1e-5)
+                return half > 0 and {len(x) for x in (*sample.inputs, *whole)} == {self.num_samples}
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return False
 
     def _saved(self, index: int) -> int:
         """Bytes that a unit keeps less without results of GELUs."""

@@ -15,7 +15,7 @@ from ..solve.cut_sums import Cuts, node_names, thinned
 from ..stage_cost import StageSums
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
-_LEAST = ("forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
+_LEAST = ("forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes", "joining_seconds")
 _SCALED = 0.005  # of the profile's seconds: less is not worth a word
 
 

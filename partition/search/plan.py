@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from .model import Model
 from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
-from .source import ProfileSource, as_source
+from .source import MeasuredProfiles, ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, Runs, SearchSpace
 
@@ -116,6 +117,8 @@ def plan(
     """
     count("global_batch", global_batch)
     source = as_source(source, cluster)
+    if isinstance(source, MeasuredProfiles) and source.chooses is None:
+        return _best(**locals())
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     allowed = _treatments(recompute, cluster)
@@ -134,12 +137,10 @@ def plan(
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
     )
-    if recompute is not None:
-        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed)
+    _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed if recompute is not None else ())
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
-    clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
-        PlanEvaluator(topology, model_of, norm=_norm_seconds(clips_to, topology)),
+        PlanEvaluator(topology, model_of, norm=_norm_seconds(max_grad_norm, one, topology)),
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
         seconds=_figure("seconds", seconds),
@@ -150,6 +151,19 @@ def plan(
     if on_runners_up is not None:
         on_runners_up([ranked(at) for at in range(1, min(len(found), num_runners_up + 1))])
     return ranked(0)
+
+
+def _best(source: MeasuredProfiles, **options: Any) -> Plan:
+    """The better of two plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
+    found, refusal = [], None
+    for chooses in (True, False):
+        try:
+            found.append(plan(source.decided(chooses=chooses), **options))
+        except ValueError as error:
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
+    return min(found, key=lambda each: each.simulated_step_time or math.inf)
 
 
 def _models(
@@ -232,9 +246,10 @@ def _ranked(
     )
 
 
-def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
-    """Seconds of a small sum over all devices, where gradients are clipped [s]."""
-    if max_grad_norm is None or number("max_grad_norm", max_grad_norm) == 0:
+def _norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) -> float | None:
+    """Seconds of a small sum over all devices, where gradients are clipped, as the profile says unless told [s]."""
+    clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
+    if clips_to is None or number("max_grad_norm", clips_to) == 0:
         return None
     return topology.small_sum(range(topology.num_devices))
 

@@ -84,6 +84,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     for s in range(c.num_stages):
         p, v = c.positions[s], s // c.pipeline
         memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
+        over = {node.name: node.way for node in e.models[c.tensors[p]].profile.nodes}
+        ways = tuple(over[name] for name in e.model.names(first, last))
         stages.append(
             PlanStage(
                 nodes=e.model.names(first, last),
@@ -98,6 +100,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 in_flight=max(1, memory.in_flight[v]),
                 recompute=memory.recompute[v],
                 optimizer_shards=memory.shards[v],
+                ways=ways if c.tensors[p] > 1 and {*ways} != {"divided"} else (),
             )
         )
     return tuple(stages)

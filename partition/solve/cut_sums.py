@@ -32,6 +32,7 @@ class Cuts:
         forward, backward, update: [n] seconds of its nodes [s].
         parameters, buffers, stash: [n] of its nodes [bytes].
         crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
+        joining: [n] `Node.joining_seconds` of those.
         inside: [n, n] whether cut i lies inside cut j and is not the same.
         nodes, order: of the profile.
         takers: of each node, those that take its output.
@@ -49,6 +50,7 @@ class Cuts:
     buffers: Floats
     stash: Floats
     crossing: Floats
+    joining: Floats
     inside: Bools
     nodes: tuple[Node, ...]
     order: tuple[int, ...]
@@ -67,8 +69,8 @@ class Cuts:
 
     def stages(self, first: Cut, last: Cut) -> StageSums:
         return StageSums(
-            forward=_between(self.forward, first, last),
-            backward=_between(self.backward, first, last),
+            forward=_between(self.forward, first, last) + self.joining[last],
+            backward=_between(self.backward, first, last) + self.joining[first],
             update=self._less_twice(_between(self.update, first, last), first, last, self.shared_update),
             weights=self.weights(first, last),
             buffers=_between(self.buffers, first, last),
@@ -265,6 +267,7 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         buffers=of(members, "buffer_bytes"),
         stash=of(members, "stash_bytes"),
         crossing=of(leaves, "activation_bytes"),
+        joining=of(leaves, "joining_seconds"),
         inside=inside,
         nodes=profile.nodes,
         order=profile.order(),

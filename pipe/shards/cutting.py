@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from ...partition.model.chain import is_sequential
 from ...partition.model.forms import Arguments
-from ...partition.profile import Profile
+from ...partition.plans.plan import Plan
+from ...partition.profile import ON, SAMPLES, Profile
 from ...partition.profiler import profile_model
 from ...partition.profiler.passes import Traffic
 from .shard import Shard
 from .style import Style, StyleError, cut_module, style_of
+from .styles import Samples
 from .tensor_group import TensorGroup
-from .tensor_option import TensorParallelLike, read_tensor_parallel
+from .tensor_option import TensorParallelLike, TensorStyles, read_tensor_parallel
 
 
 def cut_by_styles(
@@ -142,6 +146,29 @@ def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
             f"one of stagewright's"
         )
     return shard
+
+
+def in_ways(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> TensorStyles:
+    """The styles as a plan has them node by node: where nodes are by samples, or whole on each member, theirs go.
+
+    Raises StyleError for nodes that are no children of an nn.Sequential, and for what cannot be cut by samples.
+    """
+    styles, order = dict(tensor.styles), [name for name, _ in model.named_modules()]
+    for stage in plan.stages if plan is not None else ():
+        if stage.tensor != tensor.count or not stage.ways:
+            continue
+        if not is_sequential(model) or not {*stage.nodes} <= {*order}:
+            raise StyleError(
+                f"the plan runs {stage.by_layer} of {stage.nodes[0]} .. {stage.nodes[-1]}: expected an nn.Sequential "
+                f"with these children, or a plan from profiles without ways by layer, for a {type(model).__name__}"
+            )
+        for name, way, before in zip(stage.nodes, stage.ways, ("", *stage.ways), strict=False):
+            if way != "divided":
+                styles = {key: style for key, style in styles.items() if not f"{key}.".startswith(f"{name}.")}
+            if way in SAMPLES:
+                gathers = way != ON or name == stage.nodes[-1]
+                styles[name] = Samples(split_input=before != ON, gather_output=gathers)
+    return replace(tensor, styles={name: styles[name] for name in order if name in styles})
 
 
 def profile_cut(

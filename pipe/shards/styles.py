@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ...partition.profiler.passes import NOT_BY_SAMPLES
 from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided, numbers_of, shard_of
 from .tensor_group import TensorGroup, enter, gather, leave, split
@@ -203,11 +204,22 @@ class Samples(Style):
 
     For modules with few weights beside their activations, as convolutions in front of large linear layers
     (Krizhevsky 2014, arXiv 1404.5997). All tensors among the arguments and results have the samples along dimension 0.
+
+    Arguments:
+        split_input: whether each member gets all samples, and takes its own.
+        gather_output: whether each member gets all results, and not its own alone.
     """
+
+    def __init__(self, *, split_input: bool = True, gather_output: bool = True) -> None:
+        super().__init__()
+        self.split_input, self.gather_output = split_input, gather_output
+
+    def describe(self) -> str:
+        return "samples" + ", own come in" * (not self.split_input) + ", own go on" * (not self.gather_output)
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         for inner, each in module.named_modules():
-            if isinstance(each, nn.modules.batchnorm._NormBase | nn.RNNBase):
+            if isinstance(each, NOT_BY_SAMPLES):
                 why = "keeps its weights in a list" if isinstance(each, nn.RNNBase) else "has all samples in its mean"
                 raise StyleError(
                     f"module {f'{name}.{inner}'.strip('.')!r} ({type(each).__name__}) {why}, and cannot be cut by "
@@ -215,11 +227,15 @@ class Samples(Style):
                 )
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, lambda x: split(x, group, dim=0), (args, kwargs))
+        group.region(True)
+        if self.split_input:
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: split(x, group, dim=0), (args, kwargs))
         with ExitStack() as stack:
             for each in module.modules():
                 stack.enter_context(_gradients_summed(each, group))
             value = plain.forward(module, *args, **kwargs)
+        if not self.gather_output:
+            return value
         return tree_map_only(torch.Tensor, lambda x: gather(x, group, dim=0), value)
 
 

@@ -82,7 +82,8 @@ class TensorGroup:
                 f"a tensor of shape {tuple(x.shape)} over {self.count} tensor ranks: expected dimension {dim} to be a "
                 f"multiple of {self.count}"
             )
-        return x.chunk(self.count, dim)[self.index].contiguous()
+        part = x.chunk(self.count, dim)[self.index]
+        return part.clone(memory_format=torch.contiguous_format)  # no view: it may change in place, and x may go
 
     @property
     def _name(self) -> str:

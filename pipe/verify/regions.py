@@ -150,7 +150,8 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
     for name, style in styles.items():
         if isinstance(style, Local) or not name:
             continue
-        whole = isinstance(style, Positions | Samples | Heads | Experts) or getattr(style, "gather_output", False)
+        whole = isinstance(style, Positions | Heads | Experts) or getattr(style, "gather_output", False)
+        whole = whole and getattr(style, "split_input", True)
         parent = name.rpartition(".")[0]
         above = model.get_submodule(parent)
         if whole or isinstance(model.get_submodule(name), nn.Embedding):
@@ -162,7 +163,8 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
                 rows = (
                     at
                     for at in range(begin, len(children))
-                    if isinstance(styles.get(children[at]), Row | RowwiseParallel)
+                    if isinstance(end := styles.get(children[at]), Row | RowwiseParallel)
+                    or (isinstance(end, Samples) and end.gather_output)
                 )
                 found[tuple(children[begin : next(rows, len(children) - 1) + 1])] = None
         elif parent:
@@ -185,6 +187,7 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Ran:
         try:
             args, kwargs = mapped(given, _fresh)
             leaves = [x for x in _tensors((args, kwargs)) if x.requires_grad]
+            args, kwargs = mapped((args, kwargs), torch.clone)  # which modules may change in place
             value: Any = None
             for number, module in enumerate(modules.values()):
                 value = module(*args, **kwargs) if number == 0 else module(value)

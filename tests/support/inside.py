@@ -111,6 +111,7 @@ _NAMES = {
     "partition.search.evaluate": "Evaluated MisfitError PlanEvaluator",
     "partition.search.model": "Model",
     "partition.search.simulated": "SizesError long_batch short_batches simulated_batch",
+    "partition.search.source": "by_layer",
     "partition.search.space": "Configuration SearchSpace",
     "partition.analytic.pipedream": "PipeDreamModel",
     "partition.plans.record": "OUTSIDE PlanRecord",

@@ -1,0 +1,215 @@
+"""Plans that run nodes of a stage by samples, divided or whole on each tensor rank: against one plain process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.inside import profile_cut
+from support.pool import Pool
+from support.tensor_models import make_pipe
+from support.uneven import plan_of, stage
+from torch import Tensor, nn
+
+from stagewright.partition import Cluster, Plan, Profile, plan
+
+pytestmark = pytest.mark.concerns("partition/plans", "pipe/build.py", "pipe/shards", "pipe/verify")
+
+WIDE = {"fc1": "column", "fc2": "row"}
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def cnn() -> nn.Sequential:
+    torch.manual_seed(0)
+    parts: dict[str, nn.Module] = {
+        "c1": nn.Conv2d(2, 4, 3, padding=1),
+        "r1": nn.ReLU(inplace=True),
+        "c2": nn.Conv2d(4, 3, 3),
+        "pool": nn.AvgPool2d(2),
+        "flat": nn.Flatten(),
+        "fc1": nn.Linear(12, 8),
+        "r2": nn.ReLU(),
+        "fc2": nn.Linear(8, 5),
+    }
+    return nn.Sequential(OrderedDict(parts)).double()
+
+
+def batch(seed: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 2, 6, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 5, (size,), generator=generator)
+
+
+def train(plan: Plan, **options: Any) -> dict[str, Any]:
+    settings = {"tensor_parallel": WIDE, "loss_fn": F.cross_entropy, "optimizer": SGD, "verify": True}
+    with make_pipe(cnn(), num_microbatches=None, plan=plan, **(settings | options)) as pipe:
+        results = [pipe.train_step(*batch(step)) for step in range(3)]
+        return {
+            "losses": [one.loss for one in results],
+            "norms": [one.grad_norm for one in results],
+            "eval": pipe.eval_step(*batch(3)).loss,
+            "state": pipe.full_state_dict(),
+        }
+
+
+def train_plain() -> dict[str, Any]:
+    model = cnn()
+    steps = SGD(model.parameters())
+    losses, norms = [], []
+    for step in range(3):
+        x, y = batch(step)
+        steps.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)))
+        steps.step()
+        losses.append(loss.item())
+    x, y = batch(3)
+    return {"losses": losses, "norms": norms, "eval": F.cross_entropy(model(x), y).item(), "state": model.state_dict()}
+
+
+ON, BY, CUT, WHOLE = "samples on", "samples", "divided", "whole"
+ONE = plan_of(stage("c1 r1 c2 pool flat fc1 r2 fc2", 0, 1, ways=(ON, ON, ON, ON, BY, CUT, CUT, CUT)))
+CASES = {
+    "one stage": ONE,
+    "a cut between parts": plan_of(
+        stage("c1 r1 c2", 0, 1, ways=(ON, ON, ON)), stage("pool flat fc1 r2 fc2", 2, 3, ways=(ON, BY, CUT, CUT, CUT))
+    ),
+    "all by samples, and one size a stage": plan_of(
+        stage("c1 r1 c2", 0, ways=()), stage("pool flat fc1 r2 fc2", 1, 2, ways=(ON, ON, ON, BY, BY))
+    ),
+    "whole": plan_of(stage("c1 r1 c2 pool flat fc1 r2 fc2", 0, 1, ways=(BY, BY, ON, BY, CUT, WHOLE, WHOLE, WHOLE))),
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_one_process(gloo: Pool, case: str) -> None:
+    plan, wanted = CASES[case], train_plain()
+    for found in gloo.run(train, ranks=plan.num_devices, args=(plan,)):
+        for what in ("losses", "norms", "eval"):
+            assert found[what] == pytest.approx(wanted[what], abs=1e-12), what
+        for name, value in wanted["state"].items():
+            torch.testing.assert_close(found["state"][name], value, rtol=0, atol=1e-12)
+
+
+# --- from a profile to a run ---
+
+
+def timed(tensor: int, size: int) -> Profile:
+    """The network's profile, with seconds by formula, so that the choice does not hang on a busy machine."""
+    found = profile_cut(
+        cnn(), (batch(0)[0][:size],), tensor=tensor, tensor_parallel=WIDE, repetitions=1, split_backward=False
+    )
+    slow = {"c1": 1e-3, "c2": 1e-3, "fc1": 1e-3 / tensor, "fc2": 1e-3 / tensor}
+    nodes = [
+        replace(node, forward_seconds=took, backward_seconds=2 * took)
+        for node in found.nodes
+        for took in [slow.get(node.name, 1e-5) * size + 2e-4 / tensor]
+    ]
+    return replace(found, nodes=tuple(nodes), step_seconds=None, slowdown=1.0)
+
+
+@pytest.mark.gloo
+def test_what_the_planner_chose_runs(gloo: Pool, tmp_path: Path) -> None:
+    """Convolutions by samples and linear layers divided, from profile to plan to file to run."""
+    given, cluster = [timed(tensor, size) for size in (2, 4) for tensor in (1, 2)], Cluster.parse("2:link=10GB/s@5us")
+    found = plan(given, cluster, global_batch=8, microbatch_sizes=(4,), tensor_sizes=(2,), schedules="1f1b")
+    (only,) = found.stages
+    assert [only.ways[only.nodes.index(name)].split()[0] for name in ("c1", "c2", "fc1", "fc2")] == [BY, BY, CUT, CUT]
+    file = tmp_path / "plan.json"
+    file.write_text(found.to_json())
+    wanted = train_plain()
+    for one in gloo.run(train, ranks=2, args=(Plan.load(file),)):
+        assert one["losses"] == pytest.approx(wanted["losses"], abs=1e-12)
+        for name, value in wanted["state"].items():
+            torch.testing.assert_close(one["state"][name], value, rtol=0, atol=1e-12)
+
+
+class Centred(nn.Module):
+    """A module that nobody knows, with all samples in its mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_what_may_run_by_samples() -> None:
+    """Children of an nn.Sequential that give a part of the results for a part of the samples."""
+    twice = nn.Tanh()
+    parts: dict[str, nn.Module] = {
+        "conv": nn.Conv2d(2, 4, 3),
+        "batch": nn.BatchNorm2d(4),
+        "twice": twice,
+        "group": nn.GroupNorm(2, 4),
+        "again": twice,
+        "centred": Centred(),
+        "drop": nn.Dropout(0.5),
+        "inner": nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.Flatten()),
+        "fold": nn.Unflatten(0, (2, 2)),
+        "unfold": nn.Flatten(0, 1),
+        "last": nn.Linear(16, 3),
+    }
+    model, x = nn.Sequential(OrderedDict(parts)), torch.rand(4, 2, 6, 6)
+    found = profile_cut(model, (x,), tensor=1, repetitions=1)
+    assert [node.name for node in found.nodes if node.way == "any"] == ["conv", "group", "inner", "last"]
+    single = profile_cut(nn.Sequential(nn.Linear(3, 3)), (torch.rand(1, 3),), tensor=1, repetitions=1)
+    assert single.nodes[0].way == "divided"
+
+
+# --- refused by name ---
+
+
+class Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.fc1, self.fc2 = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(144, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.fc1(self.c1(x).flatten(1)))
+        return out
+
+
+def refusal(make: Callable[[], nn.Module], plan: Plan, size: int) -> str:
+    settings = {"tensor_parallel": WIDE, "loss_fn": F.cross_entropy, "optimizer": SGD}
+    with (
+        pytest.raises(ValueError, match="expected") as refused,
+        make_pipe(make().double(), num_microbatches=None, plan=plan, **settings) as pipe,
+    ):
+        pipe.train_step(*batch(0, size))
+    return str(refused.value)
+
+
+def normed() -> nn.Module:
+    named = dict(cnn().named_children())
+    named["pool"] = nn.BatchNorm2d(3)
+    named["fc1"] = nn.Linear(48, 8)
+    return nn.Sequential(OrderedDict(named))
+
+
+def halves(*ways: str, nodes: str = "c1 r1 c2 pool flat fc1 r2 fc2") -> Plan:
+    return plan_of(stage(nodes, 0, 1, ways=ways))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, int, str]] = {
+    "batch norm": (normed, halves(ON, ON, ON, ON, BY, CUT, CUT, CUT), 8, "module 'pool' (BatchNorm2d) has all samples"),
+    "odd microbatch": (cnn, ONE, 12, "a tensor of shape (3, 2, 6, 6) over 2 tensor ranks: expected dimension 0 to be"),
+    "no chain": (
+        Called, halves(BY, CUT, CUT, nodes="c1 fc1 fc2"), 8,
+        "the plan runs 1 by samples and 2 divided of c1 .. fc2: expected an nn.Sequential with these children",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_runs(gloo: Pool, case: str) -> None:
+    make, found, size, why = REFUSED[case]
+    for said in gloo.run(refusal, ranks=2, args=(make, found, size)):
+        assert why in said
