@@ -153,17 +153,23 @@ def plan(
     return ranked(0)
 
 
-def _best(source: MeasuredProfiles, **options: Any) -> Plan:
+def _best(
+    source: MeasuredProfiles, *, on_runners_up: Callable[[Sequence[Plan]], object] | None, **options: Any
+) -> Plan:
     """The better of two plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
-    found, refusal = [], None
+    found, others, refusal = list[Plan](), dict[int, Sequence[Plan]](), None
     for chooses in (True, False):
+        tell = None if on_runners_up is None else partial(others.__setitem__, len(found))
         try:
-            found.append(plan(source.decided(chooses=chooses), **options))
+            found.append(plan(source.decided(chooses=chooses), on_runners_up=tell, **options))
         except ValueError as error:
             refusal = error
     if refusal is not None and not found:
         raise refusal
-    return min(found, key=lambda each: each.simulated_step_time or math.inf)
+    at = min(range(len(found)), key=lambda at: found[at].simulated_step_time or math.inf)
+    if on_runners_up is not None:
+        on_runners_up(others[at])
+    return found[at]
 
 
 def _models(
