@@ -171,7 +171,7 @@ _NAMES = {
     "pipe.auto.phases": "outline",
     "pipe.auto.runtime_seconds": "clipping measure_runtime_seconds",
     "partition.model.calls": "Calls",
-    "pipe.stage.moving": "Activations",
+    "pipe.stage.moving": "Activations _apart",
     "pipe.guards.randomness": "Seeder",
     "pipe.stage.reruns": "CheckpointedModules",
     "pipe.stage.stage": "Stage",
