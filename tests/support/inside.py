@@ -136,7 +136,7 @@ _NAMES = {
     "partition.topology": "NO_TRANSFER Topology",
     "pipe.run.compression": "choose",
     "pipe.auto.kept": "keep profile_key",
-    "pipe.auto.layout": "AutoLayout cluster_of median_profile",
+    "pipe.auto.layout": "host_bandwidth AutoLayout cluster_of median_profile",
     "pipe.batch.checksum": "Identity UNKNOWN checksum",
     "pipe.batch.given": "CallReader Given",
     "pipe.batch.loader": "Draw Remainder ReplicaBatches ReplicaLoader",
