@@ -20,7 +20,7 @@ cuts, elementwise, never less: with it the dynamic programs know what does not f
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
@@ -133,25 +133,18 @@ def count_in_flight(schedule: Schedule) -> tuple[Moments, ...]:
 
 
 def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
-    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes.
-
-    Actions count up to the next one's start. What is on its way back by then has not gone.
-    """
+    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes, and
+    beside what comes back by then."""
     programs = []
     for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
         spans = {span.what: span for span in (*trace.compute, *trace.moves)}
-        computes = [action for action in program if action.op not in BESIDE_OPS]
-        starts, at = [spans[action].start for action in computes], 0
-        before: dict[int, list[Action]] = {}
-        for action in program:
-            at += action.op not in BESIDE_OPS
-            if action.op is Op.RELOAD:
-                out = action._replace(op=Op.OFFLOAD)
-                gone, home = bisect_left(starts, spans[out].end), bisect_right(starts, spans[action].start) - 1
-                if gone <= (home := min(home, at)):
-                    before.setdefault(gone, []).insert(0, out)
-                    before.setdefault(home, []).append(action)
-        programs.append(tuple(each for at, own in enumerate(computes) for each in (*before.get(at, ()), own)))
+        steps = [action for action in program if action.op is not Op.OFFLOAD]
+        starts = [spans[action].start for action in steps]
+        gone: dict[int, list[Action]] = {}
+        for span in spans.values():
+            if span.what.op is Op.OFFLOAD:
+                gone.setdefault(bisect_left(starts, span.end), []).append(span.what)
+        programs.append(tuple(each for at, own in enumerate(steps) for each in (*gone.get(at, ()), own)))
     return count_in_flight(replace(timeline.schedule, programs=tuple(programs)))
 
 
@@ -221,31 +214,33 @@ def _of_first(chunks: Indices, num_chunks: int) -> Indices:
 
 
 def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> Moments:
-    computes = [action for action in program if action.op not in BESIDE_OPS]
-    if streams or len(computes) < len(program):
-        counts = [[alive.get(s, 0) for s in stages] for a, alive in activations(program) if a.op not in BESIDE_OPS]
+    # What comes back may be most in front of a backward that still waits.
+    steps = [action for action in program if action.op is Op.RELOAD or action.op not in BESIDE_OPS]
+    if streams or any(op in BESIDE_OPS for _, op, _ in program):
+        rows = ((action.op, alive) for action, alive in activations(program))
+        counts = [[alive.get(s, 0) for s in stages] for op, alive in rows if op is Op.RELOAD or op not in BESIDE_OPS]
         alive = np.array(counts, dtype=np.int64).reshape(-1, len(stages))
     else:
         alive = activation_counts(program, stages)
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    chunks = np.array([chunk_of[stage] for stage, _, _ in computes], dtype=np.intp)
-    forward = np.array([op is Op.F for _, op, _ in computes], dtype=bool)
+    chunks = np.array([chunk_of[stage] for stage, _, _ in steps], dtype=np.intp)
+    forward = np.array([op in (Op.F, Op.RELOAD) for _, op, _ in steps], dtype=bool)
     # An update drops the gradients; without a flush those of the next batch are there already.
     graded, summed = np.full_like(alive, int(streams)), np.full_like(alive, int(streams))
-    ends = np.array([op in LAST_USES for _, op, _ in computes], dtype=bool)
+    ends = np.array([op in LAST_USES for _, op, _ in steps], dtype=bool)
     for chunk in range(len(stages)):
         own = np.flatnonzero(ends & (chunks == chunk))
         if len(own):
             graded[int(own[0]) + 1 :, chunk] = 1
             summed[int(own[-1]) + 1 :, chunk] = 1
-    backward = np.array([op in BACKWARD_OPS for _, op, _ in computes], dtype=bool)
+    backward = np.array([op in BACKWARD_OPS for _, op, _ in steps], dtype=bool)
     every = np.concatenate([alive, graded, summed], axis=1)
     found, num_forwards = _moments(every[forward], every[backward], chunks[backward], streams=streams)
     return Moments(
         counts=found,
         num_forwards=num_forwards,
         versions=max(1, versions),
-        num_microbatches=int((forward & (chunks == 0)).sum()),
+        num_microbatches=sum(op is Op.F and chunk_of[stage] == 0 for stage, op, _ in steps),
     )
 
 

@@ -104,6 +104,7 @@ class StageSums:
 
     Arguments:
         forward, backward, update: F, B, optimizer's step [s].
+        input_grad, weight_grad: I and W, where these run apart [s].
         weights, buffers, stash: held, and kept from F to B [bytes].
         before, behind: of tensors that cross the cut in front of the stage and behind it [bytes].
         workspace: of the node that needs most while it runs [bytes].
@@ -128,6 +129,8 @@ class StageSums:
     small: Floats
     by_node: Callable[[str], Recomputed]
     by_count: Callable[[int, str], Recomputed] | None = None
+    input_grad: Floats = field(default_factory=lambda: np.zeros(1))
+    weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
     apart: Floats = field(default_factory=lambda: np.zeros(1))
     small_apart: Floats = field(default_factory=lambda: np.zeros(1))
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
@@ -190,9 +193,10 @@ def mixed(parts: Sequence[StageSums]) -> StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of the runtime
-    around each action, and besides for the messages of an F or a B, of an update (sum of gradients, optimizer's step,
-    updated weights gathered); and the share of those sums and gathers for which their ranks can't compute (0 to 1).
+    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends; I and W as
+    `halves` under a schedule that has them), of the runtime around each action, and besides for the messages of an F or
+    a B, of an update (sum of gradients, optimizer's step, updated weights gathered); and the share of those sums and
+    gathers for which their ranks can't compute (0 to 1).
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
@@ -207,6 +211,7 @@ class StageSeconds:
     sum_busy: Floats
     overhead: Floats
     message_overhead: Floats
+    halves: tuple[Floats, Floats] | None = None
 
     @property
     def around(self) -> Floats:
@@ -221,12 +226,15 @@ class StageSeconds:
     @property
     def work(self) -> Floats:
         """[S] F + B, each with what the runtime takes around it."""
-        return self.forward + self.backward + 2 * (self.overhead + self.message_overhead)
+        whole = self.backward if self.halves is None else sum(self.halves)
+        return np.asarray(self.forward + whole + 2 * (self.overhead + self.message_overhead))
 
     def costs(self, *, around: float, norm: float | None, tied: Ties) -> Costs:
         return Costs(
             forward=self.forward.tolist(),
             backward=self.backward.tolist(),
+            input_grad=None if self.halves is None else self.halves[0].tolist(),
+            weight_grad=None if self.halves is None else self.halves[1].tolist(),
             update=self.step.tolist(),
             overhead=self.overhead.tolist(),
             message_overhead=self.message_overhead.tolist(),
@@ -345,6 +353,7 @@ def stage_seconds(
     recompute: Sequence[str],
     shards: Sequence[int],
     action: float,
+    apart: Floats | None = None,
 ) -> StageSeconds:
     """The table above for S stages whose ranks are known.
 
@@ -353,15 +362,23 @@ def stage_seconds(
         recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
         action: seconds of the runtime around each action, messages apart.
+        apart: [S] part of the microbatches whose I and W run apart; None: the schedule has none.
     """
     outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
     links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
     whole, parts = (round_seconds(sums, [ways[p] for p in positions]) for ways in (place.rings, place.exchanges))
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
-    divided = np.array(shards, dtype=np.float64)
+    divided, again = np.array(shards, dtype=np.float64), sums.seconds_again(recompute)
+    halves = None
+    if apart is not None:  # both walk the same graph, and take no less than B; what runs again does so in front of I
+        both = sums.input_grad + sums.weight_grad
+        longer = sums.backward + apart * np.maximum(both - sums.backward, 0.0)
+        weight = longer * sums.weight_grad / np.maximum(both, 1e-30)
+        halves = (longer - weight + again) / speeds, weight / speeds
     return StageSeconds(
+        halves=halves,
         forward=sums.forward / speeds,
-        backward=(sums.backward + sums.seconds_again(recompute)) / speeds,
+        backward=(sums.backward + again) / speeds,
         message=np.array([each.latency for each in outward]) + sent_out,
         sending=sent_in + sent_out,
         ring=np.where(divided > 1, parts, whole),

@@ -341,6 +341,6 @@ def _with_moves(
         while sum(seconds[back : backward[stage, index]]) < reload[stage] - 1e-9 and back > at:
             back -= 1
         if back > at + 1:
-            before.setdefault(at + 1, []).append(Action(stage, Op.OFFLOAD, index))
+            before.setdefault(at + 1, []).insert(0, Action(stage, Op.OFFLOAD, index))  # room for what comes
             before.setdefault(back, []).append(Action(stage, Op.RELOAD, index))
     return tuple(step for at, action in enumerate(program) for step in (*before.get(at, ()), action))

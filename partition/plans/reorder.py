@@ -77,23 +77,30 @@ def reorder(
 
 def input_grad_share(stage: PlanStage, profile: Profile | None) -> float:
     """Share of I in the stage's backward: what the W of its nodes do not take."""
+    input_grad, weight_grad = _split_seconds(stage, profile)
+    return input_grad / (input_grad + weight_grad)
+
+
+def _split_seconds(stage: PlanStage, profile: Profile | None) -> tuple[float, float]:
+    """I and W of the stage where they run apart, as parts of its backward: together no less than that."""
     nodes = {} if profile is None else {node.name: node for node in profile.nodes}
     own = [nodes[name] for name in stage.nodes if name in nodes]
     measured = sum(node.backward_seconds for node in own if node.input_grad_seconds or node.weight_grad_seconds)
     if not own or measured <= 0 or stage.recompute == "full":
-        return 0.5
+        return 0.5, 0.5
     halves = sum(node.input_grad_seconds + node.weight_grad_seconds for node in own)
     weight = sum(node.weight_grad_seconds for node in own) / max(halves, 1e-30)
-    return 1 - min(max(weight, _LEAST_PART), 1 - _LEAST_PART)
+    weight, both = min(max(weight, _LEAST_PART), 1 - _LEAST_PART), max(halves / measured, 1.0)
+    return (1 - weight) * both, weight * both
 
 
 def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
     backward = plan.costs.free_of_overhead.table(num_stages=len(plan.stages)).rows[Op.B]
-    input_grad = [
-        [share * seconds for seconds in row]
-        for share, row in zip((input_grad_share(stage, profile) for stage in plan.stages), backward, strict=True)
-    ]
-    weight_grad = [[b - i for b, i in zip(*rows, strict=True)] for rows in zip(backward, input_grad, strict=True)]
+    parts = [_split_seconds(stage, profile) for stage in plan.stages]
+    input_grad, weight_grad = (
+        [[part[half] * seconds for seconds in row] for part, row in zip(parts, backward, strict=True)]
+        for half in (0, 1)
+    )
     return replace(plan.costs, input_grad=columns(input_grad), weight_grad=columns(weight_grad))
 
 

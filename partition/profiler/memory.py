@@ -150,7 +150,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive: dict[int, list[Any]] = {}
         self.at_most: dict[int, list[Any]] = {}
         for tensor in known:
-            self._note(tensor, is_new=False)
+            self._note(tensor, is_new=False, is_known=True)
 
     def settle(self) -> None:
         """Take off what has been let go of."""
@@ -162,12 +162,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.settle()
         return {key: one for key, one in self.alive.items() if one[2] is None}
 
-    def _note(self, tensor: torch.Tensor, *, is_new: bool) -> None:
+    def _note(self, tensor: torch.Tensor, *, is_new: bool, is_known: bool = False) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.alive:  # a weak reference keeps the address from being used again
+        # A weak reference keeps the address from being used again; what cannot be resized is not of torch's memory.
+        if key in self.alive or not (is_known or storage.resizable()):
             return
         size = storage.nbytes()
         self.alive[key] = [StorageWeakRef(storage), size, None if is_new else ""]  # type: ignore[no-untyped-call]

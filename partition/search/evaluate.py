@@ -18,10 +18,18 @@ from ...schedules.transform import with_offload
 from ..memory import Moments, RankMemory, RankPlace, certain, count_in_flight, count_over_time
 from ..recompute import EVERY
 from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
-from ..topology import NO_TRANSFER, Topology, TransferTime
+from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
 from .model import Model
 from .paces import least_step, rank_paces
-from .simulated import BuiltSchedules, by_place, long_batch, microbatches_of, num_weight_grads, simulated_batch
+from .simulated import (
+    BuiltSchedules,
+    by_place,
+    long_batch,
+    microbatches_of,
+    num_weight_grads,
+    short_batches,
+    simulated_batch,
+)
 from .space import Configuration
 
 Ends = tuple[int, ...]
@@ -163,6 +171,7 @@ class PlanEvaluator:
         self.schedules = BuiltSchedules()
         self._placements: dict[object, Placement] = {}
         self._sums: dict[object, TransferTime] = {}
+        self._parts_apart: dict[object, Floats] = {}
         self._least_models: dict[object, Model] = {}
         # Of the configuration at hand: cuts move, and most ranks keep theirs.
         self._memories_of: tuple[Configuration, Sequence[Moments]] | None = None
@@ -236,6 +245,8 @@ class PlanEvaluator:
         if fronts[worst][0].too_many and not hosted[worst]:
             raise MisfitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
 
+        apart = self._apart(c)
+
         def seconds_of(memories: Sequence[RankMemory]) -> StageSeconds:
             treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
             return stage_seconds(
@@ -245,6 +256,7 @@ class PlanEvaluator:
                 recompute=[each.recompute[v] for each, v in treatments],
                 shards=[each.shards[v] for each, v in treatments],
                 action=model.profile.action_seconds,
+                apart=apart,
             )
 
         tied, found = self._ties(c, ends), []
@@ -267,6 +279,17 @@ class PlanEvaluator:
             )
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
 
+    def _apart(self, c: Configuration) -> Floats | None:
+        """[S] part of the microbatches whose I and W run apart, as a batch has it that stands for the whole."""
+        if not family(c.schedule).splits_backward:
+            return None
+        m = microbatches_of(c)
+        m = min(short_batches(c, m) if c.is_equal else (), default=m)
+        key = (c.schedule, c.num_chunks, c.counts, m)
+        if key not in self._parts_apart:
+            self._parts_apart[key] = num_weight_grads(self.schedules.schedule(c, m))
+        return self._parts_apart[key]
+
     def _may_offload(self, c: Configuration, p: int) -> bool:
         rule, actions = family(c.schedule).rule, 2 * c.num_stages * (c.num_microbatches or MOVED_ACTIONS)
         is_known = self.model(c).rules.offloads and self.placement(c).hosts[p] > 0
@@ -283,7 +306,9 @@ class PlanEvaluator:
         model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
         none, whole = ["none"] * c.num_stages, [1] * c.num_stages
         action = model.profile.action_seconds
-        seconds = stage_seconds(sums, place, c.positions, recompute=none, shards=whole, action=action)
+        seconds = stage_seconds(
+            sums, place, c.positions, recompute=none, shards=whole, action=action, apart=self._apart(c)
+        )
         plain, costs = self.schedules.schedule(c, microbatches_of(c)), seconds.costs(around=0.0, norm=None, tied=())
         for number in range(1, c.num_chunks + 1):
             leaving = [s for s, p in enumerate(c.positions) if p in ranks and s < number * c.pipeline]

@@ -30,6 +30,7 @@ class Cuts:
     Arguments:
         members: [n, nodes] which nodes each cut holds.
         forward, backward, update: [n] seconds of its nodes [s].
+        input_grad, weight_grad: likewise, of I and W; half a backward each of nodes where nobody measured them [s].
         parameters, buffers, stash: [n] of its nodes [bytes].
         crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
         joining: [n] `Node.joining_seconds` of those.
@@ -46,6 +47,8 @@ class Cuts:
     forward: Floats
     backward: Floats
     update: Floats
+    input_grad: Floats
+    weight_grad: Floats
     parameters: Floats
     buffers: Floats
     stash: Floats
@@ -71,6 +74,8 @@ class Cuts:
         return StageSums(
             forward=_between(self.forward, first, last) + self.joining[last],
             backward=_between(self.backward, first, last) + self.joining[first],
+            input_grad=_between(self.input_grad, first, last) + self.joining[first],
+            weight_grad=_between(self.weight_grad, first, last),
             update=self._less_twice(_between(self.update, first, last), first, last, self.shared_update),
             weights=self.weights(first, last),
             buffers=_between(self.buffers, first, last),
@@ -258,11 +263,15 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         return total(chosen, np.array([getattr(node, figure) for node in profile.nodes]))
 
     place = {node.name: at for at, node in enumerate(profile.nodes)}
+    parts = ((node.input_grad_seconds, node.weight_grad_seconds, node.backward_seconds / 2) for node in profile.nodes)
+    input_grad, weight_grad = np.array([(i, w) if i + w else (half, half) for i, w, half in parts]).T
     return Cuts(
         members=members,
         forward=of(members, "forward_seconds"),
         backward=of(members, "backward_seconds"),
         update=of(members, "update_seconds"),
+        input_grad=total(members, input_grad),
+        weight_grad=total(members, weight_grad),
         parameters=of(members, "parameter_bytes"),
         buffers=of(members, "buffer_bytes"),
         stash=of(members, "stash_bytes"),

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size, at_size, planned_for, sizes_to_measure
 from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
+from ...partition.profiler.clock import clock_for
 from ...partition.profiler.memory import device_memory
 from ...partition.search import plan
 from ...schedules.wording import count
@@ -54,6 +56,7 @@ SEARCH_SECONDS = 2.0  # for better orders of the plans' work
 MAX_SIZES = 4
 _LEAST_NOISE = 0.05  # of a prediction, however steady its profile
 _FREE = 1e15  # [bytes/s] between ranks in one process
+_COPIED_BYTES = 1 << 26  # to the host and back, by which that link is measured
 
 
 class AutoLayout:
@@ -322,12 +325,15 @@ class AutoLayout:
 
     def _cluster(self) -> Cluster:
         device, world = self._settings.device, self._world
+        # Compiled stages keep what they want where they are.
+        host = None if self._settings.compile is not None else host_bandwidth(device, self._collectives)
         if not world.distributed:
             level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
-            return Cluster(levels=(level,), kinds=(DeviceKind(memory_bytes=device_memory(device, sharing=1)),))
+            kind = DeviceKind(memory_bytes=device_memory(device, sharing=1), host_bandwidth=host)
+            return Cluster(levels=(level,), kinds=(kind,))
         memory = least_memory(device, self._collectives)
         measured = measure_links(world, device=device, timeout=self._settings.timeout)
-        cluster = cluster_of(measured, memory_bytes=memory)
+        cluster = cluster_of(measured, memory_bytes=memory, host_bandwidth=host)
         if len(set(host_speeds(self._hosts))) > 1:
             cluster = with_host_speeds(cluster, measured.hosts, self._hosts)
         return cluster
@@ -344,10 +350,10 @@ def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(num_samples // m for m in enough[:MAX_SIZES])
 
 
-def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:
+def cluster_of(measured: MeasuredLinks, **device: float | None) -> Cluster:
     figures = {each.name for each in fields(Level)} & {each.name for each in fields(MeasuredLevel)}
     levels = tuple(Level(**{name: getattr(each, name) for name in figures}) for each in measured.levels)
-    return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),), rings=measured.rings)
+    return Cluster(levels=levels, kinds=(DeviceKind(**device),), rings=measured.rings)  # type: ignore[arg-type]
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
@@ -374,6 +380,24 @@ def least_memory(device: torch.device, together: Collectives) -> float:
     hosts = together.gather(socket.gethostname(), what="counting the ranks of each host")
     memory = device_memory(device, sharing=hosts.count(socket.gethostname()))
     return min(together.gather(memory, what="comparing the memory of all ranks"))
+
+
+def host_bandwidth(device: torch.device, together: Collectives) -> float | None:
+    """Bytes a second between a device and its host's pinned memory, in the slower direction of the slowest rank, while
+    all copy; None on a CPU, whose memory is the host's. Collective."""
+    if device.type == "cpu":
+        return None
+    here = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    there, clock, slowest = torch.empty_like(here, device="cpu", pin_memory=True), clock_for(device), 0.0
+    together.gather(None, what="copying to the host together")
+    for to, source in ((there, here), (here, there)):
+        marks = []
+        for _ in range(6):
+            to.copy_(source, non_blocking=True)
+            marks.append(clock.stamp())
+        clock.settle()
+        slowest = max(slowest, statistics.median(clock.between(*pair) for pair in pairwise(marks)))
+    return min(together.gather(_COPIED_BYTES / slowest, what="comparing the links to the host"))
 
 
 def plan_here(

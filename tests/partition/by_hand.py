@@ -181,12 +181,13 @@ def step(
         rings.append(parts or sum_seconds(cluster, members, weights))
         gathers.append(parts)
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
+    again = [seconds_again(*each) for each in zip(own, recompute or ["none"] * num_stages, strict=True)]
+    backward = [sum(node.backward_seconds for node in stage) for stage in own]
     costs = Costs(
         forward=forward,
-        backward=[
-            sum(node.backward_seconds for node in stage) + seconds_again(stage, choice)
-            for stage, choice in zip(own, recompute or ["none"] * num_stages, strict=True)
-        ],
+        backward=[whole + more for whole, more in zip(backward, again, strict=True)],
+        input_grad=[whole / 2 + more for whole, more in zip(backward, again, strict=True)],
+        weight_grad=[whole / 2 for whole in backward],
         update=[each / shards for each in update],
         tied=[
             (
@@ -321,6 +322,8 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     costs = Costs(
         forward=found.seconds(Op.F),
         backward=found.seconds(Op.B),
+        input_grad=found.seconds(Op.I),
+        weight_grad=found.seconds(Op.W),
         update=[
             max(0.0, update - seconds - parts)
             for update, seconds, parts in zip(found.update_seconds, rings, gathers, strict=True)

@@ -244,6 +244,23 @@ def test_every_schedule_in_turn_is_planned(name: str, stages: int, seconds: floa
     assert found.schedule == (name if seconds != 33 else "1f1b")
 
 
+@pytest.mark.parametrize(("longer", "name"), [(1.0, "zb-h1"), (1.6, "1f1b")])
+def test_a_split_backward_takes_what_its_halves_do(longer: float, name: str) -> None:
+    """Each walks the graph: I + W = 1.6 B costs ZB-H1 more than it gains. I and W that run as one take B."""
+    nodes = [
+        replace(node, input_grad_seconds=1.4 * longer, weight_grad_seconds=0.6 * longer) for node in chain(4).nodes
+    ]
+    profile, sizes = replace(chain(4), nodes=tuple(nodes)), {"pipeline_sizes": (4,), "data_sizes": (1,)}
+    only = plan(profile, FOUR, global_batch=8, schedules="zb-h1", **sizes)
+    halves = [[each * (longer if s else 1.0) for s in range(4)] for each in (1.4, 0.6)]  # all of stage 0 runs as one
+    assert [only.seconds(op) for op in (Op.I, Op.W)] == [pytest.approx(tuple(half)) for half in halves]
+    costs = Costs(forward=1.0, input_grad=halves[0], weight_grad=halves[1])
+    assert only.simulated_step_time == pytest.approx(
+        simulate(build("zb-h1", num_ranks=4, num_microbatches=8), costs).makespan
+    )
+    assert plan(profile, FOUR, global_batch=8, schedules=("1f1b", "zb-h1"), **sizes).schedule == name
+
+
 def test_a_bound_does_not_hide_a_split_backward() -> None:
     """Nothing but the best is asked for: 1F1B's warm-up is no bound of ZB-H2's."""
     figures = [(1, 3, 0), (2, 1, 1), (0.5, 1, 0), (2, 3, 0), (1, 3, 0), (1, 3, 0), (2, 1, 1)]

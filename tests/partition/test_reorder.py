@@ -65,7 +65,7 @@ def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: in
 def test_halves_are_those_of_the_profile() -> None:
     before = planned("1f1b", pipeline=4, data=1)
     after = reorder(before, profile(), seconds=400, evaluations=100)
-    assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] * 4 / 7)
+    assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] * 0.6)  # W takes 0.45 of it
     after = reorder(before, profile(split=False), seconds=400, evaluations=100)
     assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] / 2)
 

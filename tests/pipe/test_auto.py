@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.grids import nightly
-from support.inside import AutoLayout, median_profile
+from support.inside import AutoLayout, host_bandwidth, median_profile
 from support.inside import simulated_simulated as simulated
 from support.pool import Pool
 from support.records import records
@@ -122,6 +122,27 @@ def test_the_cut_follows_what_was_measured(gloo: Pool) -> None:
         for around in (plan.costs.overhead, plan.costs.message_overhead):
             assert min(around) > 0  # type: ignore[arg-type]  # both measured, and in what was simulated
         assert simulated(plan).timeline.batch_seconds == pytest.approx(plan.simulated_step_time, rel=1e-9)
+
+
+def test_activations_may_wait_on_the_host_where_its_link_was_measured() -> None:
+    """Where nothing may run again. On a CPU, whose memory is the host's, none is measured."""
+    assert host_bandwidth(torch.device("cpu"), mock.Mock()) is None
+    parts = [nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)) for _ in range(2)]
+    model, x, limit = nn.Sequential(*parts), torch.randn(512, WIDTH), 2.4e5  # both ranks want 501,312
+    options = {"schedule": "auto", "mesh": {"pipe": 2}, "num_microbatches": 8, "trials": 0}
+    with (
+        PipelineModule(model, loss_fn=F.mse_loss, **records(**options)) as pipe,
+        mock.patch("stagewright.pipe.auto.layout.PROFILE_SECONDS", 0.2),
+        mock.patch("stagewright.pipe.auto.layout.device_memory", return_value=limit),
+        mock.patch("stagewright.pipe.auto.layout.host_bandwidth", return_value=1e15),
+    ):
+        assert isinstance(pipe._building._auto, AutoLayout)
+        plan = pipe._building._auto.plan(pipe._given((x, x), {}), schedules=("gpipe",), recompute=("none", "offload"))
+    assert "offload" in [stage.recompute for stage in plan.stages]
+    assert max(plan.memory_bytes.values()) <= limit
+    with PipelineModule(model, schedule=plan, loss_fn=F.mse_loss, example_inputs=(x,)) as planned:
+        planned.forward_backward(x, x)
+        assert planned.moved_bytes
 
 
 def test_nothing_is_known_before_the_first_batch() -> None:
