@@ -4,8 +4,9 @@
 
 Points: begin, F (in a forward), B (in a backward), loss, vote and norm (before them), ready (between them), voted,
 update, form (before the world is formed anew), formed, again (before the pipeline has links again), joined, or so many
-milliseconds from the beginning of the step. A signal may be "raise". Each rank writes a line a step: step, loss,
-seconds, when it ended, microbatches that a layer of it has seen.
+milliseconds from the beginning of the step. A step may be "first", of this process, or "start", the process's own. A
+signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended, microbatches that a layer of
+it has seen; and its number into the file KILLS when it is struck.
 """
 
 from __future__ import annotations
@@ -33,18 +34,25 @@ class Strikes:
 
     def __init__(self, text: str, rank: int) -> None:
         told = [word.split(":") for word in text.split(",") if word]
-        self._told = {(int(step), point): how for own, step, point, *how in told if int(own) == rank}
-        self.step = 0
+        self._told = {(step, point): how for own, step, point, *how in told if int(own) == rank}
+        self.step, self._is_first = 0, True
+        self._start_timers("start")
 
     def begin(self, step: int) -> None:
         self.step = step
+        if self._is_first:
+            self._told = {(str(step) if at == "first" else at, point): how for (at, point), how in self._told.items()}
+        self._is_first = False
+        self._start_timers(str(step))
+        self.at("begin")
+
+    def _start_timers(self, step: str) -> None:
         for at, point in self._told:
             if at == step and point.isdigit():
                 threading.Timer(int(point) / 1000, strike, [self._told[at, point]]).start()
-        self.at("begin")
 
     def at(self, point: str) -> None:
-        how = self._told.pop((self.step, point), None)
+        how = self._told.pop((str(self.step), point), None)
         if how is not None:
             strike(how)
 
@@ -65,6 +73,9 @@ class Strikes:
 def strike(how: list[str]) -> None:
     if how == ["raise"]:
         raise ArithmeticError("so it was told")
+    if kills := os.environ.get("KILLS"):
+        with Path(kills).open("a") as file:
+            file.write(f"{os.environ['RANK']}\n")
     os.kill(os.getpid(), getattr(signal, how[0] if how else "SIGKILL"))
 
 

@@ -296,6 +296,7 @@ _MODULES = {
     "supervise": "experiments.backends.supervise",
     "bench_command": "experiments.commands.bench",
     "launcher": "experiments.launcher",
+    "rank_process": "experiments.rank_process",
     "pipeline": "experiments.training.pipeline",
     "bench_beside": "experiments.works.bench_beside",
     "bench_parts": "experiments.works.bench_parts",
