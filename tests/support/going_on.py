@@ -108,7 +108,7 @@ def make_pipe(schedule: str, pipe: int, data: int, strikes: Strikes, *, timeout:
 
     torch.manual_seed(0)
     return sw.PipelineModule(
-        nn.Sequential(*[Layer(strikes) for _ in range(LAYERS)]).double(),
+        nn.Sequential(*[Layer(strikes) for _ in range(max(LAYERS, 2 * pipe))]).double(),
         schedule=schedule,
         num_microbatches=NUM_MICROBATCHES,
         loss_fn=loss,
