@@ -276,7 +276,7 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
         so = {True: "and the others went on without it", False: "after its results were out"}
         lines = [f"rank {rank.number}: {how} and was started again" for rank in ranks for how in rank.lives]
-        lines += [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}" for rank in odd]
+        lines += [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}{_own_error(rank)}" for rank in odd]
         report = "\n".join(lines)
         return LaunchResult(status=0, first_failed=None, report=report)
     status = failed[0].process.returncode or 1
@@ -305,6 +305,10 @@ def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
         if rank not in failed and rank.process.returncode is None:
             story.append(f"rank {rank.number} was still running and was stopped")
     return "\n".join(story)
+
+
+def _own_error(rank: RankProcess) -> str:
+    return f"; its last line: {_last_line(rank)}" if rank.failed_by_itself else ""
 
 
 def _last_line(rank: RankProcess) -> str:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, read_compress
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
+from ..partition.model.fingerprint import computed_by
 from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
@@ -27,6 +28,7 @@ from ..schedules import Schedule
 from ..schedules.custom.user_schedules import UserScheduleLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
 from ..schedules.transform import schedule_without
+from .batch.agreement import describe
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
@@ -269,6 +271,16 @@ class Options:
     example: Given | None
     verify_every: float | None
     verify_if_it_fits: bool = False
+
+    def in_words(self, schedule: Schedule) -> dict[str, str]:
+        """What decides on the numbers of a run, by name: the same in a process that is started with the same script."""
+        settings, layout = self.settings, self.layout
+        root = nn.ModuleList(layout.stages or []) if self.model is None else self.model
+        named = ("seed", "max_grad_norm", "autocast", "compile")
+        told = {"split_points": layout.split_points} | {name: getattr(settings, name) for name in named}
+        code = {name: getattr(settings, name) for name in ("loss_fn", "optimizer", "lr_scheduler")}
+        code["optimizer"] = settings.user_code[-1]
+        return {"schedule": describe(schedule, (), **told), **computed_by(root, code)}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import Logger
 from pathlib import Path, PurePath
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -76,6 +76,76 @@ def lasting_digest(*values: object) -> str:
     for word in (*arguments, *_users_files(), *_words(values, {})):
         found.update(word.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()
+
+
+def computed_by(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
+    """By module, and by name in `code`, a text that says what it computes, the same in each process of one script.
+
+    The user's classes and functions count with their code and with the globals that it names. Numbers count, and texts
+    that are names, such as "gelu"; but not in private attributes of objects that are no modules.
+    """
+    classes: dict[type, str] = {}
+    texts = {}
+    for path, module in root.named_modules():
+        kind, own = type(module), {k: v for k, v in vars(module).items() if k not in _OF_THE_MACHINERY}
+        classes[kind] = classes.get(kind) or _text(kind)
+        front = "" if module._modules else f"({module.extra_repr()})"
+        texts[f"module {path!r}"] = f"{kind.__name__}{front} {_digest(classes[kind], _text(own))}"
+    return texts | {name: _digest(_text(value)) for name, value in code.items()}
+
+
+def _text(value: object) -> str:
+    return "\0".join(_computed(value, {}))
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def _computed(value: Any, seen: dict[int, object]) -> Iterator[str]:
+    if isinstance(value, str | PurePath | torch.device | ModuleType | Logger):
+        if isinstance(value, str) and value.isidentifier():
+            yield value
+        return
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+        return
+    if id(value) in seen or len(seen) >= _MOST:
+        return
+    seen[id(value)] = value
+    named = value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
+    yield f"{named.__module__}.{named.__qualname__}("
+    for part in _computing(value, is_users_module(str(named.__module__))):
+        yield from _computed(part, seen)
+    yield ")"
+
+
+def _computing(value: Any, is_users: bool) -> Iterable[object]:
+    """What a value computes with."""
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, value.co_consts
+    if isinstance(value, FunctionType) and is_users:
+        cells = [held for cell in value.__closure__ or () for held in content(cell)]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        return value.__code__, named, cells, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, type):
+        own = {name: held for name, held in vars(value).items() if name != "__firstlineno__"}
+        return (*value.__bases__, own) if is_users else ()
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return value.__func__, getattr(value, "__self__", None)
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, set | frozenset):
+        return sorted(map(_text, value))
+    if isinstance(value, Mapping | list | tuple):
+        held = [*value.items()] if isinstance(value, Mapping) else value
+        return held if len(held) <= _MOST else ()
+    if isinstance(value, torch.Tensor):
+        return tensor_form(value)
+    if isinstance(value, nn.Module) or not is_users:
+        return ()
+    names = {*getattr(value, "__dict__", ()), *(slot for base in type(value).__mro__ for slot in _slots(base))}
+    return type(value), [(name, getattr(value, name, None)) for name in sorted(names) if not name.startswith("_")]
 
 
 def _is_installed_command() -> bool:

@@ -214,4 +214,4 @@ def test_a_launcher_that_ends_all_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ValueError, match=re.escape("as torchrun does: expected stagewright.experiments.launcher.launch")
     ):
-        Membership(World(rank=0, size=2), timeout=1.0)
+        Membership(World(rank=0, size=2), timeout=1.0, made={})

@@ -140,11 +140,7 @@ def judged(folder: Path, outcome: dict[str, Any], plan: Plan, wanted: list[float
         wrong += [f"rank {path.stem}: {line}" for line in losses if abs(line[1] / wanted[line[0]] - 1) > 1e-12]
     report = outcome["report"]
     hung = "not done after" in report
-    lost = [
-        stage
-        for stage in range(plan.pipe)
-        if set(range(stage * plan.data, (stage + 1) * plan.data)) <= {*kills}
-    ]
+    lost = [stage for stage in range(plan.pipe) if set(range(stage * plan.data, (stage + 1) * plan.data)) <= {*kills}]
     named = bool(outcome["status"]) and not hung
     if named and not (lost and "are dead, and nobody else has stage" in report):
         wrong.append(f"ended: {report[-1500:]}")

@@ -156,7 +156,8 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
     with report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
-        run = make_pipe(schedule, int(pipe), int(data), strikes)
+        limit = os.environ.get("LIMIT", "60")
+        run = make_pipe(schedule, int(pipe), int(data), strikes, timeout=float(limit if life else "60"))
         for step in range(run.num_steps, int(steps)):
             if str(step) in os.environ.get("WAITS", "").split(","):  # for one that was started again
                 wait_for_others(run)
@@ -165,7 +166,7 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
             loss = run.train_step(*batch(step)).loss
             seen = max(int(b) for name, b in run.state_dict().items() if name.endswith("seen"))
             log.write(json.dumps([step, loss, time.time() - started, time.time(), seen]) + "\n")
-            if limit := os.environ.get("LIMIT"):  # from the next forming on, when all have started
+            if "LIMIT" in os.environ:  # from the next forming on, when all have started
                 object.__setattr__(run._settings, "timeout", float(limit))
                 run._building._members._timeout = float(limit)  # type: ignore[union-attr]
         log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")

@@ -15,7 +15,7 @@ _NAMES = {
     "comm.failures": "Account find_cause",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
     " measure_links",
-    "comm.membership": "Membership",
+    "comm.membership": "Membership Verdict",
     "comm.mesh": "AXES",
     "comm.rendezvous": "Place _meet gloo_address read_place refusals",
     "comm.store_exchange": "Alone ExchangeError StoreExchange",
@@ -286,6 +286,7 @@ _MODULES = {
     "beside": "pipe.edits.beside",
     "edit_memory": "pipe.edits.memory",
     "failures": "comm.failures",
+    "membership": "comm.membership",
     "process_group": "comm.process_group",
     "reach": "comm.rendezvous",
     "cpu_share": "experiments.backends.namespaces.cpu_share",
