@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, read_compress
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
-from ..partition.model.fingerprint import computed_by
+from ..partition.model.fingerprint import told_apart
 from ..partition.model.model_loss import MODEL
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
@@ -277,10 +277,11 @@ class Options:
         settings, layout = self.settings, self.layout
         root = nn.ModuleList(layout.stages or []) if self.model is None else self.model
         named = ("seed", "max_grad_norm", "autocast", "compile")
-        told = {"split_points": layout.split_points} | {name: getattr(settings, name) for name in named}
+        told = {name: getattr(settings, name) for name in named}
         code = {name: getattr(settings, name) for name in ("loss_fn", "optimizer", "lr_scheduler")}
         code["optimizer"] = settings.user_code[-1]
-        return {"schedule": describe(schedule, (), **told), **computed_by(root, code)}
+        options = describe(schedule, layout.split_points or ["as they come"], **told)
+        return {"set of options": options, **told_apart(root, code)}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import Logger
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -78,74 +78,31 @@ def lasting_digest(*values: object) -> str:
     return found.hexdigest()
 
 
-def computed_by(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
-    """By module, and by name in `code`, a text that says what it computes, the same in each process of one script.
+def told_apart(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
+    """By files of the user's, modules, and names in `code`: texts that are the same in each process of one script.
 
-    The user's classes and functions count with their code and with the globals that it names. Numbers count, and texts
-    that are names, such as "gelu"; but not in private attributes of objects that are no modules.
+    Modules count with numbers, texts and functions among their attributes.
     """
-    classes: dict[type, str] = {}
-    texts = {}
-    for path, module in root.named_modules():
-        kind, own = type(module), {k: v for k, v in vars(module).items() if k not in _OF_THE_MACHINERY}
-        classes[kind] = classes.get(kind) or _text(kind)
-        front = "" if module._modules else f"({module.extra_repr()})"
-        texts[f"module {path!r}"] = f"{kind.__name__}{front} {_digest(classes[kind], _text(own))}"
-    return texts | {name: _digest(_text(value)) for name, value in code.items()}
+    files = iter(_users_files())
+    texts = {f"file of {name}": content[:8] for name, content in zip(files, files, strict=True)}
+    texts |= {f"module {path!r}": _shown(module) for path, module in root.named_modules()}
+    return texts | {name: _digest_of(value) or _shown(value) for name, value in code.items()}
 
 
-def _text(value: object) -> str:
-    return "\0".join(_computed(value, {}))
+def _shown(value: object) -> str:
+    own = {name: held for name, held in getattr(value, "__dict__", {}).items() if name not in _OF_THE_MACHINERY}
+    shown = {name: held if isinstance(held, _PLAIN) else _digest_of(held) for name, held in own.items()}
+    return f"{type(value).__name__} { ({name: held for name, held in shown.items() if held != ''}) }"
 
 
-def _digest(*words: str) -> str:
-    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:8]
-
-
-def _computed(value: Any, seen: dict[int, object]) -> Iterator[str]:
-    if isinstance(value, str | PurePath | torch.device | ModuleType | Logger):
-        if isinstance(value, str) and value.isidentifier():
-            yield value
-        return
-    if isinstance(value, _PLAIN):
-        yield repr(value)
-        return
-    if id(value) in seen or len(seen) >= _MOST:
-        return
-    seen[id(value)] = value
-    named = value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
-    yield f"{named.__module__}.{named.__qualname__}("
-    for part in _computing(value, is_users_module(str(named.__module__))):
-        yield from _computed(part, seen)
-    yield ")"
-
-
-def _computing(value: Any, is_users: bool) -> Iterable[object]:
-    """What a value computes with."""
-    if isinstance(value, CodeType):
-        return value.co_code, value.co_names, value.co_consts
-    if isinstance(value, FunctionType) and is_users:
-        cells = [held for cell in value.__closure__ or () for held in content(cell)]
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        return value.__code__, named, cells, value.__defaults__, value.__kwdefaults__
-    if isinstance(value, type):
-        own = {name: held for name, held in vars(value).items() if name != "__firstlineno__"}
-        return (*value.__bases__, own) if is_users else ()
-    if isinstance(value, staticmethod | classmethod | MethodType):
-        return value.__func__, getattr(value, "__self__", None)
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, set | frozenset):
-        return sorted(map(_text, value))
-    if isinstance(value, Mapping | list | tuple):
-        held = [*value.items()] if isinstance(value, Mapping) else value
-        return held if len(held) <= _MOST else ()
-    if isinstance(value, torch.Tensor):
-        return tensor_form(value)
-    if isinstance(value, nn.Module) or not is_users:
-        return ()
-    names = {*getattr(value, "__dict__", ()), *(slot for base in type(value).__mro__ for slot in _slots(base))}
-    return type(value), [(name, getattr(value, name, None)) for name in sorted(names) if not name.startswith("_")]
+def _digest_of(value: object) -> str:
+    """Of a function or class; of another object nothing, since it may hold what is this process's own."""
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType | partial):
+        return ""
+    try:
+        return hashlib.sha256("\0".join(_words(value, {})).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    except ValueError:  # its code stands in no file
+        return getattr(value, "__qualname__", type(value).__name__)
 
 
 def _is_installed_command() -> bool:
@@ -202,7 +159,9 @@ def _parts(value: Any) -> Iterable[object]:
         return (getattr(value, "__name__", None),)
     if isinstance(value, FunctionType):
         cells = [held for cell in value.__closure__ or () for held in content(cell)]
-        return value.__defaults__, value.__kwdefaults__, vars(value), cells
+        code = value.__code__  # of several lambdas in one function the names are the same
+        consts = [each for each in code.co_consts if isinstance(each, _PLAIN)]
+        return code.co_code, code.co_names, consts, value.__defaults__, value.__kwdefaults__, vars(value), cells
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, partial):

@@ -29,30 +29,35 @@ import stagewright as sw
 WIDTH, LAYERS, SAMPLES, NUM_MICROBATCHES = 12, 4, 24, 4
 
 
+_TOLD: dict[tuple[str, str], list[str]] = {}  # of this process: the same loss in another life has the same digest
+
+
 class Strikes:
     """Where this rank is to be struck, and what for."""
 
     def __init__(self, text: str, rank: int) -> None:
         told = [word.split(":") for word in text.split(",") if word]
-        self._told = {(step, point): how for own, step, point, *how in told if int(own) == rank}
+        _TOLD.clear()
+        _TOLD.update({(step, point): how for own, step, point, *how in told if int(own) == rank})
         self.step, self._is_first = 0, True
         self._start_timers("start")
 
     def begin(self, step: int) -> None:
         self.step = step
         if self._is_first:
-            self._told = {(str(step) if at == "first" else at, point): how for (at, point), how in self._told.items()}
+            for at, point in [key for key in _TOLD if key[0] == "first"]:
+                _TOLD[str(step), point] = _TOLD.pop((at, point))
         self._is_first = False
         self._start_timers(str(step))
         self.at("begin")
 
     def _start_timers(self, step: str) -> None:
-        for at, point in self._told:
+        for (at, point), how in _TOLD.items():
             if at == step and point.isdigit():
-                threading.Timer(int(point) / 1000, strike, [self._told[at, point]]).start()
+                threading.Timer(int(point) / 1000, strike, [how]).start()
 
     def at(self, point: str) -> None:
-        how = self._told.pop((str(self.step), point), None)
+        how = _TOLD.pop((str(self.step), point), None)
         if how is not None:
             strike(how)
 
