@@ -90,13 +90,16 @@ def told_apart(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
 
 
 def _shown(value: object) -> str:
-    own = {name: held for name, held in getattr(value, "__dict__", {}).items() if name not in _OF_THE_MACHINERY}
+    users = [vars(kind) for kind in reversed(type(value).__mro__) if is_users_module(kind.__module__)]
+    names = {name: held for each in [*users, getattr(value, "__dict__", {})] for name, held in each.items()}
+    own = {name: held for name, held in names.items() if name not in _OF_THE_MACHINERY and name[:2] != "__"}
     shown = {name: held if isinstance(held, _PLAIN) else _digest_of(held) for name, held in own.items()}
     return f"{type(value).__name__} { ({name: held for name, held in shown.items() if held != ''}) }"
 
 
 def _digest_of(value: object) -> str:
     """Of a function or class; of another object nothing, since it may hold what is this process's own."""
+    value = getattr(value, "__func__", value)  # of a staticmethod
     if not isinstance(value, type | FunctionType | BuiltinFunctionType | partial):
         return ""
     try:
