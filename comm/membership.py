@@ -117,10 +117,8 @@ class Membership:
 
     def _compare(self, made: Mapping[str, str]) -> None:
         key = f"stagewright/made/{self.me}"
-        if not self.life or not self._store.check([key]):
-            self._store.set(key, json.dumps(made))
-            return
-        before = json.loads(self._store.get(key))
+        before = json.loads(self._store.get(key)) if self._store.check([key]) else made
+        self._store.set(key, json.dumps(before))
         other = next((name for name in {**before, **made} if before.get(name) != made.get(name)), None)
         if other is not None:
             raise ValueError(

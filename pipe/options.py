@@ -276,11 +276,9 @@ class Options:
         """What decides on the numbers of a run, by name: the same in a process that is started with the same script."""
         settings, layout = self.settings, self.layout
         root = nn.ModuleList(layout.stages or []) if self.model is None else self.model
-        named = ("seed", "max_grad_norm", "autocast", "compile")
-        told = {name: getattr(settings, name) for name in named}
-        code = {name: getattr(settings, name) for name in ("loss_fn", "optimizer", "lr_scheduler")}
-        code["optimizer"] = settings.user_code[-1]
+        told = {name: getattr(settings, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
         options = describe(schedule, layout.split_points or ["as they come"], **told)
+        code = {"optimizer": settings.user_code[-1], "loss_fn": settings.loss_fn, "lr_scheduler": settings.lr_scheduler}
         return {"set of options": options, **told_apart(root, code)}
 
 

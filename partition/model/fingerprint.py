@@ -79,10 +79,7 @@ def lasting_digest(*values: object) -> str:
 
 
 def told_apart(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
-    """By files of the user's, modules, and names in `code`: texts that are the same in each process of one script.
-
-    Modules count with numbers, texts and functions among their attributes.
-    """
+    """By files of the user's, modules, and names in `code`: texts that are the same in each process of one script."""
     files = iter(_users_files())
     texts = {f"file of {name}": content[:8] for name, content in zip(files, files, strict=True)}
     texts |= {f"module {path!r}": _shown(module) for path, module in root.named_modules()}
@@ -93,8 +90,8 @@ def _shown(value: object) -> str:
     users = [vars(kind) for kind in reversed(type(value).__mro__) if is_users_module(kind.__module__)]
     names = {name: held for each in [*users, getattr(value, "__dict__", {})] for name, held in each.items()}
     own = {name: held for name, held in names.items() if name not in _OF_THE_MACHINERY and name[:2] != "__"}
-    shown = {name: held if isinstance(held, _PLAIN) else _digest_of(held) for name, held in own.items()}
-    return f"{type(value).__name__} { ({name: held for name, held in shown.items() if held != ''}) }"
+    texts = {name: repr(held) if isinstance(held, _PLAIN) else _digest_of(held) for name, held in own.items()}
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in texts.items() if text)})"
 
 
 def _digest_of(value: object) -> str:
@@ -102,10 +99,11 @@ def _digest_of(value: object) -> str:
     value = getattr(value, "__func__", value)  # of a staticmethod
     if not isinstance(value, type | FunctionType | BuiltinFunctionType | partial):
         return ""
+    name = getattr(value, "__qualname__", "partial")
     try:
-        return hashlib.sha256("\0".join(_words(value, {})).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+        return f"{name} {hashlib.sha256(repr([*_words(value, {})]).encode()).hexdigest()[:8]}"
     except ValueError:  # its code stands in no file
-        return getattr(value, "__qualname__", type(value).__name__)
+        return name
 
 
 def _is_installed_command() -> bool:

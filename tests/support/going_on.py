@@ -88,7 +88,7 @@ class Layer(nn.Module):
     def __init__(self, strikes: Strikes) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(float(os.environ.get(f"DROPOUT{os.environ.get('STAGEWRIGHT_LIFE')}", "0.1")))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self._strikes = strikes
 
