@@ -184,6 +184,7 @@ def test_one_that_was_started_again_is_let_in_at_the_next_step(run: Run, tmp_pat
         assert each.members == (0, 1, 2)
         assert (each.changed, each.folder) == (True, str(folder))
         assert each._lives == {0: 0, 1: 1, 2: 0}
+        assert each._epoch == 2  # what was said in the one before is not taken for an answer
         assert not each.someone_died()  # that its first life has ended is known
     assert (again.step, again.is_outside) == (5, False)
     assert not one.someone_comes(6)  # what it had asked for is done
@@ -197,6 +198,28 @@ def test_one_that_was_started_again_is_let_in_at_the_next_step(run: Run, tmp_pat
     together(*[lambda each=each: each.agree(6, is_ready=True) for each in members])
     assert not one.someone_comes(6)
     assert not one.someone_comes(7)  # the wish of a dead one
+
+
+def test_the_wish_of_one_that_is_in_again_is_no_new_one(run: Run) -> None:
+    one, three = without_one(run)
+    run.store.set(one._wants(1), "1")
+    one.someone_comes(4)
+    assert one.someone_comes(5)
+    assert three.someone_comes(5)
+    for each in (three, one):
+        each.let_in(5, "")
+    again = run.member(1, 1)
+    again.enter()
+    run.dies(2)
+    together(*[lambda each=each: each.agree(6, is_ready=True) for each in (one, again)])
+    assert not one.someone_comes(7)
+    assert not run.is_told(one._key("admits"))
+
+
+def test_a_whole_run_asks_the_store_nothing(run: Run) -> None:
+    one = run.member(0)
+    one._store = None
+    assert not one.someone_comes(3)
 
 
 def test_one_that_died_as_it_asked_is_not_let_in(run: Run) -> None:
