@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import going_on
-from support.inside import LaunchResult, Membership, Verdict, launch, membership
+from support.inside import LaunchResult, Membership, Verdict, launch, launcher, membership, rank_process
 from torch import nn
 from torch.distributed import HashStore
 
@@ -316,3 +316,35 @@ def test_a_step_that_fails_twice_with_nobody_dead_ends_the_run() -> None:
     with pytest.raises(PeerLost, match="a step failed twice, and nobody is dead"):
         run._building._makes_update(members, training, PeerLost("lost"))
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("moment", range(2, 14))
+def test_one_that_dies_between_two_looks_ends_nobody_else(tmp_path: Path, moment: int) -> None:
+    """Whoever asks first whether it has ended: the judge, or the launcher beside it."""
+    asked: list[int] = []
+
+    def poll(number: int) -> int | None:
+        asked.append(number)
+        if number == 0:
+            return -9 if asked.count(0) >= moment else None
+        return 0 if asked.count(0) >= moment + 12 else None
+
+    class Process:
+        def __init__(self, number: int) -> None:
+            self.number, self.returncode = number, None
+
+        def poll(self) -> int | None:
+            self.returncode = poll(self.number)
+            if self.returncode == 0:
+                (tmp_path / f"{self.number}.done").touch()
+            return self.returncode
+
+    store = HashStore()
+    store.set("stagewright/goes on", "")
+    ranks: Any = [
+        rank_process.RankProcess(number=number, process=Process(number), folder=tmp_path) for number in range(3)
+    ]
+    judge = launcher._Judge(ranks, store, lambda *_: None, 0)
+    result = launcher._see_through(ranks, judge, grace=0.0, timeout=20.0, stall=None)
+    assert result.status == 0, result.report
+    assert result.report == "rank 0: killed by SIGKILL and the others went on without it"
