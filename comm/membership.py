@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -34,6 +34,7 @@ JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launch
 LIFE = "STAGEWRIGHT_LIFE"  # there, too: how often this one was started again
 GOES_ON = "stagewright/goes on"  # keys of the launcher's store: whether a death is to end all
 _POLL = 0.002  # [s]
+_MORE = 0.25  # of the time-out, behind one
 
 
 def dead(rank: int, life: int) -> str:
@@ -75,10 +76,13 @@ class Membership:
         step: that a process which was started again begins with.
         folder: with the state for those that join, until a step is made behind it.
 
-    Raises ValueError without a launcher that judges, and for a second run in this process.
+    Arguments:
+        made: what this process was told, by name: one that was started again must be told the same.
+
+    Raises ValueError without a launcher that judges, for a second run in this process, and for another `made`.
     """
 
-    def __init__(self, world: World, *, timeout: float) -> None:
+    def __init__(self, world: World, *, timeout: float, made: Mapping[str, str]) -> None:
         if os.environ.get(JUDGED) is None:
             raise ValueError(
                 'mesh=Mesh(on_failure="reroute") in processes whose launcher ends all of them with the first, as '
@@ -106,13 +110,28 @@ class Membership:
                 "Expected one"
             )
         self._store.set(GOES_ON, "")
-        if self.life:
-            self._enter()
+        self._compare(made)
 
     def someone_died(self) -> bool:
         return any(self._store.check([dead(one, self._lives[one])]) for one in self.members)
 
-    def _enter(self) -> None:
+    def _compare(self, made: Mapping[str, str]) -> None:
+        key = f"stagewright/made/{self.me}"
+        before = json.loads(self._store.get(key)) if self._store.check([key]) else made
+        self._store.set(key, json.dumps(before))
+        other = next((name for name in {**before, **made} if before.get(name) != made.get(name)), None)
+        if other is not None:
+            raise ValueError(
+                f"rank {self.me}, which was started again, is not let in with another {other}: {made.get(other)}, and "
+                f"{before.get(other)} in the processes that it would join. Expected the same script and options"
+            )
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether this process was started again, and has not entered."""
+        return self.life > 0 and self._epoch == 0
+
+    def enter(self) -> None:
         """Ask to be let in, and wait for it. Raises PipelineTimeout."""
         key, until = admitted(self.me, self.life), time.monotonic() + self._timeout
         self._store.set(self._wants(self.me), str(self.life))
@@ -170,15 +189,16 @@ class Membership:
         with suppress(RuntimeError):  # the store may be gone
             self._report(0, False, f"rank {self.me} failed: {type(error).__name__}: {error}")
 
-    def agree(self, num_steps: int, *, is_ready: bool) -> Verdict:
+    def agree(self, num_steps: int, *, is_ready: bool, has_waited: bool = False) -> Verdict:
         """Report, wait until every member has or is dead, and take the verdict.
 
         Arguments:
             num_steps: updates that this process has made.
             is_ready: whether it has all that the next one is made of.
+            has_waited: for others, up to the time-out: who is alive hears of it at once now, and has little time more.
         """
         self._report(num_steps, is_ready, "")
-        key, until = self._key("verdict"), time.monotonic() + self._timeout
+        key, until = self._key("verdict"), time.monotonic() + self._timeout * (_MORE if has_waited else 1.0)
         while not self._store.check([key]):
             alive = [one for one in self.members if not self._store.check([dead(one, self._lives[one])])]
             missing = [one for one in alive if not self._store.check([self._key("report", one)])]

@@ -202,6 +202,7 @@ class _Judge:
         self, ranks: list[RankProcess], store: TCPStore, start: Callable[..., RankProcess], restarts: int
     ) -> None:
         self._ranks, self._running = ranks, list(ranks)
+        self._judges = False
         self._store, self._start, self._left = store, start, restarts
 
     def look(self) -> None:
@@ -210,6 +211,7 @@ class _Judge:
 
         if not self._running or not self._store.check([GOES_ON]):
             return
+        self._judges = True
         for rank in self._running[:]:
             me = rank.number, len(rank.lives)
             is_outside = rank.is_spared = bool(rank.lives) and not self._store.check([admitted(*me)])
@@ -231,6 +233,13 @@ class _Judge:
                 self._ranks[rank.number] = anew
                 self._running.append(anew)
 
+    def someone_failed(self) -> bool:
+        """One that was found dead behind the last look may be one that the others go on without."""
+        return any(
+            rank.failed and (rank.failed_by_itself or not self._judges or rank not in self._running)
+            for rank in self._ranks
+        )
+
 
 def _see_through(
     ranks: list[RankProcess], judge: _Judge, *, grace: float, timeout: float | None, stall: float | None
@@ -250,11 +259,13 @@ def _see_through(
             )
         if grace_until is None and watchdog.barks():
             return LaunchResult(status=1, first_failed=None, report=watchdog.report())
-        if grace_until is None and (any(rank.failed for rank in ranks) or all(_over(rank) for rank in ranks)):
+        if grace_until is None and (judge.someone_failed() or all(_over(rank) for rank in ranks)):
             grace_until = now + grace
         if grace_until is not None and now > grace_until:
             break
         time.sleep(_POLL_S)
+    else:
+        judge.look()  # at one that was killed as the last one ended
     return _judge(ranks)
 
 
@@ -276,7 +287,7 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
         so = {True: "and the others went on without it", False: "after its results were out"}
         lines = [f"rank {rank.number}: {how} and was started again" for rank in ranks for how in rank.lives]
-        lines += [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}" for rank in odd]
+        lines += [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}{_own_error(rank)}" for rank in odd]
         report = "\n".join(lines)
         return LaunchResult(status=0, first_failed=None, report=report)
     status = failed[0].process.returncode or 1
@@ -305,6 +316,10 @@ def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
         if rank not in failed and rank.process.returncode is None:
             story.append(f"rank {rank.number} was still running and was stopped")
     return "\n".join(story)
+
+
+def _own_error(rank: RankProcess) -> str:
+    return f"; its last line: {_last_line(rank)}" if rank.failed_by_itself else ""
 
 
 def _last_line(rank: RankProcess) -> str:

@@ -80,6 +80,7 @@ class Building:
         self.world = world
         self.guard = guard
         self._members: Membership | None = None  # of a run that goes on when processes die
+        self._in_vain = 0  # failures of one step, one behind the other, in which nobody died
         self._auto: AutoLayout | None = None
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
@@ -108,7 +109,8 @@ class Building:
         if self._options.layout.on_failure == REROUTE:
             settings.refuse_reroute()
             if self.world.distributed or LIFE in os.environ:
-                self._members = Membership(self.world, timeout=settings.timeout)
+                made = self._options.in_words(layout.schedule)
+                self._members = Membership(self.world, timeout=settings.timeout, made=made)
                 self._judged(self.guard, self._members)
         self.guard.stands_at(layout.place)
         if example is not None:
@@ -203,7 +205,14 @@ class Building:
 
     def step_of(self, training: Training) -> Callable[[Given], StepResult]:
         """A step's run; where the run goes on when processes die, until those that are left have made it."""
-        return training.step if self._members is None else partial(self._go_on, training, self._members)
+        if self._members is None:
+            return training.step
+        if self._members.is_outside:
+            raise ValueError(
+                f"train_step in rank {self._members.me}, which was started again to join others, before it has asked "
+                f"which step they are at: expected for step in range(pipe.num_steps, ...)"
+            )
+        return partial(self._go_on, training, self._members)
 
     def _go_on(self, training: Training, members: Membership, given: Given) -> StepResult:
         while True:
@@ -230,6 +239,7 @@ class Building:
             finally:
                 self.guard.goes_on = False
             members.step_made()
+            self._in_vain = 0
             return result
 
     def _makes_update(self, members: Membership, training: Training, error: PipelineError) -> bool:
@@ -237,9 +247,13 @@ class Building:
         assert self.layout is not None
         assert self.pipeline is not None
         before = members.members
-        verdict = members.agree(training.steps_made, is_ready=training.is_ready)
+        has_waited = isinstance(error, PipelineTimeout)
+        verdict = members.agree(training.steps_made, is_ready=training.is_ready, has_waited=has_waited)
         gone = [one for one in before if one not in verdict.members]
         failed = verdict.failed
+        self._in_vain = 0 if gone else self._in_vain + 1
+        if self._in_vain > 1:
+            failed = failed or "a step failed twice, and nobody is dead: expected the same calls in every process"
         for stage, ranks in enumerate(self.layout.schedule.owners):
             if not failed and not set(ranks) & set(verdict.members):
                 names = [*self.pipeline.state.own_checkpoints]
@@ -250,7 +264,7 @@ class Building:
                 )
         if failed:
             raise type(error)(f"{error}\ncause: {failed}", peers=error.peers, is_explained=True) from error
-        if members.me == verdict.members[0]:
+        if gone and members.me == verdict.members[0]:
             _log.warning("rank %s died: %d ranks go on without it", ", ".join(map(str, gone)), len(verdict.members))
         return verdict.is_whole and training.is_ready
 
@@ -280,10 +294,15 @@ class Building:
 
     @property
     def num_steps(self) -> int:
-        """Batches trained on so far."""
+        """Batches trained on so far; a process that was started again waits until it is let in."""
+        members = self._members
+        if members is not None and members.is_outside:
+            members.enter()
+            if self.pipeline is not None:
+                self.pipeline.training.restart(members.step)
         if self.pipeline is not None:
             return self.pipeline.training.num_steps
-        first = 0 if self._members is None else self._members.step
+        first = 0 if members is None else members.step
         return first if self._loaded is None else self._loaded.manifest.step
 
     def load(self, folder: Path, loader: HasState | None) -> None:
@@ -367,8 +386,8 @@ class Building:
             if self._loaded is None:
                 self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)
             pipeline = build(run, first)
-        if joins:
-            pipeline.training.restart(self.num_steps)
+        if self._members is not None:
+            pipeline.training.restart(self._members.step)
         if self._loaded is not None:
             pipeline.state.resume(self._loaded.place)
             self._loaded = None

@@ -20,12 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, read_compress
 from ..partition.model.batch_dims import check_batch_dims, parameter_names
+from ..partition.model.fingerprint import told_apart
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
 from ..schedules.custom.user_schedules import UserScheduleLike
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
 from ..schedules.transform import schedule_without
+from .batch.agreement import describe
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss, read_loss_option
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
@@ -268,6 +270,15 @@ class Options:
     example: Given | None
     verify_every: float | None
     verify_if_it_fits: bool = False
+
+    def in_words(self, schedule: Schedule) -> dict[str, str]:
+        """What decides on the numbers of a run, by name: the same in a process that is started with the same script."""
+        settings, layout = self.settings, self.layout
+        root = nn.ModuleList(layout.stages or []) if self.model is None else self.model
+        told = {name: getattr(settings, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
+        options = describe(schedule, layout.split_points or ["as they come"], **told)
+        code = {"optimizer": settings.user_code[-1], "loss_fn": settings.loss_fn, "lr_scheduler": settings.lr_scheduler}
+        return {"set of options": options, **told_apart(root, code)}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

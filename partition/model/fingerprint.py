@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import Logger
 from pathlib import Path, PurePath
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -78,6 +78,34 @@ def lasting_digest(*values: object) -> str:
     return found.hexdigest()
 
 
+def told_apart(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
+    """By files of the user's, modules, and names in `code`: texts that are the same in each process of one script."""
+    files = iter(_users_files())
+    texts = {f"file of {name}": content[:8] for name, content in zip(files, files, strict=True)}
+    texts |= {f"module {path!r}": _shown(module) for path, module in root.named_modules()}
+    return texts | {name: _digest_of(value) or _shown(value) for name, value in code.items()}
+
+
+def _shown(value: object) -> str:
+    users = [vars(kind) for kind in reversed(type(value).__mro__) if is_users_module(kind.__module__)]
+    names = {name: held for each in [*users, getattr(value, "__dict__", {})] for name, held in each.items()}
+    own = {name: held for name, held in names.items() if name not in _OF_THE_MACHINERY and name[:2] != "__"}
+    texts = {name: repr(held) if isinstance(held, _PLAIN) else _digest_of(held) for name, held in own.items()}
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in texts.items() if text)})"
+
+
+def _digest_of(value: object) -> str:
+    """Of a function or class; of another object nothing, since it may hold what is this process's own."""
+    value = getattr(value, "__func__", value)  # of a staticmethod
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType | partial):
+        return ""
+    name = getattr(value, "__qualname__", "partial")
+    try:
+        return f"{name} {hashlib.sha256(repr([*_words(value, {})]).encode()).hexdigest()[:8]}"
+    except ValueError:  # its code stands in no file
+        return name
+
+
 def _is_installed_command() -> bool:
     """Whether this process runs no script of the user's, who alone may read its arguments past the model."""
     main = sys.modules["__main__"]
@@ -132,7 +160,9 @@ def _parts(value: Any) -> Iterable[object]:
         return (getattr(value, "__name__", None),)
     if isinstance(value, FunctionType):
         cells = [held for cell in value.__closure__ or () for held in content(cell)]
-        return value.__defaults__, value.__kwdefaults__, vars(value), cells
+        code = value.__code__  # of several lambdas in one function the names are the same
+        consts = [each for each in code.co_consts if isinstance(each, _PLAIN)]
+        return code.co_code, code.co_names, consts, value.__defaults__, value.__kwdefaults__, vars(value), cells
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, partial):

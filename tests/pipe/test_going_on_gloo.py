@@ -8,16 +8,18 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import going_on
-from support.inside import LaunchResult, Membership, launch
+from support.inside import LaunchResult, Membership, Verdict, launch, launcher, membership, rank_process
 from torch import nn
+from torch.distributed import HashStore
 
 import stagewright as sw
-from stagewright.comm import World
+from stagewright.comm import PeerLost, PipelineTimeout, World
 
 pytestmark = [
     pytest.mark.gloo,
@@ -112,6 +114,15 @@ def test_a_process_that_was_started_again_joins(tmp_path: Path, mesh: tuple[str,
     check_rejoined(tmp_path, mesh, 9, {3: [0]})
     seen = [line[4] for line in lines(tmp_path)[0] if line[0] != "threads"]
     assert seen[-1] - seen[-2] == seen[0]  # of the microbatches, rank 0 has its own alone
+
+
+@pytest.mark.nightly
+def test_the_others_go_on_without_one_that_was_started_again_as_another(tmp_path: Path) -> None:
+    result = start(tmp_path, ("1f1b", 2, 2), 300, strikes="3:1:B", restarts=1, DROPOUT1="0.3")
+    assert result.status == 0, result.report
+    assert "rank 3: exit status 1 and the others went on without it; its last line: ValueError" in result.report
+    assert "another module '0.dropout': Dropout(p=0.3" in result.report
+    check_losses(tmp_path, ("1f1b", 2, 2), 300, {0, 1, 2})
 
 
 def check_rejoined(folder: Path, mesh: tuple[str, int, int], steps: int, before: dict[int, list[int]]) -> None:
@@ -214,4 +225,126 @@ def test_a_launcher_that_ends_all_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ValueError, match=re.escape("as torchrun does: expected stagewright.experiments.launcher.launch")
     ):
-        Membership(World(rank=0, size=2), timeout=1.0)
+        Membership(World(rank=0, size=2), timeout=1.0, made={})
+
+
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def __init__(self, rate: float = 0.1, act: Any = torch.tanh, factor: float = 1.0) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(2, 2), nn.Dropout(rate)
+        self.act, self._factor = act, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self._factor * self.dropout(self.act(self.linear(x)))
+
+
+def started_again(monkeypatch: pytest.MonkeyPatch, life: int, first: nn.Module, **options: Any) -> sw.PipelineModule:
+    """In rank 3 of four, whose others are not there."""
+    for name, value in (("LIFE", life), ("JUDGES_DEATHS", "x")):
+        monkeypatch.setenv(f"STAGEWRIGHT_{name}", str(value))
+    for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("MASTER_ADDR", "x"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    given: dict[str, Any] = {
+        "mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "loss_fn": nn.functional.mse_loss,
+        "num_microbatches": 2,
+    }
+    return sw.PipelineModule(nn.Sequential(first, Scaled()), **given | options)
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "told"),
+    [
+        (Scaled(0.2), {}, "another module '0.dropout': Dropout(p=0.2, inplace=False), and Dropout(p=0.1,"),
+        (Scaled(act=torch.sin), {}, "another module '0': Scaled("),
+        (Scaled(factor=2.0), {}, "_factor=2.0"),
+        (nn.Linear(2, 2), {}, "another module '0': Linear("),
+        (Scaled(), {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.1)}, "another optimizer"),
+        (Scaled(), {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2)}, "another optimizer"),
+        (Scaled(), {"loss_fn": nn.functional.l1_loss}, "another loss_fn"),
+        (Scaled(), {"schedule": "gpipe"}, "another set of options: schedule 'gpipe'"),
+        (Scaled(), {"num_microbatches": 4}, "another set of options"),
+        (Scaled(), {"seed": 1}, "seed=1"),
+        (Scaled(), {"max_grad_norm": 1.0}, "max_grad_norm=1.0"),
+        (Scaled(), {"precision": "bf16"}, "autocast=torch.bfloat16"),
+    ],
+)
+def test_who_was_started_again_as_another_is_not_let_in(
+    monkeypatch: pytest.MonkeyPatch, first: nn.Module, options: dict[str, Any], told: str
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(membership, "TCPStore", lambda *_, **__: store)
+    started_again(monkeypatch, 1, Scaled())
+    started_again(monkeypatch, 2, Scaled())
+    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+        started_again(monkeypatch, 3, first, **options)
+    assert "rank 3, which was started again, is not let in" in str(raised.value)
+    monkeypatch.setattr(Scaled, "scale", 2.0)
+    with pytest.raises(ValueError, match="another module '0'"):
+        started_again(monkeypatch, 4, Scaled())
+
+
+def test_who_was_started_again_is_told_to_begin_with_the_others_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for that of its own accord; a loop from 0 on would give it other batches than theirs."""
+    store = HashStore()
+    monkeypatch.setattr(membership, "TCPStore", lambda *_, **__: store)
+    run = started_again(monkeypatch, 1, Scaled())
+    with pytest.raises(ValueError, match=re.escape("expected for step in range(pipe.num_steps, ...)")):
+        run.train_step(*torch.randn(2, 16, 2))
+    assert not store.check(["stagewright/wants/3"])
+    state = json.dumps([2, [0, 1, 2, 3], [0, 0, 0, 1], 7, "folder"])
+    store.set(membership.admitted(3, 1), state)
+    assert run.num_steps == 7
+    assert store.get("stagewright/wants/3") == b"1"
+
+
+def test_a_step_that_fails_twice_with_nobody_dead_ends_the_run() -> None:
+    x, asked = torch.randn(16, 2), []
+
+    def agree(num_steps: int, *, is_ready: bool, has_waited: bool) -> Verdict:
+        asked.append(has_waited)
+        return Verdict((0, 1, 2, 3), False, "")
+
+    run = module()
+    run.train_step(x, x)
+    members: Any = SimpleNamespace(me=0, members=(0, 1, 2, 3), agree=agree)
+    training: Any = SimpleNamespace(steps_made=1, is_ready=False)
+    assert not run._building._makes_update(members, training, PipelineTimeout("waited"))
+    with pytest.raises(PeerLost, match="a step failed twice, and nobody is dead"):
+        run._building._makes_update(members, training, PeerLost("lost"))
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("moment", range(2, 14))
+def test_one_that_dies_between_two_looks_ends_nobody_else(tmp_path: Path, moment: int) -> None:
+    """Whoever asks first whether it has ended: the judge, or the launcher beside it."""
+    asked: list[int] = []
+
+    def poll(number: int) -> int | None:
+        asked.append(number)
+        if number == 0:
+            return -9 if asked.count(0) >= moment else None
+        return 0 if asked.count(0) >= moment + 12 else None
+
+    class Process:
+        def __init__(self, number: int) -> None:
+            self.number, self.returncode = number, None
+
+        def poll(self) -> int | None:
+            self.returncode = poll(self.number)
+            if self.returncode == 0:
+                (tmp_path / f"{self.number}.done").touch()
+            return self.returncode
+
+    store = HashStore()
+    store.set("stagewright/goes on", "")
+    ranks: Any = [
+        rank_process.RankProcess(number=number, process=Process(number), folder=tmp_path) for number in range(3)
+    ]
+    judge = launcher._Judge(ranks, store, lambda *_: None, 0)
+    result = launcher._see_through(ranks, judge, grace=0.0, timeout=20.0, stall=None)
+    assert result.status == 0, result.report
+    assert result.report == "rank 0: killed by SIGKILL and the others went on without it"

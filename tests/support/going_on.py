@@ -4,8 +4,9 @@
 
 Points: begin, F (in a forward), B (in a backward), loss, vote and norm (before them), ready (between them), voted,
 update, form (before the world is formed anew), formed, again (before the pipeline has links again), joined, or so many
-milliseconds from the beginning of the step. A signal may be "raise". Each rank writes a line a step: step, loss,
-seconds, when it ended, microbatches that a layer of it has seen.
+milliseconds from the beginning of the step. A step may be "first", of this process, or "start", the process's own. A
+signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended, microbatches that a layer of
+it has seen; and its number into the file KILLS when it is struck.
 """
 
 from __future__ import annotations
@@ -28,23 +29,35 @@ import stagewright as sw
 WIDTH, LAYERS, SAMPLES, NUM_MICROBATCHES = 12, 4, 24, 4
 
 
+_TOLD: dict[tuple[str, str], list[str]] = {}  # of this process: the same loss in another life has the same digest
+
+
 class Strikes:
     """Where this rank is to be struck, and what for."""
 
     def __init__(self, text: str, rank: int) -> None:
         told = [word.split(":") for word in text.split(",") if word]
-        self._told = {(int(step), point): how for own, step, point, *how in told if int(own) == rank}
-        self.step = 0
+        _TOLD.clear()
+        _TOLD.update({(step, point): how for own, step, point, *how in told if int(own) == rank})
+        self.step, self._is_first = 0, True
+        self._start_timers("start")
 
     def begin(self, step: int) -> None:
         self.step = step
-        for at, point in self._told:
-            if at == step and point.isdigit():
-                threading.Timer(int(point) / 1000, strike, [self._told[at, point]]).start()
+        if self._is_first:
+            for at, point in [key for key in _TOLD if key[0] == "first"]:
+                _TOLD[str(step), point] = _TOLD.pop((at, point))
+        self._is_first = False
+        self._start_timers(str(step))
         self.at("begin")
 
+    def _start_timers(self, step: str) -> None:
+        for (at, point), how in _TOLD.items():
+            if at == step and point.isdigit():
+                threading.Timer(int(point) / 1000, strike, [how]).start()
+
     def at(self, point: str) -> None:
-        how = self._told.pop((self.step, point), None)
+        how = _TOLD.pop((str(self.step), point), None)
         if how is not None:
             strike(how)
 
@@ -65,6 +78,9 @@ class Strikes:
 def strike(how: list[str]) -> None:
     if how == ["raise"]:
         raise ArithmeticError("so it was told")
+    if kills := os.environ.get("KILLS"):
+        with Path(kills).open("a") as file:
+            file.write(f"{os.environ['RANK']}\n")
     os.kill(os.getpid(), getattr(signal, how[0] if how else "SIGKILL"))
 
 
@@ -72,7 +88,7 @@ class Layer(nn.Module):
     def __init__(self, strikes: Strikes) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(float(os.environ.get(f"DROPOUT{os.environ.get('STAGEWRIGHT_LIFE')}", "0.1")))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self._strikes = strikes
 
@@ -97,7 +113,7 @@ def make_pipe(schedule: str, pipe: int, data: int, strikes: Strikes, *, timeout:
 
     torch.manual_seed(0)
     return sw.PipelineModule(
-        nn.Sequential(*[Layer(strikes) for _ in range(LAYERS)]).double(),
+        nn.Sequential(*[Layer(strikes) for _ in range(max(LAYERS, 2 * pipe))]).double(),
         schedule=schedule,
         num_microbatches=NUM_MICROBATCHES,
         loss_fn=loss,
@@ -145,7 +161,8 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
     with report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
-        run = make_pipe(schedule, int(pipe), int(data), strikes)
+        limit = os.environ.get("LIMIT", "60")
+        run = make_pipe(schedule, int(pipe), int(data), strikes, timeout=float(limit if life else "60"))
         for step in range(run.num_steps, int(steps)):
             if str(step) in os.environ.get("WAITS", "").split(","):  # for one that was started again
                 wait_for_others(run)
@@ -154,7 +171,7 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
             loss = run.train_step(*batch(step)).loss
             seen = max(int(b) for name, b in run.state_dict().items() if name.endswith("seen"))
             log.write(json.dumps([step, loss, time.time() - started, time.time(), seen]) + "\n")
-            if limit := os.environ.get("LIMIT"):  # from the next forming on, when all have started
+            if "LIMIT" in os.environ:  # from the next forming on, when all have started
                 object.__setattr__(run._settings, "timeout", float(limit))
                 run._building._members._timeout = float(limit)  # type: ignore[union-attr]
         log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")
