@@ -178,6 +178,7 @@ class _Run:
     def __init__(self, local: LocalRank, program: RankProgram, fills: Fills) -> None:
         self.local = local
         self._fills = fills if fills.works else None
+        local.transport.is_watched = bool(fills.works)
         self._places = program.fills
         self._at: Work | None = None  # in front of which it has been filled
         self._is_place = False
@@ -194,7 +195,7 @@ class _Run:
             self._proven.clear()
         if self._fills is not None and isinstance(wait.before, Action) and wait.before != self._at:
             self._at = wait.before
-            self._fill(wait.before)
+            self._fill(wait.before, wait.messages)
         if not all(transport.ready(message) for message in wait.messages):
             return False
         start = recorder.clock.stamp()
@@ -209,14 +210,18 @@ class _Run:
         self.machine.arrived(wait.messages)
         return True
 
-    def _fill(self, before: Action | None) -> None:
+    def _fill(self, before: Action | None, messages: Sequence[Message] = ()) -> None:
         """Background work, if it has a place here: in front of an action, or (None) at the end of a batch."""
         if self._fills is None or (self._places is not None and before not in self._places):
             return
-        worker, recorder = self.local.worker, self.local.recorder
+        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
         self._is_place = True
         place = None if before is None else worker.of_any_batch(before)
-        ran = self._fills.pass_place((worker.rank, place), recorder.last_norm)
+
+        def is_over() -> bool:
+            return bool(messages) and all(map(transport.is_here, messages))
+
+        ran = self._fills.pass_place((worker.rank, place), recorder.last_norm, is_over)
         if ran is not None:
             recorder.fill((before or recorder.last_actions()[-1])._replace(op=Op.FILL), *ran)
 

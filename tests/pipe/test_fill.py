@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ class Hand:
         for number, each in enumerate(seconds):
             yield lambda number=number, each=each: (self.spend(each), self.done.append(number))  # type: ignore[misc]
 
-    def wait(self, place: Action | None, gap: float, *, norm: float = 0.0) -> float:
+    def wait(self, place: Action | None, gap: float, *, norm: float = 0.0, is_seen: bool = False) -> float:
         """A rank comes to a place whose message is there `gap` later; seconds by which pieces were late."""
         due = self.at + gap
-        self.fills.pass_place((0, place), norm)
+        self.fills.pass_place((0, place), norm, lambda: is_seen and self.at >= due)
         late = max(0.0, self.at - due)
         self.at = max(self.at, due)
         self.fills.met(0)
@@ -60,15 +61,18 @@ def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
     assert work.is_done
 
 
-def test_a_place_counts_as_its_shortest_gap_and_each_rank_and_place_for_itself() -> None:
+def test_a_place_counts_as_its_shortest_gap_but_one_and_each_rank_and_place_for_itself() -> None:
     hand = Hand()
     work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
     for gap in (5.0, 10.0, 10.0):
         hand.wait(B3, gap)
         hand.wait(F1, 1.0)
     assert work.num_done == 2  # in front of the third B3, of which 4.5 count
-    hand.fills.pass_place((1, B3), 0.0)  # of another rank nothing is known
-    assert (hand.wait(B3, 10.0), work.num_done) == (0.0, 4)
+    hand.wait(B3, 10.0)
+    hand.wait(B3, 10.0)
+    assert work.num_done == 8  # 4.5 again; then that the rank was late once among four does not count
+    hand.fills.pass_place((1, B3), 0.0, lambda: False)  # of another rank nothing is known
+    assert (hand.wait(B3, 10.0), work.num_done) == (0.0, 12)
 
 
 def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
@@ -77,8 +81,22 @@ def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
     for _ in range(3):
         hand.wait(B3, 10.0)
     late = [hand.wait(B3, 4.0) for _ in range(5)]  # the wait is shorter from now on
-    assert late == [5.0, 0.0, 0.0, 0.0, 0.0]
-    assert work.num_done > 9
+    assert late == [5.0, 5.0, 0.0, 0.0, 0.0]
+    assert work.num_done > 18
+
+
+def test_where_a_message_is_seen_to_come_one_piece_at_most_is_late() -> None:
+    """Gaps are as long as they were in front of the piece; one that is over is not filled."""
+    hand = Hand()
+    work = hand.fills.add(hand.pieces(*[1.5] * 99), name=None, seconds=1.5)
+    for _ in range(3):
+        hand.wait(B3, 10.0)
+    counts, late = [work.num_done], []
+    for gap in (4.0, 0.0, 4.0, 4.0, 10.0):
+        late.append(hand.wait(B3, gap, is_seen=True))
+        counts.append(work.num_done)
+    assert late == [0.5, 0.0, 0.0, 0.0, 0.0]
+    assert [more - before for before, more in pairwise(counts)] == [3, 0, 1, 1, 1]  # 3.0 twice, but for the 0.0
 
 
 def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None:
@@ -109,7 +127,7 @@ def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
     counts, norm = [], 0.0
     for _ in range(5):
         before = work.num_done
-        hand.fills.pass_place((0, None), norm)
+        hand.fills.pass_place((0, None), norm, lambda: False)
         counts.append(work.num_done - before)
         norm = 5.0 - 2.0 * counts[-1]
     assert counts == [0, 0, 2, 2, 2]
