@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from ...comm import PipelineError
 from ...partition.model.untouched import untouched
 from ...schedules import Action
+from ..batch.results import EvalResult
 
 _SEEN = 6  # steps whose gaps, and pieces whose seconds, are remembered
 _ENOUGH = 3  # pieces whose seconds say what the next one takes
 _PATIENCE = 1000  # places that were too short
 _SAFE = 0.9  # share of a gap that is filled
 _MET = 0.02  # of what was filled: with less left to wait, the message was there before
+_POLL = 3e-4  # [s]
 _Place = tuple[int, Action | None]  # rank, and the action that waits there, of any batch; None: the program's end
 
 
@@ -35,12 +38,21 @@ class FillWork:
         name: for people.
         num_done: pieces that are through.
         is_done: whether all are.
+        result: of an evaluation that is done, an EvalResult.
     """
 
     def __init__(
-        self, pieces: Iterable[Callable[[], object]], *, name: str, seconds: float | None, now: Callable[[], float]
+        self,
+        pieces: Iterable[Callable[[], object]],
+        *,
+        name: str,
+        seconds: float | None,
+        now: Callable[[], float],
+        stands: Callable[[], bool],
     ) -> None:
         self._now = now
+        self.stands = stands
+        self.result: EvalResult | None = None
         self.name = name
         self.num_done = 0
         self.is_done = False
@@ -79,6 +91,9 @@ class FillWork:
                 if not callable(piece):
                     raise TypeError(f"expected a callable without arguments, found {piece!r:.60}")
                 piece()
+        except PipelineError:  # it has a story of its own
+            self.is_done = True
+            raise
         except Exception as error:
             self.is_done = True
             raise RuntimeError(
@@ -100,8 +115,15 @@ class Fills:
         # By rank, where it is: since when, seconds of pieces there, and when its message was there.
         self._visits: dict[int, tuple[_Place, float, float, float]] = {}
 
-    def add(self, work: Iterable[Callable[[], object]], *, name: str | None, seconds: float | None = None) -> FillWork:
-        """See `PipelineModule.fill`."""
+    def add(
+        self,
+        work: Iterable[Callable[[], object]],
+        *,
+        name: str | None,
+        seconds: float | None = None,
+        stands: Callable[[], bool] = lambda: False,
+    ) -> FillWork:
+        """See `PipelineModule.fill`. `stands`: whether the next piece would wait for a message now."""
         if not isinstance(work, Iterable):
             hint = "[piece]" if callable(work) else "an iterable of callables without arguments"
             raise ValueError(f"fill({work!r:.60}): expected {hint}, or a generator that yields them")
@@ -111,7 +133,7 @@ class Fills:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: expected what a piece takes, above 0, or None")
         name = name or str(getattr(work, "__name__", "work"))
-        self.works.append(FillWork(work, name=name, seconds=seconds, now=self._now))
+        self.works.append(FillWork(work, name=name, seconds=seconds, now=self._now, stands=stands))
         return self.works[-1]
 
     @staticmethod
@@ -132,24 +154,29 @@ class Fills:
             self._leave(*self._visits.pop(rank), norm)
         budget = self._budget(place)
         begun = since = now = self._now()
+        worked: tuple[float, float] | None = None
         while (work := self._next()) is not None and budget > 0:
-            if is_over():  # while the last piece ran, or before
+            if is_over():  # since the last look
                 self._gaps[place].append(since - begun)
-                return (begun, now) if now > since else None
-            needed = work.seconds
+                return worked
+            since, needed = now, work.seconds
             if needed is None:
                 needed = max(self._budget(where) for where in self._gaps if where[0] == rank)
-            if now - begun + needed > budget:
+            if work.stands() and now - begun < budget:  # another process may bring what it waits for
+                time.sleep(_POLL)
+            elif now - begun + needed > budget:
                 work.refused()
                 break
-            since, self.is_running = now, True
-            try:
-                work.run_piece()
-            finally:
-                self.is_running = False
+            else:
+                self.is_running = True
+                try:
+                    work.run_piece()
+                finally:
+                    self.is_running = False
+                worked = (now if worked is None else worked[0]), self._now()
             now = self._now()
         self._visits[rank] = place, begun, now - begun, now
-        return (begun, now) if now > begun else None
+        return worked
 
     def _budget(self, place: _Place) -> float:
         gaps = self._gaps.get(place, ())
@@ -168,7 +195,8 @@ class Fills:
     def _next(self) -> FillWork | None:
         while self.works and self.works[0].is_done:
             self.works.popleft()
-        return self.works[0] if self.works else None
+        left = [work for work in self.works if not work.is_done]
+        return next((work for work in left if not work.stands()), left[0] if left else None)
 
     def close(self) -> None:
         """Drop what is left, with a warning."""

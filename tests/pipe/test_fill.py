@@ -7,13 +7,15 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from datetime import timedelta
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.failing import LONG, Told, told
 from support.inside import Fills
 from support.pool import Pool
@@ -321,6 +323,160 @@ def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool
     assert marked[0][2] == 0
     for *_, spans in marked:
         assert {what for step in spans for own in step for what in own} <= {"1FILL0"}
+
+
+class Slow(nn.Module):
+    """A layer that takes its time in training, and draws, and has statistics that move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(0.01)
+        return self.dropout(self.norm(self.layer(x)))  # type: ignore[no-any-return]
+
+
+def evaluated_run(in_waits: bool, steps: int, mesh: dict[str, int]) -> tuple[Any, ...]:
+    """Evaluations in front of steps, or in the waits of these: of one microbatch, of fewer than M, of M."""
+    torch.manual_seed(0)
+    pipe = make(mesh=mesh, model=nn.Sequential(*[Slow() for _ in range(4)]), max_grad_norm=1.0)
+    evaluated, losses, filled = [], [], 0
+    for step in range(steps):
+        x, y = X[: (1, 3, 8)[step % 3] * mesh.get("data", 1)] + step, Y[: (1, 3, 8)[step % 3] * mesh.get("data", 1)]
+        if in_waits:
+            work = pipe.fill_eval(x, y)
+        else:
+            found = pipe.eval_step(x, y)
+        result = pipe.train_step(X, Y)
+        if in_waits:
+            assert work.is_done
+            assert work.result is not None
+            found = work.result
+        evaluated.append((found.loss, None if found.output is None else found.output.tolist()))  # type: ignore[attr-defined]
+        losses.append((result.loss, result.grad_norm))
+        filled += any(what.op is Op.FILL for trace in result.timeline().ranks for what, *_ in trace.moves)
+    if in_waits:
+        first, second = pipe.fill_eval(X, Y), pipe.fill_eval(X[:2], Y[:2])  # the one before is finished first
+        assert first.is_done
+        assert not second.is_done
+    weights = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
+    pipe.close()
+    return evaluated, losses, weights, torch.get_rng_state().tolist(), filled
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}])
+def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mesh: dict[str, int]) -> None:
+    """Losses, outputs, weights, running statistics and generators, to the last bit; and waits had pieces in them."""
+    ranks = mesh["pipe"] * mesh.get("data", 1)
+    plain, filled = (gloo.run(evaluated_run, ranks=ranks, args=(in_waits, 9, mesh)) for in_waits in (False, True))
+    assert [run[:4] for run in filled] == [run[:4] for run in plain]
+    assert [run[4] for run in plain] == [0] * ranks
+    assert max(run[4] for run in filled) > 3
+
+
+def test_in_one_process_and_what_evaluates_no_batch_in_waits() -> None:
+    torch.manual_seed(0)
+    pipe = make(model=nn.Sequential(*[Slow() for _ in range(2)]))
+    for batch in (X, X[:3]):
+        wanted, work = pipe.eval_step(batch, Y[: len(batch)]), pipe.fill_eval(batch, Y[: len(batch)])
+        assert work.result is None
+        pipe.train_step(X, Y)
+        assert work.result is not None
+        assert work.result.loss == wanted.loss
+        torch.testing.assert_close(work.result.output, wanted.output, rtol=0, atol=0)
+    pipe.close()
+    for other, message in (
+        (stream(), "where updates do not stand behind a flush"),
+        (make(post_validation=True, max_grad_norm=1.0), "where updates do not stand behind a flush"),
+        (make(optimizer=None), "without optimizer="),
+    ):
+        with pytest.raises(ValueError, match=rf"fill_eval\(...\) {message}.*: expected eval_step"):
+            other.fill_eval(X, Y)
+
+
+class Telling(torch.optim.SGD):
+    """Tells the other process of each of its steps."""
+
+    numbers = count(1)
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        dist.distributed_c10d._get_default_store().set(f"stepped {os.environ['RANK']} {next(Telling.numbers)}", "")
+        return result
+
+
+class Listening(nn.Linear):
+    """Waits in the last backward of each step of the first rank for the second one's update."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.training and y.requires_grad:
+            y.register_hook(self._wait)
+        return y
+
+    def _wait(self, gradient: torch.Tensor) -> None:
+        self.count += 1
+        if os.environ["RANK"] == "0" and self.count % 4 == 0:
+            key = f"stepped 1 {self.count // 4}"
+            dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=60))
+
+
+def updated_early(options: dict[str, Any]) -> list[float | None]:
+    torch.manual_seed(0)
+    Telling.numbers = count(1)
+    model = nn.Sequential(Listening(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    pipe = make(mesh={"pipe": 2}, model=model, optimizer=lambda p: Telling(p, lr=0.1), **options)
+    losses = [pipe.train_step(X, Y).loss for _ in range(3)]
+    pipe.close()
+    return losses
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9, "post_validation": True}])
+def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str, Any]) -> None:
+    """Its optimizer has stepped when the other's last backward goes on, which waits for that; with a norm, ahead."""
+    assert all(losses[-1] < losses[0] for losses in gloo.run(updated_early, ranks=2, args=(options,)))
+
+
+def encoded_run(in_waits: bool) -> tuple[Any, ...]:
+    """The features of each next batch, by a frozen encoder of this process, that the step to come trains on."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+    model = nn.Sequential(*[Slow() for _ in range(2)])
+    pipe = make(mesh={"pipe": 2}, model=model, max_grad_norm=1.0)
+    losses, counts = [], []
+
+    def encoded(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
+        for row in x:
+            yield lambda row=row: into.append(encoder(row))  # type: ignore[misc]
+
+    features: list[torch.Tensor] = []
+    [piece() for piece in encoded(X, features)]
+    for step in range(10):
+        following: list[torch.Tensor] = []
+        pieces = encoded(X + step, following)
+        work = pipe.fill(pieces, name="encoder", seconds=1e-4) if in_waits else None
+        losses.append(pipe.train_step(torch.stack(features), Y).loss)
+        if work is None:
+            [piece() for piece in pieces]
+        else:
+            counts.append(work.num_done)
+            work.finish()
+        features = following
+    pipe.close()
+    return losses, counts
+
+
+@pytest.mark.gloo
+def test_a_frozen_encoder_of_the_next_batch_over_processes(gloo: Pool) -> None:
+    plain, filled = (gloo.run(encoded_run, ranks=2, args=(in_waits,)) for in_waits in (False, True))
+    assert [run[0] for run in filled] == [run[0] for run in plain]
+    assert sum(filled[1][1]) >= 24  # of 80, on the rank that waits 20 ms for the other's first forward
 
 
 def failing_run(wrong: int) -> Told:
