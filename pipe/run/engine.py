@@ -144,21 +144,21 @@ class Engine:
                 stories = "; ".join(one.why_it_waits() for one in standing)
                 raise PipelineError(f"deadlock in one process: {stories}")
 
-    def in_pieces(
-        self, programs: Mapping[int, RankProgram]
-    ) -> tuple[Iterator[Callable[[], object]], Callable[[], bool]]:
-        """The same as background work, an action a piece; and whether the next one would stand and wait now.
-
-        In one process, where nothing waits, it is one piece.
-        """
+    def in_pieces(self, programs: Mapping[int, RankProgram]) -> tuple[Iterator[Callable[[], bool]], Callable[[], bool]]:
+        """The same as background work, an action a piece, which tells whether it was the last; and whether the next one
+        would stand and wait now. In one process, where nothing waits, it is one piece."""
         if len(self.ranks) > 1:
-            return iter([partial(self.run, programs)]), lambda: False
+
+            def whole() -> bool:
+                self.run(programs)
+                return True
+
+            return iter([whole]), lambda: False
         (local,) = self.ranks
         one = _Run(local, programs[local.worker.rank], self.fills)
         local.transport.is_watched = True
         one.advance(self._timeout)
-        advance = partial(one.advance, self._timeout)
-        return iter(lambda: None if one.is_through else advance, None), one.stands
+        return one.rest(self._timeout), one.stands
 
     def take_back(self, under_way: Mapping[int, Sequence[tuple[Transfer, bool]]]) -> None:
         """Undo the first parts of the programs: all that they did is dropped, and all that they sent.
@@ -204,7 +204,6 @@ class _Run:
         local.recorder.runs_as_one(program.fused)
         self._proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
         self._next: Instruction | None = None  # in front of which `advance` has stopped
-        self.is_through = False
 
     def receive(self, wait: Wait, timeout: float) -> bool:
         """Take the messages; False where they are not there and another rank of this process must go on first."""
@@ -252,8 +251,9 @@ class _Run:
         if not goes_on:
             self.local.transport.end_of_program()
 
-    def advance(self, timeout: float) -> None:
-        """Through the next action and what it waits for, to what follows it; the first time, in front of an action."""
+    def advance(self, timeout: float) -> bool:
+        """Through the next action and what it waits for, to what follows it; the first time, in front of an action.
+        Whether that was all."""
         worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
         if isinstance(self._next, Wait):
             self.receive(self._next, timeout)
@@ -270,8 +270,12 @@ class _Run:
                 transport.post(message, peer, worker.specs(message))
         self._next = instruction
         if instruction is None:
-            self.is_through = True
             self.end(goes_on=False)
+        return instruction is None
+
+    def rest(self, timeout: float) -> Iterator[Callable[[], bool]]:
+        while self._next is not None:
+            yield partial(self.advance, timeout)
 
     def stands(self) -> bool:
         """Whether `advance` would wait now."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -153,22 +152,21 @@ class Evaluation:
         buffers = MovingBuffers(*modules).before_forward()
         pieces, stands = engine.in_pieces(programs)
 
-        def run(piece: Callable[[], object]) -> None:
+        def run(piece: Callable[[], bool]) -> None:
             with evaluating(*modules), standing_in(buffers), self._run.seeder.call(), batch.autocast.again():
-                piece()
-
-        def end() -> None:
+                if not piece():
+                    return
             loss, output, _ = self._result(begun, has_loss=has_loss)
             work.result = EvalResult(loss=loss, output=output)
             for local in engine.ranks:
                 local.worker.outputs.clear()
 
         work = self._in_waits = self._training.fills.add(
-            chain((partial(run, piece) for piece in pieces), [end]),
+            (partial(run, piece) for piece in pieces),
             name=f"the evaluation behind step {self._training.num_steps}",
-            seconds=None if before is None else before.seconds,
-            stands=stands,
+            like=before,
         )
+        work.stands = stands
         self._ranks.update.gate.hold(work.finish)
         return work
 

@@ -42,42 +42,38 @@ class FillWork:
     """
 
     def __init__(
-        self,
-        pieces: Iterable[Callable[[], object]],
-        *,
-        name: str,
-        seconds: float | None,
-        now: Callable[[], float],
-        stands: Callable[[], bool],
+        self, pieces: Iterable[Callable[[], object]], *, name: str, took: Iterable[float], now: Callable[[], float]
     ) -> None:
         self._now = now
-        self.stands = stands
+        self.stands: Callable[[], bool] = lambda: False  # whether the next piece would wait for a message now
         self.result: EvalResult | None = None
         self.name = name
         self.num_done = 0
         self.is_done = False
         self._pieces = iter(pieces)
         self._num_refused = 0
-        self._took: deque[float] = deque([] if seconds is None else [seconds] * _ENOUGH, maxlen=_SEEN)
+        self.took = deque(took, maxlen=_SEEN)  # [s]
 
     def __repr__(self) -> str:
         return f"<FillWork {self.name}: {self.num_done} pieces done{'' if self.is_done else ', more to do'}>"
 
     def finish(self) -> None:
         """Run what is left now."""
+        took = self.took.copy()
         while not self.is_done:
             self.run_piece()
+        self.took = took  # a piece may have waited
 
     @property
     def seconds(self) -> float | None:
         """Seconds that a piece takes, by the last ones; None: too few are known."""
-        return statistics.median(self._took) if len(self._took) >= _ENOUGH else None
+        return statistics.median_high(self.took) if len(self.took) >= _ENOUGH else None
 
     def refused(self) -> None:
         """The next piece does not fit; now and then what the last ones took is forgotten."""
         self._num_refused += 1
         if self._num_refused % _PATIENCE == 0:
-            self._took.clear()
+            self.took.clear()
 
     def run_piece(self) -> None:
         """The next one, if there is one. RuntimeError where it fails, and the work is over."""
@@ -100,8 +96,8 @@ class FillWork:
                 f"piece {self.num_done} of the background work {self.name!r} failed: {type(error).__name__}: {error}"
             ) from error
         self.num_done += 1
-        if self.num_done > 1:  # the first one loads and allocates
-            self._took.append(self._now() - begun)
+        if self.num_done > 1 or self.took:  # the first one loads and allocates
+            self.took.append(self._now() - begun)
 
 
 class Fills:
@@ -121,9 +117,9 @@ class Fills:
         *,
         name: str | None,
         seconds: float | None = None,
-        stands: Callable[[], bool] = lambda: False,
+        like: FillWork | None = None,
     ) -> FillWork:
-        """See `PipelineModule.fill`. `stands`: whether the next piece would wait for a message now."""
+        """See `PipelineModule.fill`. `like`: one before, whose pieces took as long."""
         if not isinstance(work, Iterable):
             hint = "[piece]" if callable(work) else "an iterable of callables without arguments"
             raise ValueError(f"fill({work!r:.60}): expected {hint}, or a generator that yields them")
@@ -133,7 +129,8 @@ class Fills:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: expected what a piece takes, above 0, or None")
         name = name or str(getattr(work, "__name__", "work"))
-        self.works.append(FillWork(work, name=name, seconds=seconds, now=self._now, stands=stands))
+        took = like.took if like is not None else [] if seconds is None else [seconds] * _ENOUGH
+        self.works.append(FillWork(work, name=name, took=took, now=self._now))
         return self.works[-1]
 
     @staticmethod
