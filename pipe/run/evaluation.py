@@ -154,8 +154,10 @@ class Evaluation:
 
         def run(piece: Callable[[], bool]) -> None:
             with evaluating(*modules), standing_in(buffers), self._run.seeder.call(), batch.autocast.again():
-                if not piece():
-                    return
+                is_last = piece()
+            torch.clear_autocast_cache()  # casts without a graph, which the step around must not use
+            if not is_last:
+                return
             loss, output, _ = self._result(begun, has_loss=has_loss)
             work.result = EvalResult(loss=loss, output=output)
             for local in engine.ranks:

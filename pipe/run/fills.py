@@ -159,11 +159,11 @@ class Fills:
             since, needed = now, work.seconds
             if needed is None:
                 needed = max(self._budget(where) for where in self._gaps if where[0] == rank)
-            if work.stands() and now - begun < budget:  # another process may bring what it waits for
-                time.sleep(_POLL)
-            elif now - begun + needed > budget:
+            if now - begun + needed > budget:
                 work.refused()
                 break
+            if work.stands():  # another process may bring what it waits for
+                time.sleep(_POLL)
             else:
                 self.is_running = True
                 try:
