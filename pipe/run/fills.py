@@ -158,7 +158,8 @@ class Fills:
                 return worked
             since, needed = now, work.seconds
             if needed is None:
-                needed = max(self._budget(where) for where in self._gaps if where[0] == rank)
+                waited = 0.0 if worked else now - begun
+                needed = max(0.0, max(self._budget(where) for where in self._gaps if where[0] == rank) - waited)
             if now - begun + needed > budget:
                 work.refused()
                 break

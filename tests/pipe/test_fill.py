@@ -112,6 +112,26 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
     assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
 
 
+@pytest.mark.parametrize("seconds", [None, 2.0])
+def test_work_that_waits_itself_waits_no_longer_than_its_place(seconds: float | None) -> None:
+    """Its message comes 4 behind the rank: one piece of unknown length follows, or two of 2; then it never comes."""
+    hand = Hand()
+    for _ in range(3):
+        hand.wait(B3, 10.0)
+    work, comes = hand.fills.add(hand.pieces(*[2.0] * 9), name=None, seconds=seconds), hand.at + 4.0
+
+    def stands() -> bool:
+        hand.spend(0.125)
+        return hand.at < comes
+
+    work.stands = stands
+    assert hand.wait(B3, 10.0) == 0.0
+    assert work.num_done == (1 if seconds is None else 2)
+    comes = float("inf")
+    assert hand.wait(B3, 10.0) == 0.0
+    assert work.num_done == (1 if seconds is None else 2)
+
+
 def test_what_took_too_long_once_is_tried_again() -> None:
     hand = Hand()
     hand.fills.add(hand.pieces(*[30.0] * 4, *[1.0] * 99), name=None)
