@@ -46,6 +46,7 @@ class FillWork:
     ) -> None:
         self._now = now
         self.stands: Callable[[], bool] = lambda: False  # whether the next piece would wait for a message now
+        self.is_warm = False  # whether work like it ran before
         self.result: EvalResult | None = None
         self.name = name
         self.num_done = 0
@@ -96,7 +97,7 @@ class FillWork:
                 f"piece {self.num_done} of the background work {self.name!r} failed: {type(error).__name__}: {error}"
             ) from error
         self.num_done += 1
-        if self.num_done > 1 or self.took:  # the first one loads and allocates
+        if self.num_done > 1 or self.is_warm:  # else the first one loads and allocates
             self.took.append(self._now() - begun)
 
 
@@ -131,6 +132,7 @@ class Fills:
         name = name or str(getattr(work, "__name__", "work"))
         took = like.took if like is not None else [] if seconds is None else [seconds] * _ENOUGH
         self.works.append(FillWork(work, name=name, took=took, now=self._now))
+        self.works[-1].is_warm = like is not None
         return self.works[-1]
 
     @staticmethod
