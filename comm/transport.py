@@ -42,6 +42,7 @@ class Transport(ABC):
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.is_watched = False  # whether `is_here` is asked of what is posted from now on
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of `message` from rank `peer`."""
@@ -54,6 +55,10 @@ class Transport(ABC):
     def ready(self, message: Message) -> bool:
         """Whether `wait` may be called: always where waiting blocks."""
         return True
+
+    def is_here(self, message: Message) -> bool:
+        """Whether `wait` is seen to return at once; it may without."""
+        return False
 
     @abstractmethod
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
@@ -98,6 +103,8 @@ class InProcessTransport(Transport):
 
     def ready(self, message: Message) -> bool:
         return (self.rank, message) in self._mailbox
+
+    is_here = ready
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
         """Take it out; it must be `ready`."""

@@ -11,8 +11,9 @@ waits for what is not there yet. Nothing else differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ...comm import PipelineError, Transport
@@ -143,6 +144,22 @@ class Engine:
                 stories = "; ".join(one.why_it_waits() for one in standing)
                 raise PipelineError(f"deadlock in one process: {stories}")
 
+    def in_pieces(self, programs: Mapping[int, RankProgram]) -> tuple[Iterator[Callable[[], bool]], Callable[[], bool]]:
+        """The same as background work, an action a piece, which tells whether it was the last; and whether the next one
+        would stand and wait now. In one process, where nothing waits, it is one piece."""
+        if len(self.ranks) > 1:
+
+            def whole() -> bool:
+                self.run(programs)
+                return True
+
+            return iter([whole]), lambda: False
+        (local,) = self.ranks
+        one = _Run(local, programs[local.worker.rank], self.fills)
+        local.transport.is_watched = True
+        one.advance(self._timeout)
+        return one.rest(self._timeout), one.stands
+
     def take_back(self, under_way: Mapping[int, Sequence[tuple[Transfer, bool]]]) -> None:
         """Undo the first parts of the programs: all that they did is dropped, and all that they sent.
 
@@ -178,6 +195,7 @@ class _Run:
     def __init__(self, local: LocalRank, program: RankProgram, fills: Fills) -> None:
         self.local = local
         self._fills = fills if fills.works else None
+        local.transport.is_watched = bool(fills.works)
         self._places = program.fills
         self._at: Work | None = None  # in front of which it has been filled
         self._is_place = False
@@ -185,6 +203,7 @@ class _Run:
         local.worker.begin(program)
         local.recorder.runs_as_one(program.fused)
         self._proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
+        self._next: Instruction | None = None  # in front of which `advance` has stopped
 
     def receive(self, wait: Wait, timeout: float) -> bool:
         """Take the messages; False where they are not there and another rank of this process must go on first."""
@@ -194,7 +213,7 @@ class _Run:
             self._proven.clear()
         if self._fills is not None and isinstance(wait.before, Action) and wait.before != self._at:
             self._at = wait.before
-            self._fill(wait.before)
+            self._fill(wait.before, wait.messages)
         if not all(transport.ready(message) for message in wait.messages):
             return False
         start = recorder.clock.stamp()
@@ -209,14 +228,18 @@ class _Run:
         self.machine.arrived(wait.messages)
         return True
 
-    def _fill(self, before: Action | None) -> None:
+    def _fill(self, before: Action | None, messages: Sequence[Message] = ()) -> None:
         """Background work, if it has a place here: in front of an action, or (None) at the end of a batch."""
         if self._fills is None or (self._places is not None and before not in self._places):
             return
-        worker, recorder = self.local.worker, self.local.recorder
+        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
         self._is_place = True
         place = None if before is None else worker.of_any_batch(before)
-        ran = self._fills.pass_place((worker.rank, place), recorder.last_norm)
+
+        def is_over() -> bool:
+            return bool(messages) and all(map(transport.is_here, messages))
+
+        ran = self._fills.pass_place((worker.rank, place), recorder.last_norm, is_over)
         if ran is not None:
             recorder.fill((before or recorder.last_actions()[-1])._replace(op=Op.FILL), *ran)
 
@@ -227,6 +250,36 @@ class _Run:
         self.local.transport.acknowledged(self._proven)
         if not goes_on:
             self.local.transport.end_of_program()
+
+    def advance(self, timeout: float) -> bool:
+        """Through the next action and what it waits for, to what follows it; the first time, in front of an action.
+        Whether that was all."""
+        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
+        if isinstance(self._next, Wait):
+            self.receive(self._next, timeout)
+            self._next = self.machine.next()
+        if isinstance(self._next, Action):
+            start = recorder.clock.stamp()
+            worker.run(self._next)
+            recorder.action(self._next, start, recorder.clock.stamp())
+        while isinstance(instruction := self.machine.next(), Transfer):
+            message, peer, is_send = instruction
+            if is_send:
+                transport.send(message, peer, worker.take(message), worker.specs(message))
+            else:
+                transport.post(message, peer, worker.specs(message))
+        self._next = instruction
+        if instruction is None:
+            self.end(goes_on=False)
+        return instruction is None
+
+    def rest(self, timeout: float) -> Iterator[Callable[[], bool]]:
+        while self._next is not None:
+            yield partial(self.advance, timeout)
+
+    def stands(self) -> bool:
+        """Whether `advance` would wait now."""
+        return isinstance(self._next, Wait) and not all(map(self.local.transport.is_here, self._next.messages))
 
     def why_it_waits(self) -> str:
         wait = self.machine.next()

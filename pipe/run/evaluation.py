@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,23 +13,26 @@ from ...partition.model.forms import Arguments, Form
 from ...partition.model.modes import evaluating
 from ...schedules.messages import Sharing
 from ..batch.agreement import check_same_batch
-from ..batch.batches import join_outputs, share_of_sum
+from ..batch.batches import Batch, join_outputs, share_of_sum
 from ..batch.checksum import Call
 from ..batch.given import Given, check_batch, check_like_example
 from ..batch.reader import BatchReader
 from ..batch.results import EvalResult
 from ..context import Run
+from ..stage.buffers import MovingBuffers, standing_in
 from ..stage.shapes import Signature
 from ..stage.wiring import Mode
-from ..update.flush import batch_programs
+from ..update.flush import FlushUpdate, batch_programs
 from ..update.interface import Programs, RankUpdate
 from .engine import Engine
-from .ranks import Ranks, links_of
+from .fills import FillWork
+from .ranks import RankLinks, Ranks, links_of
 from .training import Training
 from .worker import EvaluationWorker
 
 # The way of batches of one number of microbatches, over the transports and recorders of the ranks that train.
 _Forwards = tuple[Mode, BatchReader, Engine, Programs]
+_Begun = tuple[Mode, Engine, Programs, Sequence[Arguments], Batch]  # a batch that is to run forwards
 
 
 def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
@@ -57,6 +61,8 @@ class Evaluation:
         self._num_microbatches = run.layout.schedule.num_microbatches
         self._training = training
         self._dimensions: dict[Form, Sequence[int | None]] = {}
+        self._beside: RankLinks | None = None  # of evaluations in waits
+        self._in_waits: FillWork | None = None  # the newest of them
 
     def step(self, given: Given, *, at_rest: bool = True) -> EvalResult:
         """The result of a batch; unless `at_rest`, with weights as they are in the midst of training."""
@@ -87,8 +93,10 @@ class Evaluation:
     def _modules(self, mode: Mode) -> list[nn.Module]:
         return [mode.inference.stages[s].module for s in self._run.local_stages]
 
-    def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> _Forwards:
-        key = num_microbatches, has_loss, like.form
+    def _forwards_for(
+        self, num_microbatches: int, *, has_loss: bool, like: Arguments, links: RankLinks | None
+    ) -> _Forwards:
+        key = num_microbatches, has_loss, like.form, links
         if key not in self._forwards:
             mode, first = self._mode_for(like, has_loss=has_loss)
             mode, shards = mode.forwards(num_microbatches), self._ranks.update.shards
@@ -98,7 +106,7 @@ class Evaluation:
             self._forwards[key] = (
                 mode,
                 self._ranks.reader(mode, has_loss=has_loss, like=first),
-                self._ranks.engine(EvaluationWorker, mode, updates),
+                self._ranks.engine(EvaluationWorker, mode, updates, links=links),
                 {rank: programs[rank] for rank in updates},
             )
         return self._forwards[key]
@@ -125,38 +133,107 @@ class Evaluation:
         self._modes[like.form] = mode, like
         return mode, like
 
+    def in_waits(self, given: Given) -> FillWork:
+        """An evaluation with weights and buffers as they are now, as background work in front of the update to come.
+
+        Its messages have links of their own. Collective.
+        """
+        self._training.fills.require(self._run.settings.device)
+        self._refuse_waits()
+        before, has_loss = self._in_waits, self._run.has_loss
+        if before is not None:
+            before.finish()  # its messages have the same names
+        if self._beside is None:
+            self._beside = RankLinks(self._run, self._ranks.links.between, peers_in_parts=frozenset())
+            self._training.transports += self._beside.transports.values()
+        begun = self._begin(given, "eval_step", has_loss=has_loss, links=self._beside)
+        mode, engine, programs, _, batch = begun
+        modules = self._modules(mode)
+        buffers = MovingBuffers(*modules).before_forward()
+        pieces, stands = engine.in_pieces(programs)
+
+        def run(piece: Callable[[], bool]) -> None:
+            with evaluating(*modules), standing_in(buffers), self._run.seeder.call(), batch.autocast.again():
+                is_last = piece()
+            torch.clear_autocast_cache()  # casts without a graph, which the step around must not use
+            if not is_last:
+                return
+            loss, output, _ = self._result(begun, has_loss=has_loss)
+            work.result = EvalResult(loss=loss, output=output)
+            for local in engine.ranks:
+                local.worker.outputs.clear()
+
+        work = self._in_waits = self._training.fills.add(
+            (partial(run, piece) for piece in pieces),
+            name=f"the evaluation behind step {self._training.num_steps}",
+            like=before,
+        )
+        work.stands = stands
+        self._ranks.update.gate.hold(work.finish)
+        return work
+
+    def _refuse_waits(self) -> None:
+        """ValueError, on every rank alike, where forwards beside training would be other ones, or stop each other."""
+        layout, update = self._run.layout, self._ranks.update
+        for is_so, what in (
+            (type(update) is not FlushUpdate, "where updates do not stand behind a flush (a stream, sync=, ahead)"),
+            (self._run.settings.optimizer is None, "without optimizer=, where nobody knows when weights change"),
+            (max(layout.place.mesh.tensor_sizes) > 1, "beside a tensor group, whose members compute together"),
+            (bool(layout.sharding.collectives()), 'beside data_parallel="fsdp", which gathers weights together'),
+        ):
+            if is_so:
+                raise ValueError(f"fill_eval(...) {what}: expected eval_step(...)")
+
     def _evaluated(
         self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
-        run, device, model_loss = self._run, self._run.settings.device, self._run.settings.model_loss
-        num_replicas = run.num_replicas
+        begun = self._begin(given, call, has_loss=has_loss, at_rest=at_rest)
+        mode, engine, programs, *_ = begun
+        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
+        try:
+            with evaluating(*self._modules(mode)), self._run.guard.together(), self._run.seeder.call():
+                engine.run(programs)
+            return self._result(begun, has_loss=has_loss)
+        finally:
+            engine.drop()
+
+    def _begin(
+        self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True, links: RankLinks | None = None
+    ) -> _Begun:
+        """A batch, read and agreed on, and what runs it. Collective."""
+        run = self._run
         num_microbatches = self._microbatches_for(given)
-        microbatches = [each.arguments for each in given.on(device).cut(num_microbatches // num_replicas)]
-        like = microbatches[0]
-        mode, reader, engine, programs = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
+        microbatches = [
+            each.arguments for each in given.on(run.settings.device).cut(num_microbatches // run.num_replicas)
+        ]
+        mode, reader, engine, programs = self._forwards_for(
+            num_microbatches, has_loss=has_loss, like=microbatches[0], links=links
+        )
         batch = self._training.read(reader, given, call)
         with run.guard.together():
             self._training.unchanged.check(training=False)
-            check_same_batch(batch, run.collectives, device=device)
+            check_same_batch(batch, run.collectives, device=run.settings.device)
         if at_rest:
             self._training.drain()
         for local in engine.ranks:
             local.worker.updates.enter(batch)
             local.recorder.begin(counts=False)
-        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
-        try:
-            with evaluating(*self._modules(mode)), run.guard.together(), run.seeder.call():
-                engine.run(programs)
-            outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
-        finally:
-            engine.drop()
+        return mode, engine, programs, microbatches, batch
+
+    def _result(
+        self, begun: _Begun, *, has_loss: bool
+    ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
+        """Loss, output, and the tensors of the output; of forwards that are through."""
+        mode, engine, _, microbatches, _ = begun
+        model_loss, num_replicas = self._run.settings.model_loss, self._run.num_replicas
+        outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         loss = None
         if has_loss:
             found, _ = engine.ranks[0].worker.updates.total(0)
             loss = found.mean * found.counts if self._adds_up and found.counts is not None else found.mean
         if not outputs:
             return loss, None, []
-        flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
+        flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=microbatches[0])
         form = mode.inference.output_form
         values = list(flat)
         slot = None if model_loss is None else model_loss.find_slot(form)

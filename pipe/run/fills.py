@@ -3,8 +3,8 @@
     0F3 |p4|p5|......|0B3     a rank waits for the message that 0B3 needs: pieces run as long as the next one ends
                               within the gap that the last steps saw here, by what pieces took
 
-Gaps are measured in each step, with pieces or without. Where a message was there before the last piece was through,
-nobody knows how long before: then the gap counts as half of what was filled.
+Gaps are measured in each step, with pieces or without. Where a message came while a piece ran, the gap counts as what
+was filled in front of that one; where nobody sees it come, as half of what was filled.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from ...comm import PipelineError
 from ...partition.model.untouched import untouched
 from ...schedules import Action
+from ..batch.results import EvalResult
 
 _SEEN = 6  # steps whose gaps, and pieces whose seconds, are remembered
 _ENOUGH = 3  # pieces whose seconds say what the next one takes
 _PATIENCE = 1000  # places that were too short
 _SAFE = 0.9  # share of a gap that is filled
 _MET = 0.02  # of what was filled: with less left to wait, the message was there before
+_POLL = 3e-4  # [s]
 _Place = tuple[int, Action | None]  # rank, and the action that waits there, of any batch; None: the program's end
 
 
@@ -35,37 +38,43 @@ class FillWork:
         name: for people.
         num_done: pieces that are through.
         is_done: whether all are.
+        result: of an evaluation that is done, an EvalResult.
     """
 
     def __init__(
-        self, pieces: Iterable[Callable[[], object]], *, name: str, seconds: float | None, now: Callable[[], float]
+        self, pieces: Iterable[Callable[[], object]], *, name: str, took: Iterable[float], now: Callable[[], float]
     ) -> None:
         self._now = now
+        self.stands: Callable[[], bool] = lambda: False  # whether the next piece would wait for a message now
+        self.is_warm = False  # whether work like it ran before
+        self.result: EvalResult | None = None
         self.name = name
         self.num_done = 0
         self.is_done = False
         self._pieces = iter(pieces)
         self._num_refused = 0
-        self._took: deque[float] = deque([] if seconds is None else [seconds] * _ENOUGH, maxlen=_SEEN)
+        self.took = deque(took, maxlen=_SEEN)  # [s]
 
     def __repr__(self) -> str:
         return f"<FillWork {self.name}: {self.num_done} pieces done{'' if self.is_done else ', more to do'}>"
 
     def finish(self) -> None:
         """Run what is left now."""
+        took = self.took.copy()
         while not self.is_done:
             self.run_piece()
+        self.took = took  # a piece may have waited
 
     @property
     def seconds(self) -> float | None:
         """Seconds that a piece takes, by the last ones; None: too few are known."""
-        return statistics.median(self._took) if len(self._took) >= _ENOUGH else None
+        return statistics.median_high(self.took) if len(self.took) >= _ENOUGH else None
 
     def refused(self) -> None:
         """The next piece does not fit; now and then what the last ones took is forgotten."""
         self._num_refused += 1
         if self._num_refused % _PATIENCE == 0:
-            self._took.clear()
+            self.took.clear()
 
     def run_piece(self) -> None:
         """The next one, if there is one. RuntimeError where it fails, and the work is over."""
@@ -79,14 +88,17 @@ class FillWork:
                 if not callable(piece):
                     raise TypeError(f"expected a callable without arguments, found {piece!r:.60}")
                 piece()
+        except PipelineError:  # it has a story of its own
+            self.is_done = True
+            raise
         except Exception as error:
             self.is_done = True
             raise RuntimeError(
                 f"piece {self.num_done} of the background work {self.name!r} failed: {type(error).__name__}: {error}"
             ) from error
         self.num_done += 1
-        if self.num_done > 1:  # the first one loads and allocates
-            self._took.append(self._now() - begun)
+        if self.num_done > 1 or self.is_warm:  # else the first one loads and allocates
+            self.took.append(self._now() - begun)
 
 
 class Fills:
@@ -100,8 +112,15 @@ class Fills:
         # By rank, where it is: since when, seconds of pieces there, and when its message was there.
         self._visits: dict[int, tuple[_Place, float, float, float]] = {}
 
-    def add(self, work: Iterable[Callable[[], object]], *, name: str | None, seconds: float | None = None) -> FillWork:
-        """See `PipelineModule.fill`."""
+    def add(
+        self,
+        work: Iterable[Callable[[], object]],
+        *,
+        name: str | None,
+        seconds: float | None = None,
+        like: FillWork | None = None,
+    ) -> FillWork:
+        """See `PipelineModule.fill`. `like`: one before, whose pieces took as long."""
         if not isinstance(work, Iterable):
             hint = "[piece]" if callable(work) else "an iterable of callables without arguments"
             raise ValueError(f"fill({work!r:.60}): expected {hint}, or a generator that yields them")
@@ -111,7 +130,9 @@ class Fills:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: expected what a piece takes, above 0, or None")
         name = name or str(getattr(work, "__name__", "work"))
-        self.works.append(FillWork(work, name=name, seconds=seconds, now=self._now))
+        took = like.took if like is not None else [] if seconds is None else [seconds] * _ENOUGH
+        self.works.append(FillWork(work, name=name, took=took, now=self._now))
+        self.works[-1].is_warm = like is not None
         return self.works[-1]
 
     @staticmethod
@@ -120,36 +141,47 @@ class Fills:
         if device.type != "cpu":
             raise ValueError(f"background work on {device}: waits are measured on the host: expected device='cpu'")
 
-    def pass_place(self, place: _Place, norm: float) -> tuple[float, float] | None:
+    def pass_place(self, place: _Place, norm: float, is_over: Callable[[], bool]) -> tuple[float, float] | None:
         """A rank stands before a wait: run the pieces that fit; when they began and ended, if there were any.
 
         Arguments:
             norm: seconds that the global norm of its last step took, behind the program's end [s].
+            is_over: whether the wait is seen to be over.
         """
         rank, _ = place
         if rank in self._visits:
             self._leave(*self._visits.pop(rank), norm)
         budget = self._budget(place)
-        begun = now = self._now()
+        begun = since = now = self._now()
+        worked: tuple[float, float] | None = None
         while (work := self._next()) is not None and budget > 0:
-            needed = work.seconds
+            if is_over():  # since the last look
+                self._gaps[place].append(since - begun)
+                return worked
+            since, needed = now, work.seconds
             if needed is None:
-                needed = max(self._budget(where) for where in self._gaps if where[0] == rank)
+                waited = 0.0 if worked else now - begun
+                needed = max(0.0, max(self._budget(where) for where in self._gaps if where[0] == rank) - waited)
             if now - begun + needed > budget:
                 work.refused()
                 break
-            self.is_running = True
-            try:
-                work.run_piece()
-            finally:
-                self.is_running = False
+            if work.stands():  # another process may bring what it waits for
+                time.sleep(_POLL)
+            else:
+                self.is_running = True
+                try:
+                    work.run_piece()
+                finally:
+                    self.is_running = False
+                worked = (now if worked is None else worked[0]), self._now()
             now = self._now()
         self._visits[rank] = place, begun, now - begun, now
-        return (begun, now) if now > begun else None
+        return worked
 
     def _budget(self, place: _Place) -> float:
         gaps = self._gaps.get(place, ())
-        return _SAFE * min(gaps) if len(gaps) > 1 else 0.0
+        least = (len(gaps) - 1) // 3  # but for one of four or more: there the rank itself came late
+        return _SAFE * sorted(gaps)[least] if len(gaps) > 1 else 0.0
 
     def met(self, rank: int) -> None:
         """The wait at the place that a rank passed last is over."""
@@ -163,7 +195,8 @@ class Fills:
     def _next(self) -> FillWork | None:
         while self.works and self.works[0].is_done:
             self.works.popleft()
-        return self.works[0] if self.works else None
+        left = [work for work in self.works if not work.is_done]
+        return next((work for work in left if not work.stands()), left[0] if left else None)
 
     def close(self) -> None:
         """Drop what is left, with a warning."""

@@ -145,11 +145,13 @@ class Ranks:
         kind: type[TrainingWorker | EvaluationWorker],
         mode: Mode,
         updates: Mapping[int, RankUpdate],
+        *,
+        links: RankLinks | None = None,
     ) -> Engine:
-        ranks = []
-        for rank, transport in self.links.transports.items():
+        ranks, links = [], links or self.links
+        for rank, transport in links.transports.items():
             worker = kind(self._run, rank, mode, stages=self.stages[rank], updates=updates[rank])
-            ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.links.recorders[rank]))
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=links.recorders[rank]))
         return Engine(self._run, ranks)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:

@@ -58,15 +58,15 @@ class UpdateGate:
     """Stands in front of everything in a pipeline that writes weights or optimizer state; open at first."""
 
     def __init__(self) -> None:
-        self._wait: Callable[[], None] | None = None
+        self._waits: list[Callable[[], None]] = []
 
     def hold(self, wait: Callable[[], None]) -> None:
-        """The next one to pass calls `wait` first."""
-        self._wait = wait
+        """The next one to pass calls `wait` first, behind those of before."""
+        self._waits.append(wait)
 
     def enter(self) -> None:
-        wait, self._wait = self._wait, None
-        if wait is not None:
+        waits, self._waits = self._waits, []
+        for wait in waits:
             wait()
 
 

@@ -177,6 +177,39 @@ def until_told() -> None:
     dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=200))
 
 
+def seen_to_come() -> list[bool]:
+    """Whether each payload that rank 1 watches is seen: in front of its send, behind it, and when it is taken."""
+    mine, seen = transport(), list[bool]()
+    messages = [tensors for tensors in payloads() if tensors]
+    if dist.get_rank() == 0:
+        until_told()
+        for index, tensors in enumerate(messages):
+            mine.send(act(index), 1, tensors, specs_of(tensors))
+    else:
+        for index, tensors in enumerate(messages):
+            mine.is_watched = index > 0
+            mine.post(act(index), 0, specs_of(tensors))
+            seen.append(mine.is_here(act(index)))
+        tell()
+        deadline = time.monotonic() + 60.0
+        for index in range(1, len(messages)):
+            while not mine.is_here(act(index)) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            seen.append(mine.is_here(act(index)))
+        seen.append(mine.is_here(act(0)))
+        for index in range(len(messages)):
+            mine.wait(act(index), 120.0)
+            seen.append(mine.is_here(act(index)))
+    mine.drain(120.0)
+    return seen
+
+
+@pytest.mark.gloo
+def test_a_watched_message_is_seen_to_come(gloo: Pool) -> None:
+    count = sum(bool(tensors) for tensors in payloads())
+    assert gloo.run(seen_to_come, ranks=2)[1] == [False] * count + [True] * (count - 1) + [False] * (count + 1)
+
+
 def late_receiver() -> str:
     mine = transport(timeout=0.5)
     if dist.get_rank() == 0:

@@ -7,12 +7,15 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.failing import LONG, Told, told
 from support.inside import Fills
 from support.pool import Pool
@@ -40,10 +43,10 @@ class Hand:
         for number, each in enumerate(seconds):
             yield lambda number=number, each=each: (self.spend(each), self.done.append(number))  # type: ignore[misc]
 
-    def wait(self, place: Action | None, gap: float, *, norm: float = 0.0) -> float:
+    def wait(self, place: Action | None, gap: float, *, norm: float = 0.0, is_seen: bool = False) -> float:
         """A rank comes to a place whose message is there `gap` later; seconds by which pieces were late."""
         due = self.at + gap
-        self.fills.pass_place((0, place), norm)
+        self.fills.pass_place((0, place), norm, lambda: is_seen and self.at >= due)
         late = max(0.0, self.at - due)
         self.at = max(self.at, due)
         self.fills.met(0)
@@ -60,15 +63,18 @@ def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
     assert work.is_done
 
 
-def test_a_place_counts_as_its_shortest_gap_and_each_rank_and_place_for_itself() -> None:
+def test_a_place_counts_as_its_shortest_gap_but_one_and_each_rank_and_place_for_itself() -> None:
     hand = Hand()
     work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
     for gap in (5.0, 10.0, 10.0):
         hand.wait(B3, gap)
         hand.wait(F1, 1.0)
     assert work.num_done == 2  # in front of the third B3, of which 4.5 count
-    hand.fills.pass_place((1, B3), 0.0)  # of another rank nothing is known
-    assert (hand.wait(B3, 10.0), work.num_done) == (0.0, 4)
+    hand.wait(B3, 10.0)
+    hand.wait(B3, 10.0)
+    assert work.num_done == 8  # 4.5 again; then that the rank was late once among four does not count
+    hand.fills.pass_place((1, B3), 0.0, lambda: False)  # of another rank nothing is known
+    assert (hand.wait(B3, 10.0), work.num_done) == (0.0, 12)
 
 
 def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
@@ -77,8 +83,22 @@ def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
     for _ in range(3):
         hand.wait(B3, 10.0)
     late = [hand.wait(B3, 4.0) for _ in range(5)]  # the wait is shorter from now on
-    assert late == [5.0, 0.0, 0.0, 0.0, 0.0]
-    assert work.num_done > 9
+    assert late == [5.0, 5.0, 0.0, 0.0, 0.0]
+    assert work.num_done > 18
+
+
+def test_where_a_message_is_seen_to_come_one_piece_at_most_is_late() -> None:
+    """Gaps are as long as they were in front of the piece; one that is over is not filled."""
+    hand = Hand()
+    work = hand.fills.add(hand.pieces(*[1.5] * 99), name=None, seconds=1.5)
+    for _ in range(3):
+        hand.wait(B3, 10.0)
+    counts, late = [work.num_done], []
+    for gap in (4.0, 0.0, 4.0, 4.0, 10.0):
+        late.append(hand.wait(B3, gap, is_seen=True))
+        counts.append(work.num_done)
+    assert late == [0.5, 0.0, 0.0, 0.0, 0.0]
+    assert [more - before for before, more in pairwise(counts)] == [3, 0, 1, 1, 1]  # 3.0 twice, but for the 0.0
 
 
 def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None:
@@ -90,6 +110,26 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
         hand.wait(B3, 10.0)
         counts.append(len(hand.done))
     assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
+
+
+@pytest.mark.parametrize("seconds", [None, 2.0])
+def test_work_that_waits_itself_waits_no_longer_than_its_place(seconds: float | None) -> None:
+    """Its message comes 4 behind the rank: one piece of unknown length follows, or two of 2; then it never comes."""
+    hand = Hand()
+    for _ in range(3):
+        hand.wait(B3, 10.0)
+    work, comes = hand.fills.add(hand.pieces(*[2.0] * 9), name=None, seconds=seconds), hand.at + 4.0
+
+    def stands() -> bool:
+        hand.spend(0.125)
+        return hand.at < comes
+
+    work.stands = stands
+    assert hand.wait(B3, 10.0) == 0.0
+    assert work.num_done == (1 if seconds is None else 2)
+    comes = float("inf")
+    assert hand.wait(B3, 10.0) == 0.0
+    assert work.num_done == (1 if seconds is None else 2)
 
 
 def test_what_took_too_long_once_is_tried_again() -> None:
@@ -109,7 +149,7 @@ def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
     counts, norm = [], 0.0
     for _ in range(5):
         before = work.num_done
-        hand.fills.pass_place((0, None), norm)
+        hand.fills.pass_place((0, None), norm, lambda: False)
         counts.append(work.num_done - before)
         norm = 5.0 - 2.0 * counts[-1]
     assert counts == [0, 0, 2, 2, 2]
@@ -303,6 +343,160 @@ def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool
     assert marked[0][2] == 0
     for *_, spans in marked:
         assert {what for step in spans for own in step for what in own} <= {"1FILL0"}
+
+
+class Slow(nn.Module):
+    """A layer that takes its time in training, and draws, and has statistics that move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(0.01)
+        return self.dropout(self.norm(self.layer(x)))  # type: ignore[no-any-return]
+
+
+def evaluated_run(in_waits: bool, steps: int, mesh: dict[str, int]) -> tuple[Any, ...]:
+    """Evaluations in front of steps, or in the waits of these: of one microbatch, of fewer than M, of M."""
+    torch.manual_seed(0)
+    pipe = make(mesh=mesh, model=nn.Sequential(*[Slow() for _ in range(4)]), max_grad_norm=1.0)
+    evaluated, losses, filled = [], [], 0
+    for step in range(steps):
+        x, y = X[: (1, 3, 8)[step % 3] * mesh.get("data", 1)] + step, Y[: (1, 3, 8)[step % 3] * mesh.get("data", 1)]
+        if in_waits:
+            work = pipe.fill_eval(x, y)
+        else:
+            found = pipe.eval_step(x, y)
+        result = pipe.train_step(X, Y)
+        if in_waits:
+            assert work.is_done
+            assert work.result is not None
+            found = work.result
+        evaluated.append((found.loss, None if found.output is None else found.output.tolist()))  # type: ignore[attr-defined]
+        losses.append((result.loss, result.grad_norm))
+        filled += any(what.op is Op.FILL for trace in result.timeline().ranks for what, *_ in trace.moves)
+    if in_waits:
+        first, second = pipe.fill_eval(X, Y), pipe.fill_eval(X[:2], Y[:2])  # the one before is finished first
+        assert first.is_done
+        assert not second.is_done
+    weights = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
+    pipe.close()
+    return evaluated, losses, weights, torch.get_rng_state().tolist(), filled
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}])
+def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mesh: dict[str, int]) -> None:
+    """Losses, outputs, weights, running statistics and generators, to the last bit; and waits had pieces in them."""
+    ranks = mesh["pipe"] * mesh.get("data", 1)
+    plain, filled = (gloo.run(evaluated_run, ranks=ranks, args=(in_waits, 9, mesh)) for in_waits in (False, True))
+    assert [run[:4] for run in filled] == [run[:4] for run in plain]
+    assert [run[4] for run in plain] == [0] * ranks
+    assert max(run[4] for run in filled) > 3
+
+
+def test_in_one_process_and_what_evaluates_no_batch_in_waits() -> None:
+    torch.manual_seed(0)
+    pipe = make(model=nn.Sequential(*[Slow() for _ in range(2)]))
+    for batch in (X, X[:3]):
+        wanted, work = pipe.eval_step(batch, Y[: len(batch)]), pipe.fill_eval(batch, Y[: len(batch)])
+        assert work.result is None
+        pipe.train_step(X, Y)
+        assert work.result is not None
+        assert work.result.loss == wanted.loss
+        torch.testing.assert_close(work.result.output, wanted.output, rtol=0, atol=0)
+    pipe.close()
+    for other, message in (
+        (stream(), "where updates do not stand behind a flush"),
+        (make(post_validation=True, max_grad_norm=1.0), "where updates do not stand behind a flush"),
+        (make(optimizer=None), "without optimizer="),
+    ):
+        with pytest.raises(ValueError, match=rf"fill_eval\(...\) {message}.*: expected eval_step"):
+            other.fill_eval(X, Y)
+
+
+class Telling(torch.optim.SGD):
+    """Tells the other process of each of its steps."""
+
+    numbers = count(1)
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        dist.distributed_c10d._get_default_store().set(f"stepped {os.environ['RANK']} {next(Telling.numbers)}", "")
+        return result
+
+
+class Listening(nn.Linear):
+    """Waits in the last backward of each step of the first rank for the second one's update."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.training and y.requires_grad:
+            y.register_hook(self._wait)
+        return y
+
+    def _wait(self, gradient: torch.Tensor) -> None:
+        self.count += 1
+        if os.environ["RANK"] == "0" and self.count % 4 == 0:
+            key = f"stepped 1 {self.count // 4}"
+            dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=60))
+
+
+def updated_early(options: dict[str, Any]) -> list[float | None]:
+    torch.manual_seed(0)
+    Telling.numbers = count(1)
+    model = nn.Sequential(Listening(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    pipe = make(mesh={"pipe": 2}, model=model, optimizer=lambda p: Telling(p, lr=0.1), **options)
+    losses = [pipe.train_step(X, Y).loss for _ in range(3)]
+    pipe.close()
+    return losses
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9, "post_validation": True}])
+def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str, Any]) -> None:
+    """Its optimizer has stepped when the other's last backward goes on, which waits for that; with a norm, ahead."""
+    assert all(losses[-1] < losses[0] for losses in gloo.run(updated_early, ranks=2, args=(options,)))
+
+
+def encoded_run(in_waits: bool) -> tuple[Any, ...]:
+    """The features of each next batch, by a frozen encoder of this process, that the step to come trains on."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+    model = nn.Sequential(*[Slow() for _ in range(2)])
+    pipe = make(mesh={"pipe": 2}, model=model, max_grad_norm=1.0)
+    losses, counts = [], []
+
+    def encoded(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
+        for row in x:
+            yield lambda row=row: into.append(encoder(row))  # type: ignore[misc]
+
+    features: list[torch.Tensor] = []
+    [piece() for piece in encoded(X, features)]
+    for step in range(10):
+        following: list[torch.Tensor] = []
+        pieces = encoded(X + step, following)
+        work = pipe.fill(pieces, name="encoder", seconds=1e-4) if in_waits else None
+        losses.append(pipe.train_step(torch.stack(features), Y).loss)
+        if work is None:
+            [piece() for piece in pieces]
+        else:
+            counts.append(work.num_done)
+            work.finish()
+        features = following
+    pipe.close()
+    return losses, counts
+
+
+@pytest.mark.gloo
+def test_a_frozen_encoder_of_the_next_batch_over_processes(gloo: Pool) -> None:
+    plain, filled = (gloo.run(encoded_run, ranks=2, args=(in_waits,)) for in_waits in (False, True))
+    assert [run[0] for run in filled] == [run[0] for run in plain]
+    assert sum(filled[1][1]) >= 24  # of 80, on the rank that waits 20 ms for the other's first forward
 
 
 def failing_run(wrong: int) -> Told:
