@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
@@ -123,11 +123,14 @@ class Moments:
         return self.counts[: self.num_forwards, : self.counts.shape[1] // 4]
 
 
-def count_in_flight(schedule: Schedule) -> tuple[Moments, ...]:
-    """Moments of each rank. O(actions)."""
+_Counts = Callable[[Sequence[Action], Sequence[int]], Indices]
+
+
+def count_in_flight(schedule: Schedule, counts: _Counts = activation_counts) -> tuple[Moments, ...]:
+    """Moments of each rank; of a flush, `counts` says how many microbatches are alive. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
     return tuple(
-        _of_program(program, stages, version, streams=schedule.is_asynchronous)
+        _of_program(program, stages, version, counts, streams=schedule.is_asynchronous)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
 
@@ -220,13 +223,15 @@ def _of_first(chunks: Indices, num_chunks: int) -> Indices:
     return np.asarray(np.cumsum(one_hot, axis=0))
 
 
-def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> Moments:
+def _of_program(
+    program: Sequence[Action], stages: Sequence[int], versions: int, counts: _Counts, *, streams: bool
+) -> Moments:
     computes = [action for action in program if action.op not in BESIDE_OPS]
     if streams or len(computes) < len(program):
-        counts = [[alive.get(s, 0) for s in stages] for a, alive in activations(program) if a.op not in BESIDE_OPS]
-        alive = np.array(counts, dtype=np.int64).reshape(-1, len(stages))
+        rows = [[alive.get(s, 0) for s in stages] for a, alive in activations(program) if a.op not in BESIDE_OPS]
+        alive = np.array(rows, dtype=np.int64).reshape(-1, len(stages))
     else:
-        alive = activation_counts(program, stages)
+        alive = counts(program, stages)
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     chunks = np.array([chunk_of[stage] for stage, _, _ in computes], dtype=np.intp)
     forward = np.array([op is Op.F for _, op, _ in computes], dtype=bool)

@@ -90,6 +90,7 @@ def _read(record: Fields) -> Plan:
         "links": links,
         "schedule": schedule,
         "num_microbatches": num_microbatches,
+        "slice_lengths": tuple(record.items("slice_lengths", default=[])),
         "runners_up": tuple(
             each.made(RunnerUp, positive=("replicas", "num_nodes")) for each in record.objects("runners_up")
         ),
@@ -113,7 +114,8 @@ def _links_as_json(links: Links) -> dict[str, object]:
         for pair, way in links.network.routes.items()
     ]
     sums = [{"stage": each.stage, "seconds": each.seconds, "gather": each.gather} for each in links.sums]
-    return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums}
+    parts = {} if links.index_factors is None else {"index_factors": links.index_factors}
+    return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums, **parts}
 
 
 def _links(record: Fields | None, *, num_places: int) -> Links | None:
@@ -130,12 +132,13 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
         stage, seconds, gather = each.whole("stage"), each.number("seconds"), each.number("gather")
         sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None))
         each.done()
-    sizes = record.items("activation_bytes")
+    sizes, parts = record.items("activation_bytes"), record.items("index_factors", default=[])
     record.done()
     return Links(
         network=PlaceNetwork(places=tuple((p,) for p in range(num_places)), routes=routes),
         activation_bytes=tuple(number(f"{record.at('activation_bytes')}[{i}]", size) for i, size in enumerate(sizes)),
         sums=tuple(sums),
+        index_factors=tuple(number(f"{record.at('index_factors')}[{i}]", part) for i, part in enumerate(parts)) or None,
     )
 
 

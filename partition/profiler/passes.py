@@ -32,6 +32,7 @@ from ..model.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
+from .slices import CausalCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,16 @@ class Passes:
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""
         return self.samples[index].forward(self._autocast())
+
+    def kv_share(self) -> float:
+        """Bytes of keys and values over all that is kept, the most of any unit; ValueError where attention is not
+        causal."""
+        shares = [0.0]
+        for index in self.firsts:
+            with CausalCalls() as calls:
+                self.forward(index)
+            shares.append(calls.kept_bytes / max(1, self.samples[index].stash_bytes))
+        return min(1.0, max(shares))
 
     def traffic(self, index: int, told: Traffic) -> dict[str, Any]:
         """Figures of a `Node` about sums over the tensor ranks, of a unit that is the first of its equals."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain, combinations, pairwise
 
 import numpy as np
 
+from ...schedules.slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
 from ..profile import Profile
 from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS, all_cuts
 from ..solve.cut_sums import Cuts, node_names, thinned
 from ..stage_cost import StageSums
+from .space import Configuration
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
 _LEAST = ("forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
+ALL_SLICINGS = 64  # ways to cut a sequence up to which each is looked at
+MAX_UNITS = 32  # of a sequence, of which slices are multiples
 _SCALED = 0.005  # of the profile's seconds: less is not worth a word
 
 
@@ -38,7 +44,42 @@ class Model:
         self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
+        self._in_slices: dict[int, Model] = {}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
+
+    def in_slices(self, number: int) -> Model:
+        """The same where a microbatch runs in so many slices, if any: nothing of it runs again or leaves for the host,
+        since keys and values stay."""
+        if number == 0:
+            return self
+        if number not in self._in_slices:
+            times, found = 1 + (number - 1) * self.profile.slice_share, copy(self)
+            found.rules = replace(self.rules, recompute=("none",), offloads=False)
+            found.cuts = replace(self.cuts, forward=self.cuts.forward * times, backward=self.cuts.backward * times)
+            found.seconds, found._beyond = self.seconds * times, {}
+            self._in_slices[number] = found
+        return self._in_slices[number]
+
+    def slicings(self, whole: Configuration) -> Iterator[Configuration]:
+        """A configuration with each cut of its sequences that is worth a simulation.
+
+        Lengths are multiples of a unit, of which a sequence has MAX_UNITS at most. Of up to ALL_SLICINGS ways to cut it
+        each is among them. Of more, for 2, 4, 8, .. slices, those that keep P equal stages pass soonest ("terapipe",
+        where no others are faster), or whose longest takes least ("seq1f1b", where others may be faster).
+        """
+        cost, tokens = self.profile.slice_cost, self.profile.sequence_tokens or 1
+        units = max(each for each in range(1, min(tokens, MAX_UNITS) + 1) if not tokens % each)
+        if 2 ** (units - 1) <= ALL_SLICINGS:
+            inner = chain.from_iterable(combinations(range(1, units), n) for n in range(1, units))
+            every = [tuple(b - a for a, b in pairwise((0, *ends, units))) for ends in inner]
+            found = [tuple(each * (tokens // units) for each in lengths) for lengths in every]
+        else:
+            sizes = (whole.pipeline, whole.batch // whole.data) if whole.schedule == "terapipe" else None
+            found = [_best_lengths(tokens, 2**n, cost, tokens // units, sizes) for n in range(1, units.bit_length())]
+        for lengths in found:
+            seconds = slice_seconds(lengths, cost)
+            shares = tuple(each / (sum(seconds) or 1.0) for each in seconds)
+            yield replace(whole, lengths=lengths, shares=shares)
 
     def at_least(self, others: Sequence[Model]) -> Model:
         """The same model with the least of each figure of a node; the same cuts."""
@@ -114,3 +155,14 @@ class Model:
         own = self.cuts.members[last] & ~self.cuts.members[first]
         nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
         return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])
+
+
+@lru_cache(maxsize=1024)
+def _best_lengths(
+    tokens: int, number: int, cost: CausalSeconds, unit: int, sizes: tuple[int, int] | None
+) -> tuple[int, ...]:
+    """Of so many slices; `sizes`: P and M under "terapipe"."""
+    if sizes is None:
+        return equal_work_lengths(tokens, number, cost, multiple=unit)
+    P, M = sizes
+    return shortest_lengths(tokens, cost, num_ranks=P, num_microbatches=M, num_slices=number, multiple=unit)
