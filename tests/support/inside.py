@@ -110,7 +110,7 @@ _NAMES = {
     "partition.search.cuts": "candidate_ends even_ends",
     "partition.search.evaluate": "Evaluated MisfitError PlanEvaluator",
     "partition.search.model": "Model",
-    "partition.search.simulated": "SizesError long_batch short_batches simulated_batch",
+    "partition.search.simulated": "BuiltSchedules SizesError long_batch short_batches simulated_batch",
     "partition.search.space": "Configuration SearchSpace",
     "partition.analytic.pipedream": "PipeDreamModel",
     "partition.plans.record": "OUTSIDE PlanRecord",
