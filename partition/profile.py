@@ -170,18 +170,13 @@ class Profile:
         return f"<Profile {self.origin}: {len(self.nodes)} nodes on {self.device}, {self.dtype}{size}>"
 
     def __post_init__(self) -> None:
-        if self.microbatch_size is not None:
-            count("microbatch_size", self.microbatch_size)
-        count("tensor", self.tensor)
-        if self.sequence_tokens is not None:
-            count("sequence_tokens", self.sequence_tokens)
+        for name in ("microbatch_size", "tensor", "sequence_tokens"):
+            if getattr(self, name) is not None:
+                count(name, getattr(self, name))
         check_figures(self, positive=("step_seconds", "slowdown"))
-        for name, part in (
-            ("pair_share + slice_share", self.pair_share + self.slice_share),
-            ("kv_share", self.kv_share),
-        ):
-            if part > 1 + 1e-9:
-                fail(name, part, "a share of at most 1")
+        shares = self.pair_share + self.slice_share, self.kv_share
+        if max(shares) > 1 + 1e-9:
+            fail("pair_share + slice_share, kv_share", shares, "at most 1 each")
         nodes = tuple(self.nodes)
         names = [node.name for node in nodes]
         if not nodes:
@@ -224,9 +219,9 @@ class Profile:
         """Seconds of a slice in those of a whole sequence: of `Slices`; ValueError where nobody knows."""
         if self.sequence_tokens is None:
             raise ValueError(
-                "a schedule over slices of the sequence with a profile that does not say what a slice costs: expected "
-                "sequence_tokens, pair_share, slice_share and kv_share, as profile_model(..., sequence_dim=1) measures "
-                "and transformer_profile computes them, or schedules that take sequences whole, such as '1f1b'"
+                "slices of sequences with a profile that does not say what a slice costs: expected sequence_tokens, "
+                "pair_share, slice_share and kv_share, as profile_model(..., sequence_dim=1) and transformer_profile "
+                "have them, or a schedule that takes sequences whole, such as '1f1b'"
             )
         T, fixed, pairs = self.sequence_tokens, self.slice_share, self.pair_share
         return CausalSeconds(fixed=fixed, per_token=max(0.0, 1 - fixed - pairs) / T, per_pair=2 * pairs / T**2)

@@ -358,9 +358,7 @@ def _schedule_options(schedule: object) -> dict[str, Any]:
             return _schedule_options(schedule.schedule) | ahead | {"kind": "synchronous"}
         case Slices() if _is_plan(plan := schedule.schedule):
             if schedule.num_slices is not None or schedule.lengths is not None:
-                raise ValueError(
-                    "Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone beside it"
-                )
+                raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")
             return _schedule_options(plan) | {"kind": "sliced", "sequence_dims": schedule.dims}
         case Slices():
             number = schedule.num_slices

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..cluster import Cluster, Level
 from ..profile import Node, Profile, Tied
@@ -63,16 +62,21 @@ def transformer_profile(
     """
     model.refuse_tensor(tensor)
     layers = LayerFormulas(model, microbatch_size=microbatch_size, tensor=tensor, device=device, cluster=cluster)
+    nodes = layers.nodes()
+    seconds, layer, kernels = sum(n.seconds for n in nodes), nodes[1], model.layers * sum(LAYER_KERNELS)
+    pairs = min(1.0, 3 * model.layers * (layer.selective_seconds or 0.0) / seconds)  # B of scores is twice F
     return Profile(
-        nodes=layers.nodes(),
+        nodes=nodes,
         device=device.name,
         dtype="bfloat16",
         origin="formula",
         microbatch_size=microbatch_size,
         optimizer_ratio=model.optimizer_ratio,
         sequence_tokens=model.length,
+        pair_share=pairs,
+        slice_share=min(1.0 - pairs, device.kernel_seconds * kernels / seconds),  # the host starts all anew
+        kv_share=2 * VALUE_BYTES * layers.wide / tensor / layer.stash_bytes,
         tied=layers.tied,
-        **layers.slice_shares,
     )
 
 
@@ -100,23 +104,6 @@ class LayerFormulas:
         """The weights that embedding and head share, on one device; none where the head has its own."""
         shared = float(VALUE_BYTES * self.vocabulary * self.model.hidden)
         return ((("embedding", "head"), shared),) if self.model.head == "tied" else ()
-
-    @property
-    def slice_shares(self) -> dict[str, Any]:
-        """Of a `Profile`: scores grow with pairs of tokens (as if their products were causal), and the host starts the
-        kernels of each slice anew."""
-        nodes, t = self.nodes(), self.tensor
-        flops, outputs = self.model.score_flops(self.tokens) / t, self.tokens * self.model.heads * self.model.length / t
-        again = 3.5 if self.model.attention == "flash" else 3.0
-        scores = self._seconds([(again * flops, outputs)], 32 * self.scores) * self.model.layers
-        kernels = sum(LAYER_KERNELS) * self.model.layers + 2 * sum(END_KERNELS)
-        whole = sum(node.seconds for node in nodes)
-        pairs = min(1.0, scores / whole)
-        return {
-            "pair_share": pairs,
-            "slice_share": min(1.0 - pairs, self.device.kernel_seconds * kernels / whole),
-            "kv_share": 2 * VALUE_BYTES * self.wide / t / nodes[1].stash_bytes,
-        }
 
     def parts(self) -> tuple[Node, Node, Node]:
         """Embedding, a layer, head."""

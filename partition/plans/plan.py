@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,9 @@ def _read(record: Fields) -> Plan:
         links = _links_of(traffic, positions)
     else:
         costs, links = _costs(record), _links(record.optional_object("links"), num_places=len({*positions}))
+    lengths = tuple(number("slice_lengths", each, positive=True) for each in record.items("slice_lengths", default=[]))
+    if links is not None and lengths:
+        links = replace(links, index_factors=tuple(tokens / sum(lengths) for tokens in lengths))
     searched = record.optional_object("searched")
     given: Mapping[str, Any] = {
         "stages": tuple(map(_stage, stages)),
@@ -90,7 +93,7 @@ def _read(record: Fields) -> Plan:
         "links": links,
         "schedule": schedule,
         "num_microbatches": num_microbatches,
-        "slice_lengths": tuple(record.items("slice_lengths", default=[])),
+        "slice_lengths": tuple(map(int, lengths)),
         "runners_up": tuple(
             each.made(RunnerUp, positive=("replicas", "num_nodes")) for each in record.objects("runners_up")
         ),
@@ -114,8 +117,7 @@ def _links_as_json(links: Links) -> dict[str, object]:
         for pair, way in links.network.routes.items()
     ]
     sums = [{"stage": each.stage, "seconds": each.seconds, "gather": each.gather} for each in links.sums]
-    parts = {} if links.index_factors is None else {"index_factors": links.index_factors}
-    return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums, **parts}
+    return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums}
 
 
 def _links(record: Fields | None, *, num_places: int) -> Links | None:
@@ -132,13 +134,12 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
         stage, seconds, gather = each.whole("stage"), each.number("seconds"), each.number("gather")
         sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None))
         each.done()
-    sizes, parts = record.items("activation_bytes"), record.items("index_factors", default=[])
+    sizes = record.items("activation_bytes")
     record.done()
     return Links(
         network=PlaceNetwork(places=tuple((p,) for p in range(num_places)), routes=routes),
         activation_bytes=tuple(number(f"{record.at('activation_bytes')}[{i}]", size) for i, size in enumerate(sizes)),
         sums=tuple(sums),
-        index_factors=tuple(number(f"{record.at('index_factors')}[{i}]", part) for i, part in enumerate(parts)) or None,
     )
 
 

@@ -232,12 +232,7 @@ class PlanRecord:
             raise ValueError("plan without stages: expected at least one")
         for tokens in self.slice_lengths:
             count("slice_lengths", tokens)
-        if self.slice_lengths and (self.num_microbatches is None or not family(self.schedule or "1f1b").takes_slices):
-            raise ValueError(
-                f"slice_lengths={list(self.slice_lengths)} in a plan of {self.num_microbatches} microbatches under "
-                f"{self.schedule!r}: expected a number of them, and a schedule over slices such as 'seq1f1b'"
-            )
-        M = self.num_microbatches and self.num_microbatches * max(1, len(self.slice_lengths))
+        M = self.num_microbatches and self.num_microbatches * (len(self.slice_lengths) or 1)
         self.costs.table(num_stages=len(self.stages), num_indices=M)  # refuses other stages
         if self.num_chunks < 1 or len(self.stages) % self.num_chunks:
             raise ValueError(

@@ -28,7 +28,7 @@ from .clock import Clock, Estimate, clock_for, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, make_optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled
-from .slices import slice_shares, tokens_of
+from .slices import slice_shares
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -146,8 +146,8 @@ def profile_model(
         cut = {**own, "target": pytree.tree_map(first, given.target)}
         return profile_model(model, arguments.map(first), **cut).step_seconds or 0.0
 
-    total = tokens_of(arguments, given.sequence_dim)
-    return replace(found, kv_share=kv_share, **slice_shares(total, given.sequence_dim, found.step_seconds, seconds))
+    shares = slice_shares(arguments.tensors, given.sequence_dim, found.step_seconds, seconds)
+    return replace(found, kv_share=kv_share, **shares)
 
 
 def _arguments(

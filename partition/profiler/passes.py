@@ -32,7 +32,7 @@ from ..model.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
-from .slices import CausalCalls
+from .slices import AttentionCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +126,10 @@ class Passes:
         return self.samples[index].forward(self._autocast())
 
     def kv_share(self) -> float:
-        """Bytes of keys and values over all that is kept, the most of any unit; ValueError where attention is not
-        causal."""
+        """Bytes of keys and values over all that is kept, the most of any unit."""
         shares = [0.0]
         for index in self.firsts:
-            with CausalCalls() as calls:
+            with AttentionCalls() as calls:
                 self.forward(index)
             shares.append(calls.kept_bytes / max(1, self.samples[index].stash_bytes))
         return min(1.0, max(shares))

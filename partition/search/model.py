@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from itertools import chain, combinations, pairwise
+from functools import cached_property
+from itertools import combinations, pairwise
 
 import numpy as np
 
-from ...schedules.slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
+from ...schedules.slice_lengths import equal_work_lengths, shortest_lengths, slice_seconds
 from ..profile import Profile
 from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS, all_cuts
@@ -69,13 +69,15 @@ class Model:
         """
         cost, tokens = self.profile.slice_cost, self.profile.sequence_tokens or 1
         units = max(each for each in range(1, min(tokens, MAX_UNITS) + 1) if not tokens % each)
+        unit, sizes = tokens // units, {"num_ranks": whole.pipeline, "num_microbatches": whole.batch // whole.data}
         if 2 ** (units - 1) <= ALL_SLICINGS:
-            inner = chain.from_iterable(combinations(range(1, units), n) for n in range(1, units))
-            every = [tuple(b - a for a, b in pairwise((0, *ends, units))) for ends in inner]
-            found = [tuple(each * (tokens // units) for each in lengths) for lengths in every]
+            inner = (each for n in range(1, units) for each in combinations(range(unit, tokens, unit), n))
+            found = [tuple(b - a for a, b in pairwise((0, *each, tokens))) for each in inner]
         else:
-            sizes = (whole.pipeline, whole.batch // whole.data) if whole.schedule == "terapipe" else None
-            found = [_best_lengths(tokens, 2**n, cost, tokens // units, sizes) for n in range(1, units.bit_length())]
+            numbers = [2**n for n in range(1, units.bit_length())]
+            found = [equal_work_lengths(tokens, n, cost, multiple=unit) for n in numbers]
+            if whole.schedule == "terapipe":
+                found = [shortest_lengths(tokens, cost, num_slices=n, multiple=unit, **sizes) for n in numbers]
         for lengths in found:
             seconds = slice_seconds(lengths, cost)
             shares = tuple(each / (sum(seconds) or 1.0) for each in seconds)
@@ -155,14 +157,3 @@ class Model:
         own = self.cuts.members[last] & ~self.cuts.members[first]
         nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
         return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])
-
-
-@lru_cache(maxsize=1024)
-def _best_lengths(
-    tokens: int, number: int, cost: CausalSeconds, unit: int, sizes: tuple[int, int] | None
-) -> tuple[int, ...]:
-    """Of so many slices; `sizes`: P and M under "terapipe"."""
-    if sizes is None:
-        return equal_work_lengths(tokens, number, cost, multiple=unit)
-    P, M = sizes
-    return shortest_lengths(tokens, cost, num_ranks=P, num_microbatches=M, num_slices=number, multiple=unit)

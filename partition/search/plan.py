@@ -138,9 +138,10 @@ def plan(
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
         slicings=lambda whole: model_of(whole.microbatch_size, 1).slicings(whole),
     )
-    _refuse_slices(space, allowed, model_of)
+    profiles = [model_of(size, ways[0]).profile for size in sizes]
+    _refuse_slices([name for name, _ in space.schedules], profiles, allowed, min(ways))
     if recompute is not None:
-        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed)
+        _refuse_unknown(profiles, allowed)
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
@@ -343,21 +344,15 @@ def _treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...
     return found
 
 
-def _refuse_slices(space: SearchSpace, allowed: Sequence[str], model_of: Callable[[int, int], Model]) -> None:
+def _refuse_slices(names: Sequence[str], profiles: Sequence[Profile], allowed: Sequence[str], tensor: int) -> None:
     """ValueError for schedules over slices where nobody knows what one costs, or nothing that is allowed has them."""
-    sliced = [name for name, _ in space.schedules if family(name).takes_slices]
-    for size in space.microbatch_sizes if sliced else ():
-        _ = model_of(size, space.tensor_sizes[0]).profile.slice_cost
-    if sliced and "none" not in allowed:
+    sliced = [name for name in names if family(name).takes_slices]
+    if sliced and ("none" not in allowed or tensor > 1):
         raise ValueError(
-            f"recompute: {', '.join(map(repr, allowed))} with schedules: {sliced[0]!r}, under which nothing runs "
-            f"again: expected 'none' among them, or schedules that take sequences whole"
+            f"schedules: {sliced[0]!r} with recompute={', '.join(allowed)} and tensor_sizes of {tensor} or more: "
+            f"expected 'none' and 1 among them, all that slices go with"
         )
-    if sliced and 1 not in space.tensor_sizes:
-        raise ValueError(
-            f"tensor_sizes={_listed(space.tensor_sizes)} with schedules: {sliced[0]!r}: expected 1 among them, since "
-            f"slices are not cut over tensor ranks"
-        )
+    _ = [profile.slice_cost for profile in profiles if sliced]
 
 
 def _refuse_unknown(profiles: Sequence[Profile], asked: Sequence[str]) -> None:
@@ -386,10 +381,8 @@ def _with_chunks(names: Sequence[str], chunk_sizes: Sequence[int]) -> list[tuple
     sizes = _counts("chunk_sizes", chunk_sizes) or ()
     if 1 in sizes:
         raise ValueError("chunk_sizes: 1: expected at least 2 (a schedule with one stage a rank is 1f1b)")
-    return [
-        (name, (*(1,) * (name in SLICED), *sizes) if (own := family(name)).takes_chunks else (own.num_chunks,))
-        for name in names
-    ]
+    own = [sizes if (each := family(name)).takes_chunks else (each.num_chunks,) for name in names]
+    return [(name, (1, *some) if name == "seq1f1b" else some) for name, some in zip(names, own, strict=True)]
 
 
 def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:

@@ -20,11 +20,8 @@ may be some hundredths of a percent from what they would be without rounding.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -38,15 +35,13 @@ from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import RankTrace, Timeline
 from ...schedules.transform import with_late_updates, with_offload
 from ..memory import Moments, count_in_flight, in_flight_of_turns, merged, steady_in_flight
-from ..topology import Floats, Indices
+from ..topology import Floats
 from .space import Configuration
 
 MAX_ACTIONS = 1_000_000  # of one simulation
 _KEPT_SCHEDULES = 8
 _ROUNDS = (6, 12, 24, 48, 96)  # of P microbatches, in the short batches that are tried
 _EQUAL = 1e-12  # relative: rounding
-_NOTHING = 1e-9  # of a microbatch: rounding
-_PARTS = 1 << 20  # of a microbatch, in which slices are counted
 
 
 class SizesError(ValueError):
@@ -66,7 +61,7 @@ class BuiltSchedules:
 
     def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[Moments, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
-        less. Slices count by their tokens, with keys and values as `sliced_counts` says.
+        less. Slices count by tokens; keys and values, which the runtime keeps for whole sequences, with the first.
 
         SizesError where the schedule does not take these sizes.
         """
@@ -81,8 +76,8 @@ class BuiltSchedules:
         key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m, c.lengths, kv_share)
         if key not in self._flights:
             if c.lengths:
-                counts = partial(sliced_counts, parts=c.parts, kv_share=kv_share)
-                ranks = tuple(map(_unscaled, count_in_flight(self.schedule(c, m), counts)))
+                first, *others = c.parts
+                ranks = count_in_flight(self.schedule(c, m), (first + kv_share, *others))
             elif c.is_equal and known.turns is not None:
                 ranks = in_flight_of_turns(known.turns(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
             else:
@@ -114,38 +109,6 @@ class BuiltSchedules:
         return self._schedules[key]
 
 
-def sliced_counts(
-    program: Sequence[Action], stages: Sequence[int], *, parts: Sequence[float], kv_share: float
-) -> Indices:
-    """[actions, stages] microbatches alive while each action runs, in _PARTS of one, each slice with its part.
-
-    From the first slice's forward to its backward keys and values of all tokens are there, as the runtime keeps them
-    (`KVCache`); once a backward has run, gradients wait for those of the tokens whose slices are still there.
-    """
-    n, column = len(parts), {stage: at for at, stage in enumerate(stages)}
-    alive = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, 0.0))  # its part there, and all that is
-    rows, sums = [], [0.0] * len(stages)
-
-    def hold(key: tuple[int, int], more: float, is_back: bool) -> None:
-        part, before = alive[key][0] + more, alive[key][1]
-        now = part + kv_share * (1.0 if is_back else 1.0 - part) if part > _NOTHING else 0.0
-        alive[key], sums[column[key[0]]] = (part, now), sums[column[key[0]]] + now - before
-
-    for stage, op, index in program:
-        key, part, is_back = (stage, index // n), parts[index % n], op is not Op.F
-        hold(key, 0.0 if is_back else part, is_back)
-        rows.append([math.ceil(each * _PARTS - 1e-3) for each in sums])
-        if is_back:
-            hold(key, -part, is_back)
-    return np.array(rows, dtype=np.intp).reshape(-1, len(stages))
-
-
-def _unscaled(moments: Moments) -> Moments:
-    counts = moments.counts.copy()
-    counts[:, : counts.shape[1] // 4] /= _PARTS
-    return replace(moments, counts=counts)
-
-
 def by_place(c: Configuration, ranks: tuple[Moments, ...]) -> tuple[Moments, ...]:
     """[P] the most of any replica, of the ranks of one replica where all are equal, else of all."""
     starts = np.cumsum([0, *c.counts])
@@ -153,7 +116,7 @@ def by_place(c: Configuration, ranks: tuple[Moments, ...]) -> tuple[Moments, ...
 
 
 def _check_length(c: Configuration, num_microbatches: int) -> None:
-    if 2 * c.num_stages * num_microbatches * c.num_slices > MAX_ACTIONS:
+    if 2 * c.num_stages * num_microbatches * (len(c.lengths) or 1) > MAX_ACTIONS:
         raise TooLongError(
             f"{num_microbatches:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions"
         )
@@ -167,7 +130,7 @@ def microbatches_of(c: Configuration) -> int:
 def num_actions(c: Configuration) -> int:
     """Actions in the simulation of a batch, or of the shortest that may stand for it."""
     m = microbatches_of(c)
-    return 2 * c.num_stages * c.num_slices * min(short_batches(c, m) if c.is_equal else (), default=m)
+    return 2 * c.num_stages * (len(c.lengths) or 1) * min(short_batches(c, m) if c.is_equal else (), default=m)
 
 
 def simulated_batch(
@@ -185,7 +148,7 @@ def simulated_batch(
         starts = (0, *accumulate(c.counts))
         links = links.on([range(a, b) for a, b in pairwise(starts)])
     if costs.index_factors is not None:  # of the slices that one replica runs
-        costs = replace(costs, index_factors=costs.index_factors[: num_microbatches * c.num_slices])
+        costs = replace(costs, index_factors=costs.index_factors[: num_microbatches * (len(c.lengths) or 1)])
     schedule = with_late_updates(schedules.schedule(c, num_microbatches), links)
     if leaving:
         schedule = with_offload(schedule, stages=leaving, costs=costs)

@@ -45,10 +45,6 @@ class Configuration:
     shares: tuple[float, ...] = ()
 
     @property
-    def num_slices(self) -> int:
-        return max(1, len(self.lengths))
-
-    @property
     def parts(self) -> tuple[float, ...]:
         """Of each slice, its part of a microbatch's bytes."""
         return tuple(tokens / sum(self.lengths) for tokens in self.lengths)
@@ -107,8 +103,7 @@ class Configuration:
         """The order of configurations that are otherwise equal: the simplest first."""
         counts = () if self.ranks is None else self.counts
         sizes = (self.tensor, self.pipeline, self.num_chunks, -self.microbatch_size)
-        slices = (len(self.lengths), self.lengths)
-        return (self.num_devices, *sizes, self.schedule, *slices, counts, self.ranks or (), self.sizes or ())
+        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or (), self.sizes or (), self.lengths)
 
     @property
     def label(self) -> str:
@@ -127,8 +122,8 @@ class Configuration:
         if self.tensor > 1:
             parts.append(f"tensor {'-'.join(map(str, self.sizes or (self.tensor,)))}")
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
-        slices = [f"slices of {'-'.join(map(str, self.lengths))} tokens"] if self.lengths else []
-        return ", ".join([" x ".join(parts), schedule, *slices, f"microbatch {self.microbatch_size}"])
+        schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
+        return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +153,9 @@ class Runs:
 class SearchSpace:
     """The axes: `configurations` is their product, less what does not fit together; sizes of None are all that fit.
 
-    Of schedules over slices, those of a configuration are what `slicings` says, without tensor ranks.
-
     With `all_layouts` those as well that leave more than an eighth of more than ALL_SIZES devices idle; with
     `mixed_sizes` those whose stages have tensor sizes of their own: under a flush, a stage a rank, without replicas.
+    `slicings`: those of a configuration under a schedule over slices.
     """
 
     num_devices: int
@@ -245,7 +239,5 @@ class SearchSpace:
                     microbatch_size=size,
                     num_microbatches=self.global_batch // size,
                 )
-                if not family(schedule).takes_slices:
-                    yield whole
-                elif tensor == 1:
-                    yield from self.slicings(whole)
+                sliced = family(schedule).takes_slices
+                yield from (whole,) if not sliced else self.slicings(whole) if tensor == 1 else ()

@@ -162,14 +162,11 @@ class ScheduleWiring:
         if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1 and not times:
             return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire.src, num_bytes),) * self.num_indices
         between: dict[tuple[int, int, float], int | None] = {}
-        ways = [
-            (owner(wire.src, k), owner(wire.dst, k), times[k % len(times)] if times else 1.0)
-            for k in range(self.num_indices)
-        ]
-        for src, dst, factor in ways:
-            if (src, dst, factor) not in between:
-                passage = None if src == dst else self._passage(src, dst, wire.src, num_bytes * factor)
-                between[src, dst, factor] = passage
+        sizes = [num_bytes * each for each in times or (1.0,)]
+        ways = [(owner(wire.src, k), owner(wire.dst, k), sizes[k % len(sizes)]) for k in range(self.num_indices)]
+        for src, dst, size in ways:
+            if (src, dst, size) not in between:
+                between[src, dst, size] = None if src == dst else self._passage(src, dst, wire.src, size)
         return tuple(between[way] for way in ways)
 
     def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
