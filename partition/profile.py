@@ -131,7 +131,8 @@ class Profile:
         sequence_tokens: of one sequence, where the model may run slice by slice (see `Slices`); None: nobody knows.
         pair_share, slice_share: shares of the seconds of a whole sequence's F and B that grow with the pairs of tokens
             that attend to each other, and that any slice takes, however short; the rest grows with tokens.
-        kv_share: bytes of keys and values over all that is kept from F to B, the largest of any node.
+        kv_share: bytes that slices keep beside, over all that a whole sequence keeps from F to B, the largest of any
+            node: keys and values once more, their gradients, masks.
         tied: (nodes, bytes) of weights that two nodes or more share. Each counts them among its own, a rank with
             several of the nodes has them once, and where several ranks hold them, their gradients are summed in front
             of the update.
@@ -174,9 +175,8 @@ class Profile:
             if getattr(self, name) is not None:
                 count(name, getattr(self, name))
         check_figures(self, positive=("step_seconds", "slowdown"))
-        shares = self.pair_share + self.slice_share, self.kv_share
-        if max(shares) > 1 + 1e-9:
-            fail("pair_share + slice_share, kv_share", shares, "at most 1 each")
+        if self.pair_share + self.slice_share > 1 + 1e-9:
+            fail("pair_share + slice_share", self.pair_share + self.slice_share, "at most 1")
         nodes = tuple(self.nodes)
         names = [node.name for node in nodes]
         if not nodes:

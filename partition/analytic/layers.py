@@ -75,7 +75,7 @@ def transformer_profile(
         sequence_tokens=model.length,
         pair_share=pairs,
         slice_share=min(1.0 - pairs, device.kernel_seconds * kernels / seconds),  # the host starts all anew
-        kv_share=2 * VALUE_BYTES * layers.wide / tensor / layer.stash_bytes,
+        kv_share=VALUE_BYTES * (4 * layers.wide / tensor + model.length**2 / 2) / layer.stash_bytes,
         tied=layers.tied,
     )
 

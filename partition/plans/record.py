@@ -33,8 +33,7 @@ class PlanStage:
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
         memory_limit: of the smallest device among its ranks [bytes]; None where there is none.
-        held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise, and where
-            sequences are cut.
+        held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise, or in slices.
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of

@@ -126,13 +126,13 @@ class Passes:
         return self.samples[index].forward(self._autocast())
 
     def kv_share(self) -> float:
-        """Bytes of keys and values over all that is kept, the most of any unit."""
+        """`Profile.kv_share`, the most of any unit."""
         shares = [0.0]
         for index in self.firsts:
             with AttentionCalls() as calls:
                 self.forward(index)
             shares.append(calls.kept_bytes / max(1, self.samples[index].stash_bytes))
-        return min(1.0, max(shares))
+        return max(shares)
 
     def traffic(self, index: int, told: Traffic) -> dict[str, Any]:
         """Figures of a `Node` about sums over the tensor ranks, of a unit that is the first of its equals."""

@@ -1,11 +1,11 @@
-"""What slices of a sequence cost: seconds at three lengths, and bytes of keys and values.
+"""What slices of a sequence cost: seconds at three lengths, and bytes that attention keeps for later ones.
 
 seconds of the first L of T tokens  =  a + b L + c L^2          a: of any slice; c: of pairs of tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +19,11 @@ _attention = F.scaled_dot_product_attention
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Within: adds up `kept_bytes` of keys and values."""
+    """Within: adds up `kept_bytes` of keys, values, their gradients and causal masks of 4 bytes."""
 
     kept_bytes = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is F.multi_head_attention_forward:  # calls attention by itself, where modes do not look
             with patch.object(F, "scaled_dot_product_attention", self._attend):
@@ -33,7 +31,8 @@ class AttentionCalls(TorchFunctionMode):
         return self._attend(*args, **given) if func is _attention else func(*args, **given)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **options: Any) -> Any:
-        self.kept_bytes += sum(x.numel() * x.element_size() for x in (key, value))
+        kept = sum(x.numel() * x.element_size() for x in (key, value))
+        self.kept_bytes += 2 * kept + 4 * query.shape[-2] * key.shape[-2] // 2
         return _attention(query, key, value, *given, **options)
 
 

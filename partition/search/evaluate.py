@@ -174,8 +174,7 @@ class PlanEvaluator:
 
     def model(self, c: Configuration, tensor: int | None = None) -> Model:
         """Model of a tensor size, or of the smallest among its stages."""
-        size = min(c.tensors) if tensor is None else tensor
-        return self.model_of(c.microbatch_size, size).in_slices(len(c.lengths))
+        return self.model_of(c.microbatch_size, tensor or min(c.tensors)).in_slices(len(c.lengths))
 
     def least_model(self, c: Configuration) -> Model:
         """No more of anything than any of its stages has, for bounds of whatever cuts."""

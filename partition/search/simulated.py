@@ -61,7 +61,7 @@ class BuiltSchedules:
 
     def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[Moments, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
-        less. Slices count by tokens; keys and values, which the runtime keeps for whole sequences, with the first.
+        less. Slices count by tokens, and what is kept beside them for whole sequences (`KVCache`) with the first.
 
         SizesError where the schedule does not take these sizes.
         """

@@ -239,7 +239,7 @@ def test_what_slices_do_not_go_with_is_refused_by_name() -> None:
         options = {"source": EQUAL, "schedules": "seq1f1b", "global_batch": 2} | wrong  # type: ignore[operator]
         with pytest.raises(ValueError, match=said):
             plan(options.pop("source"), FREE, **options)
-    for field, number in (("pair_share", 1.5), ("kv_share", 2.0), ("sequence_tokens", 0)):
+    for field, number in (("pair_share", 1.5), ("sequence_tokens", 0)):
         with pytest.raises(ValueError, match=field):
             replace(EQUAL, **{field: number})  # type: ignore[arg-type]
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import GPT, TINY_WIDTH, GPTConfig, SleepingStage, profile_model
+from support.inside import (
+    GPT,
+    TINY_WIDTH,
+    AttentionCalls,
+    GPTConfig,
+    SleepingStage,
+    profile_model,
+    slice_shares,
+)
 from torch import Tensor, nn
 
 from stagewright.partition import Node, Profile
@@ -417,3 +426,34 @@ def test_hooks_that_step_an_optimizer_do_not_run() -> None:
     assert calls == []
     model(torch.randn(2, 4)).sum().backward()
     assert len(calls) == 4
+
+
+def test_what_a_slice_costs_is_told_apart_by_three_lengths() -> None:
+    """Seconds that are 2 of any slice, 3 of tokens and 5 of pairs, of 10; other tensors stay whole."""
+
+    def seconds(first: Callable[[Any], Any]) -> float:
+        tokens = first(torch.zeros(2, 60)).shape[1]
+        assert first(torch.zeros(2, 7)).shape == (2, 7)
+        assert first("none") == "none"
+        return 2 + 3 * tokens / 60 + 5 * (tokens / 60) ** 2
+
+    found = slice_shares([torch.zeros(3), torch.zeros(2, 60)], 1, 10.0, seconds)
+    assert found.pop("sequence_tokens") == 60
+    assert found == pytest.approx({"pair_share": 0.5, "slice_share": 0.2})
+    with pytest.raises(
+        ValueError, match=r"sequence_dim=2 with example_inputs of \[\(2, 60\)\]: expected a dimension of 4"
+    ):
+        slice_shares([torch.zeros(2, 60)], 2, 10.0, seconds)
+
+
+def test_keys_and_values_are_counted_whoever_calls_attention() -> None:
+    """Twice keys and values of 2 x 8 tokens of width 4, and half a mask, of 4 bytes each."""
+    x = torch.randn(2, 8, 4)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    for call in (
+        lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True)(x, x, x, need_weights=False, attn_mask=mask),
+    ):
+        with AttentionCalls() as calls:
+            call()
+        assert calls.kept_bytes == 4 * (2 * 2 * 64 + 32)

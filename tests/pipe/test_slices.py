@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import profile_model
+from support.inside import GPT, GPTConfig, profile_model
 from support.pool import Pool
 from support.records import records
 from support.sliced import (
@@ -29,6 +29,7 @@ from support.sliced import (
     piped,
     plainly,
 )
+from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,6 +145,39 @@ def test_a_plan_says_how_long_slices_are(options: dict[str, Any], tmp_path: Path
     assert lengths <= {*seen}
     with pytest.raises(ValueError, match="a plan says both: expected dims= alone"):
         PipelineModule(chain(), schedule=Slices(found, num_slices=2), loss_fn=mean_loss)
+
+
+class Peak(Storages):
+    """The most bytes that are alive at once."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, *given: Any, **named: Any) -> Any:
+        out = super().__torch_dispatch__(*given, **named)
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "terapipe"])
+def test_a_plan_over_slices_knows_what_they_keep(schedule: str) -> None:
+    """Live bytes of one rank: little less than predicted, with keys and values, their gradients, and masks."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocabulary=VOCABULARY, length=128, layers=3, width=32, heads=2, dropout=0.0)
+    model = nn.Sequential(*GPT(config).blocks)
+    x = torch.randn(8, 128, 32)
+    measure: dict[str, Any] = {"loss_fn": F.mse_loss, "target": x[:2], "sequence_dim": 1}
+    profile = profile_model(model, (x[:2],), **measure, repetitions=1, seconds=0.1)
+    profile = replace(profile, pair_share=0.5, slice_share=0.02)
+    cluster = Cluster.from_levels([(1, 1e9)])
+    found = plan(profile, cluster, global_batch=8, schedules=schedule, recompute=("none",))
+    pipe = PipelineModule(model, schedule=found, loss_fn=F.mse_loss)
+    for _ in range(2):
+        model.zero_grad()
+        with Peak() as meter:
+            pipe.forward_backward(x, x)
+    (memory,) = found.memory.values()
+    predicted = memory.total - memory.parameters - memory.optimizer
+    assert 0.85 * predicted < meter.peak < 1.02 * predicted
 
 
 @pytest.mark.gloo

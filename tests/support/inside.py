@@ -122,6 +122,7 @@ _NAMES = {
     "partition.plans.to_schedule": "one_pipeline",
     "partition.profiler.clock": "HostClock",
     "partition.profiler.measure": "profile_model",
+    "partition.profiler.slices": "AttentionCalls slice_shares",
     "partition.profiler.memory": "LiveBytes cpu_peaks",
     "partition.profiler.optimizers": "make_optimizers named",
     "partition.quantities": "latency",
