@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ...schedules.actions import Op
 from ...schedules.messages import ALONE_BYTES
@@ -140,13 +140,9 @@ def profile_model(
     found = replace(found, nodes=tuple(nodes), tensor=given.tensor)
     if given.sequence_dim is None:
         return found
-    own = {**options, "split_backward": False, "optimizer": None, "sequence_dim": None, "traffic": None}
-
-    def seconds(first: Callable[[Any], Any]) -> float:
-        cut = {**own, "target": pytree.tree_map(first, given.target)}
-        return profile_model(model, arguments.map(first), **cut).step_seconds or 0.0
-
-    shares = slice_shares(arguments.tensors, given.sequence_dim, found.step_seconds, seconds)
+    quick = {**options, "split_backward": False, "optimizer": None, "sequence_dim": None}
+    again = partial(profile_model, model, **quick)
+    shares = slice_shares(arguments, given.target, given.sequence_dim, found.step_seconds, again)
     return replace(found, kv_share=kv_share, **shares)
 
 

@@ -5,15 +5,18 @@ seconds of the first L of T tokens  =  a + b L + c L^2          a: of any slice;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from ..model.forms import Arguments
 from ..plans.sizes import Size, fitted
+from ..profile import Profile
 
 _attention = F.scaled_dot_product_attention
 
@@ -37,18 +40,17 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def slice_shares(
-    tensors: Sequence[torch.Tensor], dim: int, whole: float | None, seconds: Callable[[Callable[[Any], Any]], float]
+    arguments: Arguments, target: Any, dim: int, whole: float | None, again: Callable[..., Profile]
 ) -> dict[str, Any]:
-    """Figures of a `Profile`: from the seconds of whole sequences [s], and those of what a function cuts from tensors.
+    """Figures of a `Profile`: from the seconds of whole sequences [s], and profiles of shorter arguments and `target`.
 
-    A sequence is as long as the first of the tensors that has the dimension; all that are as long are cut. ValueError
-    where none is, or below 4 tokens.
+    A sequence is as long as the first of the arguments that has the dimension; all tensors that are as long are cut.
+    ValueError where none is, or below 4 tokens.
     """
-    total = next((x.shape[dim] for x in tensors if 0 <= dim < x.dim()), 0)
+    total = next((x.shape[dim] for x in arguments.tensors if 0 <= dim < x.dim()), 0)
     if total < 4:
         raise ValueError(
-            f"sequence_dim={dim} with example_inputs of {[tuple(x.shape) for x in tensors]}: expected a dimension of 4 "
-            f"tokens or more, such as 1, or None"
+            f"sequence_dim={dim} with example_inputs={arguments}: expected a dimension of 4 tokens or more, such as 1"
         )
     known = {Size(1, total): whole or 0.0}
     for tokens in (total // 2, total // 4):
@@ -57,7 +59,8 @@ def slice_shares(
             is_cut = isinstance(x, torch.Tensor) and x.dim() > dim and x.shape[dim] == total
             return x.narrow(dim, 0, tokens) if is_cut else x
 
-        known[Size(1, tokens)] = seconds(first)
+        shorter = again(arguments.map(first), target=pytree.tree_map(first, target))
+        known[Size(1, tokens)] = shorter.step_seconds or 0.0
     law = fitted(known)
     fixed, all_of_it = law(Size(1, 0)), law(Size(1, total))
     pairs = max(0.0, (law(Size(1, 2 * total)) - fixed) / 2 - (all_of_it - fixed))

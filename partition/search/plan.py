@@ -138,10 +138,7 @@ def plan(
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
         slicings=lambda whole: model_of(whole.microbatch_size, 1).slicings(whole),
     )
-    profiles = [model_of(size, ways[0]).profile for size in sizes]
-    _refuse_slices([name for name, _ in space.schedules], profiles, allowed, min(ways))
-    if recompute is not None:
-        _refuse_unknown(profiles, allowed)
+    _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], () if recompute is None else allowed)
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
@@ -183,6 +180,7 @@ def _models(
 def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
     """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
     evaluator, brought = search.evaluator, []
+    _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
     runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
     if space.data_sizes is None and space.pipeline_sizes is None and 1 in space.tensor_sizes:
@@ -344,15 +342,14 @@ def _treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...
     return found
 
 
-def _refuse_slices(names: Sequence[str], profiles: Sequence[Profile], allowed: Sequence[str], tensor: int) -> None:
-    """ValueError for schedules over slices where nobody knows what one costs, or nothing that is allowed has them."""
-    sliced = [name for name in names if family(name).takes_slices]
-    if sliced and ("none" not in allowed or tensor > 1):
+def _refuse_slices(space: SearchSpace, allowed: Sequence[str]) -> None:
+    """ValueError for schedules over slices where nothing that is allowed goes with them."""
+    sliced = [name for name, _ in space.schedules if family(name).takes_slices]
+    if sliced and ("none" not in allowed or 1 not in space.tensor_sizes):
         raise ValueError(
-            f"schedules: {sliced[0]!r} with recompute={', '.join(allowed)} and tensor_sizes of {tensor} or more: "
-            f"expected 'none' and 1 among them, all that slices go with"
+            f"schedules: {sliced[0]!r} with recompute={', '.join(allowed)} and tensor_sizes="
+            f"{_listed(space.tensor_sizes)}: expected 'none' and 1 among them, all that slices go with"
         )
-    _ = [profile.slice_cost for profile in profiles if sliced]
 
 
 def _refuse_unknown(profiles: Sequence[Profile], asked: Sequence[str]) -> None:

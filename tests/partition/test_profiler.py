@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from support.inside import (
     GPT,
     TINY_WIDTH,
+    Arguments,
     AttentionCalls,
     GPTConfig,
     SleepingStage,
@@ -431,19 +431,18 @@ def test_hooks_that_step_an_optimizer_do_not_run() -> None:
 def test_what_a_slice_costs_is_told_apart_by_three_lengths() -> None:
     """Seconds that are 2 of any slice, 3 of tokens and 5 of pairs, of 10; other tensors stay whole."""
 
-    def seconds(first: Callable[[Any], Any]) -> float:
-        tokens = first(torch.zeros(2, 60)).shape[1]
-        assert first(torch.zeros(2, 7)).shape == (2, 7)
-        assert first("none") == "none"
-        return 2 + 3 * tokens / 60 + 5 * (tokens / 60) ** 2
+    def again(cut: Arguments, *, target: Any) -> Profile:
+        (name, whole), tokens = target, cut.tensors[1].shape[1]
+        assert (name, tuple(whole.shape), tuple(cut.tensors[0].shape)) == ("none", (2, 7), (3,))
+        node = Node(name="a", forward_seconds=1, backward_seconds=2)
+        return Profile(nodes=(node,), step_seconds=2 + 3 * tokens / 60 + 5 * (tokens / 60) ** 2)
 
-    found = slice_shares([torch.zeros(3), torch.zeros(2, 60)], 1, 10.0, seconds)
+    given = Arguments.of((torch.zeros(3), torch.zeros(2, 60)))
+    found = slice_shares(given, ("none", torch.zeros(2, 7)), 1, 10.0, again)
     assert found.pop("sequence_tokens") == 60
     assert found == pytest.approx({"pair_share": 0.5, "slice_share": 0.2})
-    with pytest.raises(
-        ValueError, match=r"sequence_dim=2 with example_inputs of \[\(2, 60\)\]: expected a dimension of 4"
-    ):
-        slice_shares([torch.zeros(2, 60)], 2, 10.0, seconds)
+    with pytest.raises(ValueError, match=r"sequence_dim=2 with .*: expected a dimension of 4 tokens"):
+        slice_shares(given, None, 2, 10.0, again)
 
 
 def test_keys_and_values_are_counted_whoever_calls_attention() -> None:
