@@ -64,8 +64,8 @@ class Model:
         """A configuration with each cut of its sequences that is worth a simulation.
 
         Lengths are multiples of a unit, of which a sequence has MAX_UNITS at most. Of up to ALL_SLICINGS ways to cut it
-        each is among them. Of more, for 2, 4, 8, .. slices, those that keep P equal stages pass soonest ("terapipe",
-        where no others are faster), or whose longest takes least ("seq1f1b", where others may be faster).
+        each is among them. Of more, for 2, 4, 8, .. slices, those whose longest takes least: others may be faster;
+        under "terapipe" also those that pass P equal stages over free links soonest: no others are faster there.
         """
         cost, tokens = self.profile.slice_cost, self.profile.sequence_tokens or 1
         units = max(each for each in range(1, min(tokens, MAX_UNITS) + 1) if not tokens % each)
@@ -77,8 +77,8 @@ class Model:
             numbers = [2**n for n in range(1, units.bit_length())]
             found = [equal_work_lengths(tokens, n, cost, multiple=unit) for n in numbers]
             if whole.schedule == "terapipe":
-                found = [shortest_lengths(tokens, cost, num_slices=n, multiple=unit, **sizes) for n in numbers]
-        for lengths in found:
+                found.append(shortest_lengths(tokens, cost, multiple=unit, **sizes))
+        for lengths in dict.fromkeys(each for each in found if len(each) > 1):
             seconds = slice_seconds(lengths, cost)
             shares = tuple(each / (sum(seconds) or 1.0) for each in seconds)
             yield replace(whole, lengths=lengths, shares=shares)

@@ -133,21 +133,19 @@ FREE = Cluster.from_levels([(4, 1e12)])
 
 
 def test_what_is_promised_of_more_lengths_than_are_tried() -> None:
-    """terapipe on equal stages: no lengths of as many slices are faster. seq1f1b: the longest slice is the shortest."""
-    sequence = replace(EQUAL, sequence_tokens=9)
+    """terapipe on equal stages: no lengths are faster, of however many. seq1f1b: the longest slice is the shortest."""
+    sequence = replace(EQUAL, sequence_tokens=9, slice_share=0.1)
     found = plan(sequence, FREE, global_batch=2, schedules="terapipe", pipeline_sizes=(4,))
-    n = len(found.slice_lengths)
-    assert n in (2, 4, 8)
-    every = [each for each in cuts(9) if len(each) in (2, 4, 8)]
     assert len(cuts(9)) > 64
     steps = []
-    for lengths in every:
+    for lengths in cuts(9):
         parts = [part(sequence, *each) for each in zip(lengths, [0, *accumulate(lengths)], strict=False)]
         schedule = build("terapipe", num_ranks=4, num_microbatches=2, num_slices=len(lengths))
         steps.append(simulate(schedule, Costs(forward=1.0, backward=2.0, index_factors=parts * 2)).makespan)
     assert found.simulated_step_time == pytest.approx(min(steps), rel=1e-9)
+    assert len(found.slice_lengths) == 3
     cost = sequence.slice_cost
-    assert found.slice_lengths == shortest_lengths(9, cost, num_ranks=4, num_microbatches=2, num_slices=n)
+    assert found.slice_lengths == shortest_lengths(9, cost, num_ranks=4, num_microbatches=2)
     other = plan(sequence, FREE, global_batch=2, schedules="seq1f1b", pipeline_sizes=(4,))
     assert other.slice_lengths == equal_work_lengths(9, len(other.slice_lengths), cost)
 
