@@ -369,8 +369,11 @@ def _schedule_options(schedule: object) -> dict[str, Any]:
         case _:
             if not _is_plan(schedule):
                 return {"schedule": schedule}
-            lengths = (schedule if isinstance(schedule, Plan) else Plan.load(str(schedule))).slice_lengths
-            return {"schedule": None, "plan": schedule, "slice_lengths": list(lengths) or None}
+            if isinstance(schedule, Plan):
+                lengths = schedule.slice_lengths
+            else:  # `read_plan` looks at the rest
+                lengths = json.loads(Path(str(schedule)).read_text()).get("slice_lengths")
+            return {"schedule": None, "plan": schedule, "slice_lengths": lengths or None}
 
 
 def _is_plan(schedule: object) -> bool:
