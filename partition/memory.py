@@ -41,6 +41,7 @@ from .topology import Floats, Indices
 
 GRADIENTS_SENT = 2  # that are not yet known to be received, at most
 RUNNING_ON = 1 << 20  # microbatches beyond those in flight, where nobody says how many a batch has
+_PARTS = 1 << 20  # of a microbatch, in which slices are counted
 _FEW = 256  # moments that are compared all with all
 _GPUS = ("cuda", "nvidia", "tesla", "geforce", "a100", "a10", "h100", "h200", "b200", "v100", "p100", "l4", "t4")
 _CUDA_CONTEXT = 300e6  # at least, with PyTorch's kernels: github.com/pytorch/pytorch issues 107667 and 28113
@@ -123,11 +124,11 @@ class Moments:
         return self.counts[: self.num_forwards, : self.counts.shape[1] // 4]
 
 
-def count_in_flight(schedule: Schedule) -> tuple[Moments, ...]:
-    """Moments of each rank. O(actions)."""
+def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[Moments, ...]:
+    """Moments of each rank; `parts`: of a microbatch, that each of its slices holds. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
     return tuple(
-        _of_program(program, stages, version, streams=schedule.is_asynchronous)
+        _of_program(program, stages, version, parts, streams=schedule.is_asynchronous)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
 
@@ -213,7 +214,9 @@ def _of_first(chunks: Indices, num_chunks: int) -> Indices:
     return np.asarray(np.cumsum(one_hot, axis=0))
 
 
-def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> Moments:
+def _of_program(
+    program: Sequence[Action], stages: Sequence[int], versions: int, parts: Sequence[float], *, streams: bool
+) -> Moments:
     # What comes back may be most in front of a backward that still waits.
     steps = [action for action in program if action.op is Op.RELOAD or action.op not in BESIDE_OPS]
     if streams or any(op in BESIDE_OPS for _, op, _ in program):
@@ -221,7 +224,7 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
         counts = [[alive.get(s, 0) for s in stages] for op, alive in rows if op is Op.RELOAD or op not in BESIDE_OPS]
         alive = np.array(counts, dtype=np.int64).reshape(-1, len(stages))
     else:
-        alive = activation_counts(program, stages)
+        alive = activation_counts(program, stages, [math.ceil(each * _PARTS) for each in parts] or (1,))
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     chunks = np.array([chunk_of[stage] for stage, _, _ in steps], dtype=np.intp)
     forward = np.array([op in (Op.F, Op.RELOAD) for _, op, _ in steps], dtype=bool)
@@ -236,6 +239,7 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
     backward = np.array([op in BACKWARD_OPS for _, op, _ in steps], dtype=bool)
     every = np.concatenate([alive, graded, summed], axis=1)
     found, num_forwards = _moments(every[forward], every[backward], chunks[backward], streams=streams)
+    found[:, : len(stages)] /= _PARTS if parts else 1
     return Moments(
         counts=found,
         num_forwards=num_forwards,

@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
+from ..schedules.slice_lengths import CausalSeconds
 from .memory import MemoryUse
 from .strict import check_figures, count, fail, number, parse_object, printable, read_text
 
@@ -139,6 +140,11 @@ class Profile:
             the batch that is cut, losses and results [s]; 0 when not measured.
         max_grad_norm: to which the run that it is for clips gradients, which is in its seconds of an update; 0: it does
             not clip; None when unknown.
+        sequence_tokens: of one sequence, where the model may run slice by slice (see `Slices`); None: nobody knows.
+        pair_share, slice_share: shares of the seconds of a whole sequence's F and B that grow with the pairs of tokens
+            that attend to each other, and that any slice takes, however short; the rest grows with tokens.
+        kv_share: bytes that slices keep beside, over all that a whole sequence keeps from F to B, the largest of any
+            node: keys and values once more, their gradients, masks.
         tied: (nodes, bytes) of weights that two nodes or more share. Each counts them among its own, a rank with
             several of the nodes has them once, and where several ranks hold them, their gradients are summed in front
             of the update.
@@ -165,6 +171,10 @@ class Profile:
     action_seconds: float = 0.0
     around_seconds: float = 0.0
     max_grad_norm: float | None = None
+    sequence_tokens: int | None = None
+    pair_share: float = 0.0
+    slice_share: float = 0.0
+    kv_share: float = 0.0
     tied: tuple[Tied, ...] = ()
 
     def __repr__(self) -> str:
@@ -173,10 +183,12 @@ class Profile:
         return f"<Profile {self.origin}: {len(self.nodes)} nodes on {self.device}, {self.dtype}{size}>"
 
     def __post_init__(self) -> None:
-        if self.microbatch_size is not None:
-            count("microbatch_size", self.microbatch_size)
-        count("tensor", self.tensor)
+        for name in ("microbatch_size", "tensor", "sequence_tokens"):
+            if getattr(self, name) is not None:
+                count(name, getattr(self, name))
         check_figures(self, positive=("step_seconds", "slowdown"))
+        if self.pair_share + self.slice_share > 1 + 1e-9:
+            fail("pair_share + slice_share", self.pair_share + self.slice_share, "at most 1")
         nodes = tuple(self.nodes)
         names = [node.name for node in nodes]
         if not nodes:
@@ -213,6 +225,18 @@ class Profile:
         if treatment == "keep_less":
             return not again or any(node.keep_less_bytes is not None for node in again)
         return treatment != "selective" or all(node.selective_bytes is not None for node in again)
+
+    @property
+    def slice_cost(self) -> CausalSeconds:
+        """Seconds of a slice in those of a whole sequence: of `Slices`; ValueError where nobody knows."""
+        if self.sequence_tokens is None:
+            raise ValueError(
+                "slices of sequences with a profile that does not say what a slice costs: expected sequence_tokens, "
+                "pair_share, slice_share and kv_share, as profile_model(..., sequence_dim=1) and transformer_profile "
+                "have them, or a schedule that takes sequences whole, such as '1f1b'"
+            )
+        T, fixed, pairs = self.sequence_tokens, self.slice_share, self.pair_share
+        return CausalSeconds(fixed=fixed, per_token=max(0.0, 1 - fixed - pairs) / T, per_pair=2 * pairs / T**2)
 
     @property
     def parts_seconds(self) -> float:

@@ -174,7 +174,7 @@ class _TreatedRank:
             shards=shards,
             held=held,
             messages=sent,
-            in_flight=tuple(self.most.astype(int).tolist()),
+            in_flight=tuple(np.ceil(self.most - 1e-6).astype(int).tolist()),
             limit=self.place.limit,
             too_many=self.excess(total_of(held) + sent),
         )

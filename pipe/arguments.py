@@ -142,14 +142,14 @@ class Slices:
     Tokens must meet in causal F.scaled_dot_product_attention alone; that is tried out.
 
     Arguments:
-        schedule: "seq1f1b", "terapipe" ...
+        schedule: "seq1f1b", "terapipe" ...; or a plan over slices, which says how many and how long.
         num_slices: n of a microbatch; as many as `lengths` has, or the schedule's own number, or 2.
         lengths: tokens of each slice; as equal as can be by default.
         dims: dimension of the sequence in each argument, by name or position, and in the "target": 1 by default; None:
             all slices of a microbatch get the argument whole.
     """
 
-    schedule: ScheduleLike = "seq1f1b"
+    schedule: ScheduleLike | Plan = "seq1f1b"
     num_slices: int | None = None
     lengths: Sequence[int] | None = None
     dims: BatchDimsLike | None = None
@@ -356,6 +356,10 @@ def _schedule_options(schedule: object) -> dict[str, Any]:
         case Synchronous():
             ahead = {"post_validation": schedule.post_validation}
             return _schedule_options(schedule.schedule) | ahead | {"kind": "synchronous"}
+        case Slices() if _is_plan(plan := schedule.schedule):
+            if schedule.num_slices is not None or schedule.lengths is not None:
+                raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")
+            return _schedule_options(plan) | {"kind": "sliced", "sequence_dims": schedule.dims}
         case Slices():
             number = schedule.num_slices
             if number is None:
@@ -363,7 +367,13 @@ def _schedule_options(schedule: object) -> dict[str, Any]:
             cut = {"num_slices": number, "slice_lengths": schedule.lengths, "sequence_dims": schedule.dims}
             return {"schedule": schedule.schedule, "kind": "sliced", **cut}
         case _:
-            return {"schedule": None, "plan": schedule} if _is_plan(schedule) else {"schedule": schedule}
+            if not _is_plan(schedule):
+                return {"schedule": schedule}
+            if isinstance(schedule, Plan):
+                lengths = schedule.slice_lengths
+            else:  # `read_plan` looks at the rest
+                lengths = json.loads(Path(str(schedule)).read_text()).get("slice_lengths")
+            return {"schedule": None, "plan": schedule, "slice_lengths": lengths or None}
 
 
 def _is_plan(schedule: object) -> bool:

@@ -45,8 +45,11 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
             alive[action.stage] -= 1
 
 
-def activation_counts(program: Sequence[Action], stages: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[actions, stages] of `activations`, for those programs whose activations all begin and end on the rank.
+def activation_counts(
+    program: Sequence[Action], stages: Sequence[int], weights: Sequence[int] = (1,)
+) -> npt.NDArray[np.int64]:
+    """[actions, stages] of `activations`, for those programs whose activations all begin and end on the rank; those of
+    index k count weights[k] times, which begin again behind the last.
 
     >>> activation_counts([Action.parse(each) for each in "0F0 0F1 0B0 0B1".split()], [0]).ravel().tolist()
     [1, 2, 2, 1]
@@ -56,9 +59,10 @@ def activation_counts(program: Sequence[Action], stages: Sequence[int]) -> npt.N
 
     columns, rows = np.array([column[stage] for stage, _, _ in program], dtype=np.intp), np.arange(len(program))
     begins, ends = (np.zeros((len(program), len(stages)), dtype=np.int64) for _ in range(2))
-    begins[rows, columns] = [op is Op.F for _, op, _ in program]
+    times = np.array([weights[index % len(weights)] for _, _, index in program], dtype=np.int64)
+    begins[rows, columns] = [op is Op.F for _, op, _ in program] * times
     with_backward = {stage for stage, op, _ in program if op is not Op.F}
-    ends[rows, columns] = [op in LAST_USES or stage not in with_backward for stage, op, _ in program]
+    ends[rows, columns] = [op in LAST_USES or stage not in with_backward for stage, op, _ in program] * times
     alive = np.cumsum(begins - ends, axis=0)
     return np.asarray(alive + ends, dtype=np.int64)
 

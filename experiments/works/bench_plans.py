@@ -126,6 +126,8 @@ def regret(case: Case, repetitions: int) -> Iterator[Figure]:
         num_runners_up=4,
         on_runners_up=others.extend,
     )
+    if len(others) < 4:
+        raise ValueError(f"{case.count('layers')} layers have {1 + len(others)} plans: expected 5, as 20 layers have")
     with ExitStack() as stack:
         pipes = [
             stack.enter_context(closing(SleepingPipe(each.build_schedule(), each.costs))) for each in (chosen, *others)

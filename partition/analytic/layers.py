@@ -62,13 +62,20 @@ def transformer_profile(
     """
     model.refuse_tensor(tensor)
     layers = LayerFormulas(model, microbatch_size=microbatch_size, tensor=tensor, device=device, cluster=cluster)
+    nodes = layers.nodes()
+    seconds, layer, kernels = sum(n.seconds for n in nodes), nodes[1], model.layers * sum(LAYER_KERNELS)
+    pairs = min(1.0, 3 * model.layers * (layer.selective_seconds or 0.0) / seconds)  # B of scores is twice F
     return Profile(
-        nodes=layers.nodes(),
+        nodes=nodes,
         device=device.name,
         dtype="bfloat16",
         origin="formula",
         microbatch_size=microbatch_size,
         optimizer_ratio=model.optimizer_ratio,
+        sequence_tokens=model.length,
+        pair_share=pairs,
+        slice_share=min(1.0 - pairs, device.kernel_seconds * kernels / seconds),  # the host starts all anew
+        kv_share=VALUE_BYTES * (4 * layers.wide / tensor + model.length**2 / 2) / layer.stash_bytes,
         tied=layers.tied,
     )
 

@@ -68,6 +68,8 @@ def describe(plan: PlanRecord) -> str:
         parts.append(f"tensors over {'-'.join(map(str, tensor)) if len({*tensor}) > 1 else tensor[0]}")
     if plan.microbatch_size is not None:
         parts.append(f"microbatches of {plan.microbatch_size}")
+    if plan.slice_lengths:
+        parts.append(f"slices of {'-'.join(map(str, plan.slice_lengths))} tokens")
     if plan.cost_model == "pipedream":
         parts.append("by PipeDream's own cost model")
     return ", ".join(parts)

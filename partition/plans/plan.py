@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,9 @@ def _read(record: Fields) -> Plan:
         links = _links_of(traffic, positions)
     else:
         costs, links = _costs(record), _links(record.optional_object("links"), num_places=len({*positions}))
+    lengths = tuple(number("slice_lengths", each, positive=True) for each in record.items("slice_lengths", default=[]))
+    if links is not None and lengths:
+        links = replace(links, index_factors=tuple(tokens / sum(lengths) for tokens in lengths))
     searched = record.optional_object("searched")
     given: Mapping[str, Any] = {
         "stages": tuple(map(_stage, stages)),
@@ -90,6 +93,7 @@ def _read(record: Fields) -> Plan:
         "links": links,
         "schedule": schedule,
         "num_microbatches": num_microbatches,
+        "slice_lengths": tuple(map(int, lengths)),
         "runners_up": tuple(
             each.made(RunnerUp, positive=("replicas", "num_nodes")) for each in record.objects("runners_up")
         ),

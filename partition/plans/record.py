@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
 from statistics import fmean
@@ -19,6 +19,7 @@ from ...schedules.wording import duration
 from ..memory import MemoryUse
 from ..profile import SAMPLES, WAYS
 from ..stage_cost import OFFLOAD, RULES, count_again
+from ..strict import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class PlanStage:
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
         memory_limit: of the smallest device among its ranks [bytes]; None where there is none.
-        held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise.
+        held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise, or in slices.
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
@@ -197,6 +198,7 @@ class PlanRecord:
         order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
             equal replicas has; none: the schedule's own.
         num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
+        slice_lengths: tokens of each slice of a microbatch; none: it passes whole.
         microbatch_size: samples of one; None where the profile does not say.
         predicted_step_time: the bottleneck [s a minibatch]; a minibatch is what the profile ran at once, and what the
             runtime calls a microbatch.
@@ -224,6 +226,7 @@ class PlanRecord:
     schedule: str | None = None
     order: tuple[str, ...] = ()
     num_microbatches: int | None = None
+    slice_lengths: tuple[int, ...] = ()
     microbatch_size: int | None = None
     simulated_step_time: float | None = None
     simulated_bubble: float | None = None
@@ -233,14 +236,17 @@ class PlanRecord:
     searched: Searched | None = None
 
     def __post_init__(self) -> None:
-        for field in ("stages", "order", "runners_up", "notes"):
+        for field in ("stages", "order", "slice_lengths", "runners_up", "notes"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         tried = self.tried_seconds or 0.0
         if not (isinstance(tried, int | float) and 0 <= tried < math.inf):
             raise ValueError(f"tried_seconds={tried!r}: expected a finite number, at least 0")
         if not self.stages:
             raise ValueError("plan without stages: expected at least one")
-        self.costs.table(num_stages=len(self.stages), num_indices=self.num_microbatches)  # refuses other stages
+        for tokens in self.slice_lengths:
+            count("slice_lengths", tokens)
+        M = self.num_microbatches and self.num_microbatches * (len(self.slice_lengths) or 1)
+        self.costs.table(num_stages=len(self.stages), num_indices=M)  # refuses other stages
         if self.num_chunks < 1 or len(self.stages) % self.num_chunks:
             raise ValueError(
                 f"{len(self.stages)} stages in num_chunks={self.num_chunks}: expected a number that divides "
@@ -330,7 +336,7 @@ class PlanRecord:
         """Idle fraction of the ranks in use: simulated, or, where it was not, of a stream at the bottleneck's pace."""
         if self.simulated_bubble is not None:
             return self.simulated_bubble
-        table = self.costs.table(num_stages=len(self.stages))
+        table = replace(self.costs, index_factors=None).table(num_stages=len(self.stages))
         work = sum(map(add, table.means(Op.F), table.means(Op.B)))
         room = sum(self.replicas) / self.num_chunks * self.predicted_step_time
         return 1 - work / room if room > 0 else 0.0
@@ -359,7 +365,8 @@ class PlanRecord:
     def replica_seconds(self, op: Op) -> list[Row]:
         """[S] seconds of an action, the runtime's around it apart, by replica in the order of their ranks; one number
         where these are alike."""
-        rows = self.costs.free_of_overhead.table(num_stages=len(self.stages)).rows[op]
+        costs = replace(self.costs.free_of_overhead, index_factors=None)  # of a microbatch, not of its slices
+        rows = costs.table(num_stages=len(self.stages)).rows[op]
         return [row[: stage.replicas] if len(row) > 1 else row for row, stage in zip(rows, self.stages, strict=True)]
 
     def seconds(self, op: Op) -> list[float]:
@@ -391,7 +398,7 @@ def positions_of(schedule: str | None, *, num_stages: int, num_chunks: int) -> t
     if num_chunks == 1:
         return tuple(range(num_stages))
     own = family(schedule or "interleaved")
-    if not own.is_planned:
+    if not (own.is_planned or own.takes_slices):
         raise ValueError(f"a plan of schedule {own.name!r}: expected stages of one rank each, and whole sequences")
     return own.rank_of_stages(num_ranks=num_stages // num_chunks, num_chunks=num_chunks)
 

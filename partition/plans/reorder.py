@@ -31,7 +31,7 @@ def reorder(
     No rank holds more activations at once than under the plan's own schedule.
 
     Arguments:
-        plan: of a flush schedule, over equal replicas, without offloading; any other is returned as it is.
+        plan: of a flush schedule, over equal replicas, without offloading and slices; any other is returned as it is.
         profile: with seconds of I and W; without, or without those, each is half of a backward.
         seconds: of the search, at most.
         evaluations: orders that it tries, at most; None: as many as there is time for.
@@ -39,7 +39,7 @@ def reorder(
     name = canonical_name(plan.schedule or "1f1b")
     M, width = plan.num_microbatches, len(plan.stages) // plan.num_chunks
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
-    alike &= all(stage.recompute != OFFLOAD for stage in plan.stages)
+    alike &= not plan.slice_lengths and all(stage.recompute != OFFLOAD for stage in plan.stages)
     if M is None or width == 1 or not alike or family(name).rule.is_asynchronous or plan.order:
         return plan
     split = replace(plan, costs=_split(plan, profile))

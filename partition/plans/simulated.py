@@ -70,7 +70,7 @@ def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSam
     Fewer steps of larger batches: 200 of up to 10,000 actions, 19 of MOST_SAMPLED (105,263), so that 2 million actions
     are simulated at most. None for larger ones, and where the profile says nothing of that.
     """
-    microbatches = num_microbatches or plan.num_microbatches or 0
+    microbatches = (num_microbatches or plan.num_microbatches or 0) * (len(plan.slice_lengths) or 1)
     if not any(stage.spread for stage in plan.stages) or 2 * len(plan.stages) * microbatches > MOST_SAMPLED:
         return None
     schedule, links = _scheduled(plan, num_microbatches)

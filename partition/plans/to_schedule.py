@@ -44,7 +44,7 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
         schedule = replicate(one_pipeline(plan, num_microbatches=wanted), counts[0])
     else:
         name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
-        schedule = _over_replicas(name, counts, plan.num_chunks, wanted)
+        schedule = _over_replicas(plan, name, counts, wanted)
     leaving = [number for number, stage in enumerate(plan.stages) if stage.recompute == OFFLOAD]
     if leaving:
         schedule = with_offload(schedule, stages=leaving, costs=plan.costs)
@@ -62,12 +62,7 @@ def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
         raise ValueError(f"replicas {plan.replicas} under an order of one pipeline: expected as many of each stage")
     name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
     _check_share(num_microbatches, each, name)
-    own = build(
-        name,
-        num_ranks=width,
-        num_microbatches=num_microbatches // each,
-        num_chunks=plan.num_chunks if plan.num_chunks > 1 else None,
-    )
+    own = build(name, num_ranks=width, num_microbatches=num_microbatches // each, **_sizes(plan))  # type: ignore[arg-type]
     return _ordered(own, plan.order) if plan.order else own
 
 
@@ -92,9 +87,15 @@ def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
         )
 
 
-def _over_replicas(name: str, counts: tuple[int, ...], num_chunks: int, num_microbatches: int) -> Schedule:
+def _sizes(plan: PlanRecord) -> dict[str, object]:
+    """V and n, where there are several."""
+    numbers = {"num_chunks": plan.num_chunks, "num_slices": len(plan.slice_lengths)}
+    return {name: number for name, number in numbers.items() if number > 1}
+
+
+def _over_replicas(plan: PlanRecord, name: str, counts: tuple[int, ...], num_microbatches: int) -> Schedule:
     """Ranks in the order of the stages."""
-    if num_chunks == 1 and max(counts) > 1 and family(name).takes_replicas:
+    if plan.num_chunks == 1 and max(counts) > 1 and family(name).takes_replicas:
         return build(name, num_ranks=sum(counts), num_microbatches=num_microbatches, replicas=counts)
     each = counts[0]
     if len(set(counts)) > 1:
@@ -103,6 +104,5 @@ def _over_replicas(name: str, counts: tuple[int, ...], num_chunks: int, num_micr
             f"stage, or a schedule that takes unequal replicas, such as '1f1b'"
         )
     _check_share(num_microbatches, each, name)
-    chunks = num_chunks if num_chunks > 1 else None
-    single = build(name, num_ranks=len(counts), num_microbatches=num_microbatches // each, num_chunks=chunks)
+    single = build(name, num_ranks=len(counts), num_microbatches=num_microbatches // each, **_sizes(plan))  # type: ignore[arg-type]
     return replicate(single, each)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from .clock import Clock, Estimate, clock_for, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, make_optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled
+from .slices import slice_shares
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -52,6 +54,7 @@ class ProfileOptions:
     seconds: float = 10.0
     split_backward: bool = True
     tensor: int = 1
+    sequence_dim: int | None = None
     traffic: Traffic | None = None
     progress: Callable[[str], None] | None = None
     agree: Agree | None = None
@@ -86,6 +89,8 @@ def profile_model(
         seconds: stop earlier after so long [s]; LEAST passes are made in any case.
         split_backward: whether I and W are measured.
         tensor: ranks over which the model is cut; it is that of one of them, alone.
+        sequence_dim: dimension of tokens in the tensors that have one, of a causal model, whose first half and quarter
+            are profiled, too: a plan may cut its sequences then.
         traffic: told by the model of its sums over those ranks.
         progress: told what is being done.
         agree: compares the units with those of other processes; None: there are none.
@@ -129,11 +134,18 @@ def profile_model(
         is_open = given.tensor == 1 and is_sequential(model)
         ways = {i: "any" if is_open and passes.by_samples(i) else "divided" for i in passes.firsts}
         updates = {i: _update(passes.samples[i], given.optimizer, names, clock) for i in passes.firsts}
+        kv_share = 0.0 if given.sequence_dim is None else passes.kv_share()
     measured = updates if given.optimizer else None
     found = _profile(model, passes, workspaces, measured, device=device, autocast=given.autocast)
     pairs = zip(found.nodes, passes.samples, strict=True)
     nodes = [replace(node, way=ways[sample.like], **sums.get(sample.like, {})) for node, sample in pairs]
-    return replace(found, nodes=tuple(nodes), tensor=given.tensor)
+    found = replace(found, nodes=tuple(nodes), tensor=given.tensor)
+    if given.sequence_dim is None:
+        return found
+    quick = {**options, "split_backward": False, "optimizer": None, "sequence_dim": None}
+    again = partial(profile_model, model, **quick)
+    shares = slice_shares(arguments, given.target, given.sequence_dim, found.step_seconds, again)
+    return replace(found, kv_share=kv_share, **shares)
 
 
 def _arguments(

@@ -32,6 +32,7 @@ from ..model.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 from .optimizers import HOOKS
+from .slices import AttentionCalls
 
 NOT_BY_SAMPLES = (nn.modules.batchnorm._NormBase, nn.RNNBase)  # cannot run on a part of the samples
 
@@ -125,6 +126,15 @@ class Passes:
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""
         return self.samples[index].forward(self._autocast())
+
+    def kv_share(self) -> float:
+        """`Profile.kv_share`, the most of any unit."""
+        shares = [0.0]
+        for index in self.firsts:
+            with AttentionCalls() as calls:
+                self.forward(index)
+            shares.append(calls.kept_bytes / max(1, self.samples[index].stash_bytes))
+        return max(shares)
 
     def traffic(self, index: int, told: Traffic) -> dict[str, Any]:
         """Figures of a `Node` about sums over the tensor ranks, of a unit that is the first of its equals."""

@@ -75,14 +75,16 @@ class LeastSeconds:
         messages = 4 * m * self._least_busy * (sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0)
         own = m * c.num_chunks * around  # of F and B of a rank's stages
         # All of V and the schedule that counts: most numbers of chunks have the same bound.
-        kind = (known.rule.is_asynchronous, known.splits_backward, c.num_chunks == 1, own, messages)
+        kind = (known.rule.is_asynchronous, known.splits_backward, c.num_chunks == 1, own, messages, c.least_slice)
         key = (id(model), c.pipeline, c.data, c.tensor, m, kind)
         if key not in self._known_works:
             self._known_works[key] = self._of_work(c, model, own=own, messages=messages)
         least = self._known_works[key]
         if known.rule.is_asynchronous or known.splits_backward:
             return least
-        return max(least, self._passes(c, m) * (model.seconds / self.topology.fastest + c.num_stages * around))
+        part = c.least_slice  # of a microbatch goes ahead of the rest
+        passes = part * self._passes(c, m / part)
+        return max(least, passes * (model.seconds / self.topology.fastest + c.num_stages * around))
 
     def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
         """The mean over the ranks, with updates and without [s], beside seconds of the runtime and of messages."""
@@ -93,9 +95,10 @@ class LeastSeconds:
         if family(c.schedule).rule.is_asynchronous:
             return total / c.pipeline + own
         head = np.searchsorted(nodes.sizes, stages)
-        there = own + nodes.forward[head] / speed + stages * around / 2
+        speed_ahead = speed / c.least_slice
+        there = own + nodes.forward[head] / speed_ahead + stages * around / 2
         is_split = family(c.schedule).splits_backward
-        both = there if is_split else own + nodes.both[head] / speed + stages * around
+        both = there if is_split else own + nodes.both[head] / speed_ahead + stages * around
         least = (total + float(both.sum())) / c.pipeline
         rounds = self._rounds(c)
         if c.num_stages == 1:  # it has shared weights once
@@ -119,7 +122,7 @@ class LeastSeconds:
         """Bytes of parameters that the fullest rank has, at least."""
         return float(model.cuts.weights(0, len(model.cuts) - 1)) / c.pipeline
 
-    def _passes(self, c: Configuration, m: int) -> float:
+    def _passes(self, c: Configuration, m: float) -> float:
         key = (c.schedule, c.pipeline, c.num_chunks, m)
         if key not in self._known_passes:
             self._known_passes[key] = _passes(c.positions, c.pipeline, m)
@@ -155,7 +158,7 @@ def _updates(update: Floats, parameters: Floats, data: int, rounds: tuple[float,
     return np.asarray(np.minimum(update + parameters * whole, update / data + parameters * parts), dtype=np.float64)
 
 
-def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: int) -> float:
+def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: float) -> float:
     """Times that F + B of a microbatch go into the least seconds of a batch, whatever part of them each stage has.
 
     By duality: weights y(s) >= 0 of the S conditions that add up to 1, with which each u(j) counts T / W times or more.

@@ -38,8 +38,9 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
-    place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
-    models = {size: evaluator.model_of(c.microbatch_size, size) for size in {*c.tensors}}
+    place = evaluator.placement(c)
+    flights = evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
+    models = {size: evaluator.model(c, size) for size in {*c.tensors}}
     counts = "none" in model.rules.recompute and bool({*COUNTED} & {*model.rules.recompute})
     for some in (True, False) if counts and min(place.limits) < math.inf else (False,):
         reach = _REACH * (-(-len(model.coarse) // c.num_stages))

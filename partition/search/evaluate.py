@@ -97,13 +97,16 @@ class Evaluated:
 
     @property
     def costs(self) -> Costs:
+        c = self.configuration
         costs = self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
-        return _moving(costs, self.sums, self.placement, self.configuration.positions, self.leaving)
+        costs = replace(costs, index_factors=c.shares * (c.num_microbatches or 1) or None)
+        return _moving(costs, self.sums, self.placement, c.positions, self.leaving)
 
     @property
     def links(self) -> Links:
         c = self.configuration
-        return self.seconds.links(self.sums.behind, self.placement.outward, positions=c.positions)
+        links = self.seconds.links(self.sums.behind, self.placement.outward, positions=c.positions)
+        return replace(links, index_factors=c.parts or None)
 
 
 def _moving(costs: Costs, sums: StageSums, place: Placement, positions: Sequence[int], leaving: Sequence[int]) -> Costs:
@@ -178,9 +181,9 @@ class PlanEvaluator:
         self._fronts: dict[object, tuple[RankMemory, ...]] = {}
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
-    def model(self, c: Configuration) -> Model:
-        """Model of the smallest tensor size among its stages."""
-        return self.model_of(c.microbatch_size, min(c.tensors))
+    def model(self, c: Configuration, tensor: int | None = None) -> Model:
+        """Model of a tensor size, or of the smallest among its stages."""
+        return self.model_of(c.microbatch_size, tensor or min(c.tensors)).in_slices(len(c.lengths))
 
     def least_model(self, c: Configuration) -> Model:
         """No more of anything than any of its stages has, for bounds of whatever cuts."""
@@ -195,7 +198,7 @@ class PlanEvaluator:
     def work_of_all(self, c: Configuration) -> float:
         """Seconds of a microbatch, of all members of its tensor groups together; where these differ, at least [s]."""
         if c.sizes is None:
-            return self.model(c).seconds * c.tensor
+            return self.model_of(c.microbatch_size, c.tensor).seconds * c.tensor
         nodes = [(size, self.model_of(c.microbatch_size, size).profile.nodes) for size in sorted({*c.sizes})]
         every = [[size * node.seconds for node in own] for size, own in nodes]
         return float(sum(map(min, zip(*every, strict=True))))
@@ -203,7 +206,7 @@ class PlanEvaluator:
     def sums(self, c: Configuration, ends: Ends) -> StageSums:
         """Sums of each stage with the tensor size of its place."""
         sizes = [c.tensors[p] for p in c.positions]
-        found = {size: self.model_of(c.microbatch_size, size).stages(ends, c.positions) for size in {*sizes}}
+        found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
         return found[sizes[0]] if len(found) == 1 else mixed([found[size] for size in sizes])
 
     def _norm_seconds(self, schedule: str) -> float | None:
@@ -236,7 +239,7 @@ class PlanEvaluator:
         """
         model, place, positions, sums = self.model(c), self.placement(c), c.positions, self.sums(c, ends)
         if flights is None:
-            flights = self.schedules.in_flight(c, exact=exact)
+            flights = self.schedules.in_flight(c, exact=exact, kv_share=model.profile.kv_share)
         fronts = self._by_rank(
             c, ends, flights, self._fronts, lambda p, rank: model.rules.front(sums, flights[p], rank)
         )
@@ -266,7 +269,7 @@ class PlanEvaluator:
                 Evaluated(
                     configuration=c,
                     ends=ends,
-                    models={size: self.model_of(c.microbatch_size, size) for size in {*c.tensors}},
+                    models={size: self.model(c, size) for size in {*c.tensors}},
                     placement=place,
                     sums=sums,
                     seconds=seconds,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from itertools import combinations, pairwise
 
 import numpy as np
 
+from ...schedules.slice_lengths import equal_work_lengths, shortest_lengths, slice_seconds
 from ..profile import Profile
 from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS, all_cuts
 from ..solve.cut_sums import Cuts, node_names, thinned
 from ..stage_cost import StageSums
+from .space import Configuration
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
 _LEAST = ("forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes", "joining_seconds")
+ALL_SLICINGS = 64  # ways to cut a sequence up to which each is looked at
+MAX_UNITS = 32  # of a sequence, of which slices are multiples
 _SCALED = 0.005  # of the profile's seconds: less is not worth a word
 
 
@@ -38,7 +44,44 @@ class Model:
         self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
+        self._in_slices: dict[int, Model] = {}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
+
+    def in_slices(self, number: int) -> Model:
+        """The same where a microbatch runs in so many slices, if any: nothing of it runs again or leaves for the host,
+        since keys and values stay."""
+        if number == 0:
+            return self
+        if number not in self._in_slices:
+            times, found = 1 + (number - 1) * self.profile.slice_share, copy(self)
+            found.rules = replace(self.rules, recompute=("none",), offloads=False)
+            found.cuts = replace(self.cuts, forward=self.cuts.forward * times, backward=self.cuts.backward * times)
+            found.seconds, found._beyond = self.seconds * times, {}
+            self._in_slices[number] = found
+        return self._in_slices[number]
+
+    def slicings(self, whole: Configuration) -> Iterator[Configuration]:
+        """A configuration with each cut of its sequences that is worth a simulation.
+
+        Lengths are multiples of a unit, of which a sequence has MAX_UNITS at most. Of up to ALL_SLICINGS ways to cut it
+        each is among them. Of more, for 2, 4, 8, .. slices, those whose longest takes least: others may be faster;
+        under "terapipe" also those that pass P equal stages over free links soonest: no others are faster there.
+        """
+        cost, tokens = self.profile.slice_cost, self.profile.sequence_tokens or 1
+        units = max(each for each in range(1, min(tokens, MAX_UNITS) + 1) if not tokens % each)
+        unit, sizes = tokens // units, {"num_ranks": whole.pipeline, "num_microbatches": whole.batch // whole.data}
+        if 2 ** (units - 1) <= ALL_SLICINGS:
+            inner = (each for n in range(1, units) for each in combinations(range(unit, tokens, unit), n))
+            found = [tuple(b - a for a, b in pairwise((0, *each, tokens))) for each in inner]
+        else:
+            numbers = [2**n for n in range(1, units.bit_length())]
+            found = [equal_work_lengths(tokens, n, cost, multiple=unit) for n in numbers]
+            if whole.schedule == "terapipe":
+                found.append(shortest_lengths(tokens, cost, multiple=unit, **sizes))
+        for lengths in dict.fromkeys(each for each in found if len(each) > 1):
+            seconds = slice_seconds(lengths, cost)
+            shares = tuple(each / (sum(seconds) or 1.0) for each in seconds)
+            yield replace(whole, lengths=lengths, shares=shares)
 
     def at_least(self, others: Sequence[Model]) -> Model:
         """The same model with the least of each figure of a node; the same cuts."""

@@ -86,8 +86,9 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
         return max(float((work + _by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
     update = _updates_behind(c, s, around=s.around - s.held)
     front, around = c.pipeline - 1, s.overhead + s.message_overhead
+    part = c.least_slice  # of what must be through on the way to a rank, and back
     head, tail = (
-        np.concatenate([[0.0], np.cumsum(own + around[:front] + s.message[:front])])
+        np.concatenate([[0.0], np.cumsum(part * (own + s.message[:front]) + around[:front])])
         for own in (s.forward[:front], s.backward[:front])
     )
     if family(c.schedule).splits_backward:

@@ -35,6 +35,7 @@ from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, Runs, SearchSpace
 
 SCHEDULES = ("1f1b", "interleaved")
+SLICED = ("terapipe", "seq1f1b")
 CHUNK_SIZES = tuple(range(2, 9))
 CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
@@ -78,6 +79,8 @@ def plan(
             change the training. Stages may stand on the ranks in turn, or back and forth as under "zb-v", not on two
             ranks each ("chimera"). Those that split the backward are simulated with halves of the profile's, so they
             are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
+            "terapipe" and "seq1f1b" cut sequences into slices (`Model.slicings` says which are tried), on one tensor
+            rank, with nothing recomputed; they need a causal model, and a profile that says what a slice costs.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer", "selective", "keep_less" and
@@ -136,8 +139,9 @@ def plan(
         pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
+        slicings=lambda whole: model_of(whole.microbatch_size, 1).slicings(whole),
     )
-    _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], allowed if recompute is not None else ())
+    _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], () if recompute is None else allowed)
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     search = PlanSearch(
         PlanEvaluator(topology, model_of, norm=_norm_seconds(max_grad_norm, one, topology)),
@@ -197,6 +201,7 @@ def _models(
 def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
     """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
     evaluator, brought = search.evaluator, []
+    _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
     runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
     if space.data_sizes is None and space.pipeline_sizes is None and 1 in space.tensor_sizes:
@@ -328,11 +333,11 @@ def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
 def _schedules(wanted: str | Sequence[str]) -> tuple[str, ...]:
     names = _names("schedules", [canonical_name(each) for each in ([wanted] if isinstance(wanted, str) else wanted)])
     for name in names:
-        if not family(name).is_planned:
-            known = ", ".join(each.name for each in FAMILIES.values() if each.is_planned)
+        if not family(name).is_planned and name not in SLICED:
+            known = [each.name for each in FAMILIES.values() if each.is_planned]
             raise ValueError(
-                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences: "
-                f"expected some of {known}"
+                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences or "
+                f"slices with whole backwards: expected some of {', '.join((*known, *SLICED))}"
             )
     return names
 
@@ -357,6 +362,16 @@ def _treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...
             f"DeviceKind(host_bandwidth=), as 25e9 bytes/s, or some of {', '.join(RECOMPUTE)}"
         )
     return found
+
+
+def _refuse_slices(space: SearchSpace, allowed: Sequence[str]) -> None:
+    """ValueError for schedules over slices where nothing that is allowed goes with them."""
+    sliced = [name for name, _ in space.schedules if family(name).takes_slices]
+    if sliced and ("none" not in allowed or 1 not in space.tensor_sizes):
+        raise ValueError(
+            f"schedules: {sliced[0]!r} with recompute={', '.join(allowed)} and tensor_sizes="
+            f"{_listed(space.tensor_sizes)}: expected 'none' and 1 among them, all that slices go with"
+        )
 
 
 def _refuse_unknown(profiles: Sequence[Profile], asked: Sequence[str]) -> None:
@@ -385,7 +400,8 @@ def _with_chunks(names: Sequence[str], chunk_sizes: Sequence[int]) -> list[tuple
     sizes = _counts("chunk_sizes", chunk_sizes) or ()
     if 1 in sizes:
         raise ValueError("chunk_sizes: 1: expected at least 2 (a schedule with one stage a rank is 1f1b)")
-    return [(name, sizes if (own := family(name)).takes_chunks else (own.num_chunks,)) for name in names]
+    own = [sizes if (each := family(name)).takes_chunks else (each.num_chunks,) for name in names]
+    return [(name, (1, *some) if name == "seq1f1b" else some) for name, some in zip(names, own, strict=True)]
 
 
 def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:

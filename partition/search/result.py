@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ...schedules.families.registry import family
+from ...schedules.timing.memory import StageBytes
 from ..memory import stage_bytes
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp, Searched
@@ -61,6 +62,7 @@ def as_plan(
         cost_model="default",
         schedule=c.schedule,
         num_microbatches=c.num_microbatches,
+        slice_lengths=c.lengths,
         microbatch_size=c.microbatch_size if says_size else None,
         predicted_step_time=e.bottleneck,
         bound=min(e.bottleneck, bound),
@@ -78,7 +80,11 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     paces = stage_paces(c, e.seconds)
     streams = family(c.schedule).rule.is_asynchronous
     fewest = [min(c.tensors[p], c.tensors[q]) for p, q in pairwise([*c.positions, c.positions[-1]])]
-    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=fewest, streams=streams)
+    held: Sequence[StageBytes | None] = (
+        [None] * c.num_stages
+        if c.lengths
+        else stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=fewest, streams=streams)
+    )
     nodes = {node.name: node for node in e.model.profile.nodes}
     stages = []
     for s in range(c.num_stages):

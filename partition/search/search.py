@@ -201,7 +201,8 @@ class PlanSearch:
         """The same, with the least seconds of any of them now that their memory is known."""
         c, find = cut.configuration, self.evaluator.least_seconds
         try:
-            flights = self.evaluator.schedules.in_flight(c, exact=False)
+            kv_share = self.evaluator.model(c).profile.kv_share
+            flights = self.evaluator.schedules.in_flight(c, exact=False, kv_share=kv_share)
         except SizesError:  # `_fitting` says so
             return cut._replace(is_weighed=True), 0.0
         least = {ends: find(c, ends, flights=flights) for ends in cut.every}

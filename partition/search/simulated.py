@@ -21,6 +21,7 @@ may be some hundredths of a percent from what they would be without rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -58,9 +59,9 @@ class BuiltSchedules:
         self._flights: dict[object, tuple[Moments, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
 
-    def in_flight(self, c: Configuration, *, exact: bool) -> tuple[Moments, ...]:
+    def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[Moments, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
-        less.
+        less. Slices count by tokens, and what is kept beside them for whole sequences (`KVCache`) with the first.
 
         SizesError where the schedule does not take these sizes.
         """
@@ -72,9 +73,12 @@ class BuiltSchedules:
         if c.is_equal and full is not None and (is_alike or not exact) and m > (full + 2) * c.pipeline:
             m = (full + 1) * c.pipeline + rest
         _check_length(c, m)
-        key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m)
+        key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m, c.lengths, kv_share)
         if key not in self._flights:
-            if c.is_equal and known.turns is not None:
+            if c.lengths:
+                first, *others = c.parts
+                ranks = count_in_flight(self.schedule(c, m), (first + kv_share, *others))
+            elif c.is_equal and known.turns is not None:
                 ranks = in_flight_of_turns(known.turns(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
             else:
                 ranks = count_in_flight(self.schedule(c, m))
@@ -86,11 +90,12 @@ class BuiltSchedules:
         _check_length(c, num_microbatches)
         chunks = c.num_chunks if c.num_chunks > 1 else None
         counts = None if c.is_equal else c.counts
-        key = (c.schedule, c.pipeline, chunks, counts, num_microbatches)
+        key = (c.schedule, c.pipeline, chunks, counts, num_microbatches, len(c.lengths))
         if key not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
             options: dict[str, object] = {} if counts is None else {"replicas": counts}
+            options |= {"num_slices": len(c.lengths)} if c.lengths else {}
             try:
                 self._schedules[key] = build(
                     c.schedule,
@@ -111,7 +116,7 @@ def by_place(c: Configuration, ranks: tuple[Moments, ...]) -> tuple[Moments, ...
 
 
 def _check_length(c: Configuration, num_microbatches: int) -> None:
-    if 2 * c.num_stages * num_microbatches > MAX_ACTIONS:
+    if 2 * c.num_stages * num_microbatches * (len(c.lengths) or 1) > MAX_ACTIONS:
         raise TooLongError(
             f"{num_microbatches:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions"
         )
@@ -125,7 +130,7 @@ def microbatches_of(c: Configuration) -> int:
 def num_actions(c: Configuration) -> int:
     """Actions in the simulation of a batch, or of the shortest that may stand for it."""
     m = microbatches_of(c)
-    return 2 * c.num_stages * min(short_batches(c, m) if c.is_equal else (), default=m)
+    return 2 * c.num_stages * (len(c.lengths) or 1) * min(short_batches(c, m) if c.is_equal else (), default=m)
 
 
 def simulated_batch(
@@ -142,6 +147,8 @@ def simulated_batch(
     if not c.is_equal:
         starts = (0, *accumulate(c.counts))
         links = links.on([range(a, b) for a, b in pairwise(starts)])
+    if costs.index_factors is not None:  # of the slices that one replica runs
+        costs = replace(costs, index_factors=costs.index_factors[: num_microbatches * (len(c.lengths) or 1)])
     schedule = with_late_updates(schedules.schedule(c, num_microbatches), links)
     if leaving:
         schedule = with_offload(schedule, stages=leaving, costs=costs)

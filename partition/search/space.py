@@ -5,7 +5,7 @@ rank = (p D + d) T + t        tensor ranks t < T are neighbours, then data repli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, permutations, product
 
@@ -28,6 +28,8 @@ class Configuration:
         num_microbatches: of a batch over all replicas, M; None: open, each replica updates with each microbatch.
         ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
         sizes: T of each of P stages, where these differ, on neighbours in a row; `tensor` is the largest then, and D 1.
+        lengths: tokens of each slice of a microbatch; none: it passes whole.
+        shares: of each slice, its part of a microbatch's seconds.
     """
 
     pipeline: int
@@ -39,6 +41,18 @@ class Configuration:
     num_microbatches: int | None
     ranks: tuple[tuple[int, ...], ...] | None = None
     sizes: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Of each slice, its part of a microbatch's bytes."""
+        return tuple(tokens / sum(self.lengths) for tokens in self.lengths)
+
+    @property
+    def least_slice(self) -> float:
+        """Part of a microbatch's seconds, and of its bytes, that each slice has at least."""
+        return min((*self.shares, *self.parts), default=1.0)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -89,7 +103,7 @@ class Configuration:
         """The order of configurations that are otherwise equal: the simplest first."""
         counts = () if self.ranks is None else self.counts
         sizes = (self.tensor, self.pipeline, self.num_chunks, -self.microbatch_size)
-        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or (), self.sizes or ())
+        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or (), self.sizes or (), self.lengths)
 
     @property
     def label(self) -> str:
@@ -108,6 +122,7 @@ class Configuration:
         if self.tensor > 1:
             parts.append(f"tensor {'-'.join(map(str, self.sizes or (self.tensor,)))}")
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
+        schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
 
 
@@ -140,6 +155,7 @@ class SearchSpace:
 
     With `all_layouts` those as well that leave more than an eighth of more than ALL_SIZES devices idle; with
     `mixed_sizes` those whose stages have tensor sizes of their own: under a flush, a stage a rank, without replicas.
+    `slicings`: those of a configuration under a schedule over slices.
     """
 
     num_devices: int
@@ -150,6 +166,7 @@ class SearchSpace:
     pipeline_sizes: Sequence[int] | None = None
     data_sizes: Sequence[int] | None = None
     max_stages: int
+    slicings: Callable[[Configuration], Iterable[Configuration]] = lambda whole: ()
     all_layouts: bool = False
     mixed_sizes: bool = True
 
@@ -163,7 +180,7 @@ class SearchSpace:
                     yield from self._of_layout(pipeline, data, tensor, size)
         unequal = list(self._unequal_sizes()) if self.mixed_sizes else []
         for size, (schedule, chunk_sizes) in product(self.microbatch_sizes, self.schedules):
-            is_flushed = not family(schedule).rule.is_asynchronous
+            is_flushed = not family(schedule).rule.is_asynchronous and not family(schedule).takes_slices
             if self.global_batch % size or 1 not in (self.data_sizes or (1,)) or tuple(chunk_sizes) != (1,):
                 continue
             for sizes in unequal if is_flushed else ():
@@ -213,7 +230,7 @@ class SearchSpace:
                     continue  # chunks of one rank follow each other; with replicas sums go on beside the next one's
                 if num_chunks * pipeline > self.max_stages:
                     continue
-                yield Configuration(
+                whole = Configuration(
                     pipeline=pipeline,
                     data=data,
                     tensor=tensor,
@@ -222,3 +239,5 @@ class SearchSpace:
                     microbatch_size=size,
                     num_microbatches=self.global_batch // size,
                 )
+                sliced = family(schedule).takes_slices
+                yield from (whole,) if not sliced else self.slicings(whole) if tensor == 1 else ()

@@ -150,7 +150,10 @@ class _Ways:
         self.present = {(op, stage) for counts in self.counts for op, stage, _ in counts}
         self.sums = {each.stage: each for each in links.sums} if links is not None else {}
         self.update = [self._update(s) for s in range(schedule.num_stages)]
-        self.sizes = {} if links is None else wire_bytes(schedule, links, wires)
+        least = 1.0 if links is None else min(links.index_factors or (1.0,))
+        self.sizes = (
+            {} if links is None else {w: each * least for w, each in wire_bytes(schedule, links, wires).items()}
+        )
         delay = {wire: self._delay(wire) for wire in wires}
         activations = [(w.src, user, delay[w]) for w in wires if w.kind is MessageKind.ACT for user in w.users]
         gradients = [(m, w.dst, delay[w]) for w in wires if w.kind is MessageKind.GRAD for m in w.makers]

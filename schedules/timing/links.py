@@ -145,6 +145,8 @@ class Links:
         activation_bytes: of the messages over each edge of the stage graph: one number, or one per edge, in the order
             of `schedule.stage_edges` (S - 1 in a chain).
         gradient_bytes: of those back over it, likewise; None: as many as of activations.
+        index_factors: by action index, how many times those bytes a message has, as slices of unequal length; they
+            begin again behind the last one. None: all are alike.
         sums: at most one per stage.
 
     Raises ValueError for numbers that are negative or not finite, levels that do not fit, and two sums of a stage.
@@ -158,9 +160,10 @@ class Links:
     activation_bytes: Bytes = 0.0
     gradient_bytes: Bytes | None = None
     sums: tuple[AllReduce, ...] = ()
+    index_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("activation_bytes", "gradient_bytes"):
+        for name in ("activation_bytes", "gradient_bytes", "index_factors"):
             given = getattr(self, name)
             for number in given if isinstance(given, Iterable) else () if given is None else (given,):
                 _check(**{name: number})
@@ -210,7 +213,7 @@ class Links:
 
 
 def wire_bytes(schedule: Schedule, links: Links, wires: Iterable[Wire]) -> dict[Wire, float]:
-    """Bytes of each message over each wire of a schedule.
+    """Bytes of each message over each wire of a schedule, before `index_factors`.
 
     A message for several consumers has as much as the largest of their edges: the tensors of one are among those of
     another, as in a model that hands everything on.

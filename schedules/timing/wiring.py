@@ -158,15 +158,16 @@ class ScheduleWiring:
                     self.outputs[self.code(op, stage)].append(output)
 
     def _passages_of(self, wire: Wire, num_bytes: float) -> tuple[int | None, ...]:
-        owner = self.schedule.owner
-        if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1:
+        owner, times = self.schedule.owner, self.links and self.links.index_factors
+        if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1 and not times:
             return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire.src, num_bytes),) * self.num_indices
-        between: dict[tuple[int, int], int | None] = {}
-        pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_indices)]
-        for src, dst in pairs:
-            if (src, dst) not in between:
-                between[src, dst] = None if src == dst else self._passage(src, dst, wire.src, num_bytes)
-        return tuple(between[pair] for pair in pairs)
+        between: dict[tuple[int, int, float], int | None] = {}
+        sizes = [num_bytes * each for each in times or (1.0,)]
+        ways = [(owner(wire.src, k), owner(wire.dst, k), sizes[k % len(sizes)]) for k in range(self.num_indices)]
+        for src, dst, size in ways:
+            if (src, dst, size) not in between:
+                between[src, dst, size] = None if src == dst else self._passage(src, dst, wire.src, size)
+        return tuple(between[way] for way in ways)
 
     def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
         way = _FREE if self.links is None else self.links.way(src, dst)

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import GPT, TINY_WIDTH, GPTConfig, SleepingStage, profile_model
+from support.inside import (
+    GPT,
+    TINY_WIDTH,
+    Arguments,
+    AttentionCalls,
+    GPTConfig,
+    SleepingStage,
+    profile_model,
+    slice_shares,
+)
 from torch import Tensor, nn
 
 from stagewright.partition import Node, Profile
@@ -417,3 +426,33 @@ def test_hooks_that_step_an_optimizer_do_not_run() -> None:
     assert calls == []
     model(torch.randn(2, 4)).sum().backward()
     assert len(calls) == 4
+
+
+def test_what_a_slice_costs_is_told_apart_by_three_lengths() -> None:
+    """Seconds that are 2 of any slice, 3 of tokens and 5 of pairs, of 10; other tensors stay whole."""
+
+    def again(cut: Arguments, *, target: Any) -> Profile:
+        (name, whole), tokens = target, cut.tensors[1].shape[1]
+        assert (name, tuple(whole.shape), tuple(cut.tensors[0].shape)) == ("none", (2, 7), (3,))
+        node = Node(name="a", forward_seconds=1, backward_seconds=2)
+        return Profile(nodes=(node,), step_seconds=2 + 3 * tokens / 60 + 5 * (tokens / 60) ** 2)
+
+    given = Arguments.of((torch.zeros(3), torch.zeros(2, 60)))
+    found = slice_shares(given, ("none", torch.zeros(2, 7)), 1, 10.0, again)
+    assert found.pop("sequence_tokens") == 60
+    assert found == pytest.approx({"pair_share": 0.5, "slice_share": 0.2})
+    with pytest.raises(ValueError, match=r"sequence_dim=2 with .*: expected a dimension of 4 tokens"):
+        slice_shares(given, None, 2, 10.0, again)
+
+
+def test_keys_and_values_are_counted_whoever_calls_attention() -> None:
+    """Twice keys and values of 2 x 8 tokens of width 4, and half a mask, of 4 bytes each."""
+    x = torch.randn(2, 8, 4)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    for call in (
+        lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True)(x, x, x, need_weights=False, attn_mask=mask),
+    ):
+        with AttentionCalls() as calls:
+            call()
+        assert calls.kept_bytes == 4 * (2 * 2 * 64 + 32)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import GPT, GPTConfig, profile_model
 from support.pool import Pool
 from support.records import records
 from support.sliced import (
@@ -20,14 +24,17 @@ from support.sliced import (
     difference,
     gpt,
     mean_loss,
+    of_planned_rank,
     of_this_rank,
     piped,
     plainly,
 )
+from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright import PipelineModule, Slices, first_position
+from stagewright.partition import Cluster, Plan, Profile, plan
 
 
 def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> None:
@@ -97,6 +104,89 @@ def test_over_processes(gloo: Pool, schedule: str) -> None:
     by_rank = gloo.run(of_this_rank, ranks=2, args=(options,))
     names = set()
     for loss, gradients, own in by_rank:
+        assert loss < 1e-13
+        assert gradients < 1e-12
+        names |= own
+    assert names == {name for name, _ in chain().named_parameters()}
+
+
+@cache
+def profiled() -> Profile:
+    """A profile of the chain, of nodes that are made alike and whose attention takes most of the time."""
+    tokens, targets = batch(samples=1)
+    measure = {"loss_fn": mean_loss, "target": targets, "sequence_dim": 1, "repetitions": 1, "seconds": 0.1}
+    profile = profile_model(chain(), (tokens,), **measure)
+    assert profile.sequence_tokens == T
+    assert 0 < profile.kv_share < 0.5
+    nodes = tuple(replace(node, forward_seconds=1.0, backward_seconds=2.0) for node in profile.nodes)
+    return replace(profile, nodes=nodes, step_seconds=None, pair_share=0.75, slice_share=0.01)
+
+
+def planned(**options: Any) -> Plan:
+    cluster = Cluster.from_levels([(4, 1e9)])
+    return plan(profiled(), cluster, global_batch=4, schedules=("seq1f1b", "terapipe"), **options)
+
+
+@pytest.mark.parametrize("options", [{"pipeline_sizes": (2,)}, {"pipeline_sizes": (2,), "data_sizes": (2,)}], ids=str)
+def test_a_plan_says_how_long_slices_are(options: dict[str, Any], tmp_path: Path) -> None:
+    found = planned(**options)
+    lengths = set(found.slice_lengths)
+    assert len(lengths) > 1
+    path = tmp_path / "plan.json"
+    path.write_text(found.to_json())
+    expected = plainly(chain(), mean_loss, *batch())
+    seen: list[int] = []
+    for schedule in (found, str(path), Slices(found, dims={0: 1, "target": 1})):
+        model = chain()
+        model[1].register_forward_hook(lambda module, given, output: seen.append(output.shape[1]))
+        made = piped(PipelineModule(model, schedule=schedule, loss_fn=mean_loss), *batch())
+        assert made.loss == pytest.approx(expected.loss, abs=1e-13)
+        assert difference(made, expected) < 1e-12
+    assert lengths <= {*seen}
+    with pytest.raises(ValueError, match="a plan says both: expected dims= alone"):
+        PipelineModule(chain(), schedule=Slices(found, num_slices=2), loss_fn=mean_loss)
+
+
+class Peak(Storages):
+    """The most bytes that are alive at once."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, *given: Any, **named: Any) -> Any:
+        out = super().__torch_dispatch__(*given, **named)
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "terapipe"])
+def test_a_plan_over_slices_knows_what_they_keep(schedule: str) -> None:
+    """Live bytes of one rank: little less than predicted, with keys and values, their gradients, and masks."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocabulary=VOCABULARY, length=128, layers=3, width=32, heads=2, dropout=0.0)
+    model = nn.Sequential(*GPT(config).blocks)
+    x = torch.randn(8, 128, 32)
+    measure: dict[str, Any] = {"loss_fn": F.mse_loss, "target": x[:2], "sequence_dim": 1}
+    profile = profile_model(model, (x[:2],), **measure, repetitions=1, seconds=0.1)
+    profile = replace(profile, pair_share=0.5, slice_share=0.02)
+    cluster = Cluster.from_levels([(1, 1e9)])
+    found = plan(profile, cluster, global_batch=8, schedules=schedule, recompute=("none",))
+    pipe = PipelineModule(model, schedule=found, loss_fn=F.mse_loss)
+    for _ in range(2):
+        model.zero_grad()
+        with Peak() as meter:
+            pipe.forward_backward(x, x)
+    (memory,) = found.memory.values()
+    predicted = memory.total - memory.parameters - memory.optimizer
+    assert 0.85 * predicted < meter.peak < 1.02 * predicted
+
+
+@pytest.mark.gloo
+def test_a_plan_over_slices_on_four_processes(gloo: Pool, tmp_path: Path) -> None:
+    found = planned(pipeline_sizes=(4,), data_sizes=(1,))
+    path = tmp_path / "plan.json"
+    path.write_text(found.to_json())
+    names = set()
+    for loss, gradients, own in gloo.run(of_planned_rank, ranks=4, args=(str(path),)):
         assert loss < 1e-13
         assert gradients < 1e-12
         names |= own
