@@ -90,6 +90,12 @@ class MemoryRules:
         names = (OFFLOAD,) * number + ("none",) * (rank.num_chunks - number)
         return [rank.memory(names, shards) for shards in rank.shards]
 
+    def given(
+        self, sums: StageSums, moments: Moments, place: RankPlace, recompute: Sequence[str], shards: Sequence[int]
+    ) -> RankMemory:
+        """One treatment, whether it fits or not."""
+        return _TreatedRank(sums, moments, place, self).memory(recompute, tuple(shards))
+
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
         if set(self.recompute) == {"none"}:

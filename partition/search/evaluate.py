@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import TypeVar
 
@@ -229,7 +230,7 @@ class PlanEvaluator:
             exact: count what is in flight in the whole schedule, or one that holds exactly as much.
             flights: by stage of the first chunk, in place of what the schedule says.
         """
-        model, place, positions, sums = self.model(c), self.placement(c), c.positions, self.sums(c, ends)
+        model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
         if flights is None:
             flights = self.schedules.in_flight(c, exact=exact, kv_share=model.profile.kv_share)
         fronts = self._by_rank(
@@ -240,36 +241,52 @@ class PlanEvaluator:
         if fronts[worst][0].too_many and not hosted[worst]:
             raise MisfitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
 
-        def seconds_of(memories: Sequence[RankMemory]) -> StageSeconds:
-            treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
-            return stage_seconds(
-                sums,
-                place,
-                positions,
-                recompute=[each.recompute[v] for each, v in treatments],
-                shards=[each.shards[v] for each, v in treatments],
-                action=model.profile.action_seconds,
-            )
-
-        tied, found = self._ties(c, ends), []
-        for memories in (each for ways in _with_hosts(fronts, hosted) for each in _one_from_each(c, ways, seconds_of)):
-            seconds = seconds_of(memories)
-            found.append(
-                Evaluated(
-                    configuration=c,
-                    ends=ends,
-                    models={size: self.model(c, size) for size in {*c.tensors}},
-                    placement=place,
-                    sums=sums,
-                    seconds=seconds,
-                    tied=tied,
-                    norm=self._norm_seconds(c.schedule),
-                    memories=tuple(memories),
-                    bottleneck=float(rank_paces(c, seconds).max()),
-                    bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
-                )
-            )
+        treated = partial(self._treated, c, ends, sums, self._ties(c, ends))
+        found = [
+            treated(memories)
+            for ways in _with_hosts(fronts, hosted)
+            for memories in _one_from_each(c, ways, lambda memories: treated(memories).seconds)
+        ]
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
+
+    def _treated(
+        self, c: Configuration, ends: Ends, sums: StageSums, tied: Ties, memories: Sequence[RankMemory]
+    ) -> Evaluated:
+        """With these treatments of its ranks."""
+        model, place, positions = self.model(c), self.placement(c), c.positions
+        treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
+        seconds = stage_seconds(
+            sums,
+            place,
+            positions,
+            recompute=[each.recompute[v] for each, v in treatments],
+            shards=[each.shards[v] for each, v in treatments],
+            action=model.profile.action_seconds,
+        )
+        return Evaluated(
+            configuration=c,
+            ends=ends,
+            models={size: self.model(c, size) for size in {*c.tensors}},
+            placement=place,
+            sums=sums,
+            seconds=seconds,
+            tied=tied,
+            norm=self._norm_seconds(c.schedule),
+            memories=tuple(memories),
+            bottleneck=float(rank_paces(c, seconds).max()),
+            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
+        )
+
+    def given(self, c: Configuration, ends: Ends, *, recompute: Sequence[str], shards: Sequence[int]) -> Evaluated:
+        """Its stages treated like that, [S] each, whether that fits or not."""
+        sums = self.sums(c, ends)
+        flights = self.schedules.in_flight(c, exact=True, kv_share=self.model(c).profile.kv_share)
+        memories = []
+        for p, flight in enumerate(flights):
+            place = self._rank_place(c, p)
+            names, parts = [recompute[s] for s in place.stages], [shards[s] for s in place.stages]
+            memories.append(self.model(c).rules.given(sums, flight, place, names, parts))
+        return self._treated(c, ends, sums, self._ties(c, ends), memories)
 
     def _may_offload(self, c: Configuration, p: int) -> bool:
         rule, actions = family(c.schedule).rule, 2 * c.num_stages * (c.num_microbatches or MOVED_ACTIONS)

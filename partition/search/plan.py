@@ -126,7 +126,7 @@ def plan(
     ways = _tensor_sizes(source, cluster, tensor_sizes)
     order = canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=_figure("memory_limit", memory_limit))
-    model_of = _models(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
+    model_of = models_of(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
     space = SearchSpace(
         num_devices=cluster.num_devices,
         global_batch=global_batch,
@@ -145,7 +145,7 @@ def plan(
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = PlanSearch(
-        PlanEvaluator(topology, model_of, norm=_norm_seconds(clips_to, topology)),
+        PlanEvaluator(topology, model_of, norm=norm_seconds(clips_to, topology)),
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
         seconds=_figure("seconds", seconds),
@@ -158,7 +158,7 @@ def plan(
     return ranked(0)
 
 
-def _models(
+def models_of(
     source: ProfileSource,
     ratio: float | None,
     recompute: tuple[str, ...],
@@ -238,7 +238,7 @@ def _ranked(
     )
 
 
-def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
+def norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
     """Seconds of a small sum over all devices, where gradients are clipped [s]."""
     if max_grad_norm is None or number("max_grad_norm", max_grad_norm) == 0:
         return None
