@@ -9,12 +9,13 @@ from .memory import MemoryUse
 from .plans.plan import Plan
 from .plans.record import PlanStage, RunnerUp
 from .profile import Node, Profile
-from .search import ProfileSource, plan
+from .search import GivenStage, ProfileSource, evaluate, plan
 from .search.partitioner import partition
 
 __all__ = [
     "Cluster",
     "DeviceKind",
+    "GivenStage",
     "Level",
     "MemoryUse",
     "Node",
@@ -23,6 +24,7 @@ __all__ = [
     "Profile",
     "ProfileSource",
     "RunnerUp",
+    "evaluate",
     "partition",
     "plan",
     "read_pipedream_profile",

@@ -13,7 +13,8 @@ come keep all that they can or as little as they can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -23,7 +24,7 @@ import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
-from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, StageSums
+from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, StageSeconds, StageSums
 from .topology import Floats, Indices
 
 EVERY = 16  # treatments of a rank that are kept
@@ -89,6 +90,12 @@ class MemoryRules:
         rank = _TreatedRank(sums, moments, place, self)
         names = (OFFLOAD,) * number + ("none",) * (rank.num_chunks - number)
         return [rank.memory(names, shards) for shards in rank.shards]
+
+    def given(
+        self, sums: StageSums, moments: Moments, place: RankPlace, recompute: Sequence[str], shards: Sequence[int]
+    ) -> RankMemory:
+        """One treatment, whether it fits or not."""
+        return _TreatedRank(sums, moments, place, self).memory(recompute, tuple(shards))
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
         """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
@@ -297,3 +304,49 @@ def _on_front(seconds: Floats, excess: Floats) -> Indices:
     order = len(seconds) - 1 - np.lexsort((excess[::-1], np.round(seconds[::-1], 12)))
     least = np.minimum.accumulate(excess[order])
     return np.asarray(order[np.concatenate([[True], excess[order][1:] < least[:-1]])])
+
+
+def with_hosts(
+    fronts: Sequence[Sequence[RankMemory]], hosted: Sequence[Sequence[RankMemory]]
+) -> list[tuple[Sequence[RankMemory], ...]]:
+    """[ways][P] of each rank its front, or one treatment under which activations wait on the host: all ways, or, of
+    more than EVERY, those in which the first ranks, which hold most, do so alike."""
+    options = [
+        [*[own] * (not own[0].too_many), *([way] for way in ways)] for own, ways in zip(fronts, hosted, strict=True)
+    ]
+    if math.prod(map(len, options)) <= EVERY:
+        return list(product(*options))
+    found = dict[tuple[int, ...], tuple[Sequence[RankMemory], ...]]()
+    for last, first_ranks in product(range(1, max(map(len, options))), range(len(options) + 1)):
+        picks = [min(last, len(own) - 1) * (p < first_ranks) for p, own in enumerate(options)]
+        found[tuple(picks)] = tuple(own[pick] for own, pick in zip(options, picks, strict=True))
+    return list(found.values())
+
+
+def one_from_each(
+    positions: Sequence[int],
+    fronts: Sequence[Sequence[RankMemory]],
+    seconds_of: Callable[[Sequence[RankMemory]], StageSeconds],
+) -> list[tuple[RankMemory, ...]]:
+    """[choices][P] treatments of the ranks, whose stages have these places: all, or, of more than EVERY, the least
+    seconds of each rank under each limit of the seconds of an update."""
+    longest, places = max(map(len, fronts)), np.array(positions)
+    if longest == 1:
+        return [tuple(front[0] for front in fronts)]
+    alike = [seconds_of([front[min(at, len(front) - 1)] for front in fronts]) for at in range(longest)]
+    left: list[list[tuple[float, RankMemory]]] = []  # of each rank, its update and the treatment
+    for p, front in enumerate(fronts):
+        figures = [np.array([s.backward, s.around + s.step, s.gather + s.step])[:, places == p] for s in alike]
+        mine: list[int] = []
+        for at in sorted(range(len(front)), key=lambda at: float(figures[at].sum())):
+            if not any((figures[other] <= figures[at]).all() for other in mine):
+                mine.append(at)
+        left.append([(float(figures[at][1].sum()), front[at]) for at in sorted(mine)])
+    if math.prod(map(len, left)) <= EVERY:
+        return [tuple(memory for _, memory in chosen) for chosen in product(*left)]
+    least = max(min(update for update, _ in mine) for mine in left)
+    found: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
+    for limit in sorted({update for mine in left for update, _ in mine if update >= least}):
+        picks = [next(at for at, (update, _) in enumerate(mine) if update <= limit) for mine in left]
+        found[tuple(picks)] = tuple(mine[at][1] for mine, at in zip(left, picks, strict=True))
+    return list(found.values())

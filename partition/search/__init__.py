@@ -6,9 +6,11 @@ cuts       where to cut one of them, or cuts of their own with unequal replicas
 evaluate   what it costs and holds on its ranks, and its step; the least step from its `paces`
 simulated  its schedule, batches of it, and what is in flight
 result     the Plan
+given      likewise of a plan that is given
 """
 
+from .given import GivenStage, evaluate
 from .plan import CHUNK_SIZES, SCHEDULES, plan
 from .source import ProfileSource, difference
 
-__all__ = ["CHUNK_SIZES", "SCHEDULES", "ProfileSource", "difference", "plan"]
+__all__ = ["CHUNK_SIZES", "SCHEDULES", "GivenStage", "ProfileSource", "difference", "evaluate", "plan"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import with_offload
 from ..memory import Moments, RankMemory, RankPlace, certain, count_in_flight, count_over_time
-from ..recompute import EVERY
+from ..recompute import one_from_each, with_hosts
 from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
 from .model import Model
@@ -118,49 +119,6 @@ def _moving(costs: Costs, sums: StageSums, place: Placement, positions: Sequence
     return replace(costs, offload=ways, reload=ways)
 
 
-def _with_hosts(
-    fronts: Sequence[Sequence[RankMemory]], hosted: Sequence[Sequence[RankMemory]]
-) -> list[tuple[Sequence[RankMemory], ...]]:
-    """[ways][P] of each rank its front, or one treatment under which activations wait on the host: all ways, or, of
-    more than EVERY, those in which the first ranks, which hold most, do so alike."""
-    options = [
-        [*[own] * (not own[0].too_many), *([way] for way in ways)] for own, ways in zip(fronts, hosted, strict=True)
-    ]
-    if math.prod(map(len, options)) <= EVERY:
-        return list(product(*options))
-    found = dict[tuple[int, ...], tuple[Sequence[RankMemory], ...]]()
-    for last, first_ranks in product(range(1, max(map(len, options))), range(len(options) + 1)):
-        picks = [min(last, len(own) - 1) * (p < first_ranks) for p, own in enumerate(options)]
-        found[tuple(picks)] = tuple(own[pick] for own, pick in zip(options, picks, strict=True))
-    return list(found.values())
-
-
-def _one_from_each(
-    c: Configuration, fronts: Sequence[Sequence[RankMemory]], seconds_of: Callable[[Sequence[RankMemory]], StageSeconds]
-) -> list[tuple[RankMemory, ...]]:
-    """[choices][P] treatments of the ranks; see `PlanEvaluator.choices`."""
-    longest, positions = max(map(len, fronts)), np.array(c.positions)
-    if longest == 1:
-        return [tuple(front[0] for front in fronts)]
-    alike = [seconds_of([front[min(at, len(front) - 1)] for front in fronts]) for at in range(longest)]
-    left: list[list[tuple[float, RankMemory]]] = []  # of each rank, its update and the treatment
-    for p, front in enumerate(fronts):
-        figures = [np.array([s.backward, s.around + s.step, s.gather + s.step])[:, positions == p] for s in alike]
-        mine: list[int] = []
-        for at in sorted(range(len(front)), key=lambda at: float(figures[at].sum())):
-            if not any((figures[other] <= figures[at]).all() for other in mine):
-                mine.append(at)
-        left.append([(float(figures[at][1].sum()), front[at]) for at in sorted(mine)])
-    if math.prod(map(len, left)) <= EVERY:
-        return [tuple(memory for _, memory in chosen) for chosen in product(*left)]
-    least = max(min(update for update, _ in mine) for mine in left)
-    found: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}
-    for limit in sorted({update for mine in left for update, _ in mine if update >= least}):
-        picks = [next(at for at, (update, _) in enumerate(mine) if update <= limit) for mine in left]
-        found[tuple(picks)] = tuple(mine[at][1] for mine, at in zip(left, picks, strict=True))
-    return list(found.values())
-
-
 class PlanEvaluator:
     """Costs, memory and simulation of configurations.
 
@@ -237,7 +195,7 @@ class PlanEvaluator:
             exact: count what is in flight in the whole schedule, or one that holds exactly as much.
             flights: by stage of the first chunk, in place of what the schedule says.
         """
-        model, place, positions, sums = self.model(c), self.placement(c), c.positions, self.sums(c, ends)
+        model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
         if flights is None:
             flights = self.schedules.in_flight(c, exact=exact, kv_share=model.profile.kv_share)
         fronts = self._by_rank(
@@ -248,39 +206,56 @@ class PlanEvaluator:
         if fronts[worst][0].too_many and not hosted[worst]:
             raise MisfitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
 
-        apart = self._apart(c)
-
-        def seconds_of(memories: Sequence[RankMemory]) -> StageSeconds:
-            treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(positions)]
-            return stage_seconds(
-                sums,
-                place,
-                positions,
-                recompute=[each.recompute[v] for each, v in treatments],
-                shards=[each.shards[v] for each, v in treatments],
-                action=model.profile.action_seconds,
-                apart=apart,
-            )
-
-        tied, found = self._ties(c, ends), []
-        for memories in (each for ways in _with_hosts(fronts, hosted) for each in _one_from_each(c, ways, seconds_of)):
-            seconds = seconds_of(memories)
-            found.append(
-                Evaluated(
-                    configuration=c,
-                    ends=ends,
-                    models={size: self.model(c, size) for size in {*c.tensors}},
-                    placement=place,
-                    sums=sums,
-                    seconds=seconds,
-                    tied=tied,
-                    norm=self._norm_seconds(c.schedule),
-                    memories=tuple(memories),
-                    bottleneck=float(rank_paces(c, seconds).max()),
-                    bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + self._beside(c, model),
-                )
-            )
+        tied, seconds_of = self._ties(c, ends), partial(self._seconds, c, sums)
+        found = [
+            self._treated(c, ends, sums, tied, memories)
+            for ways in with_hosts(fronts, hosted)
+            for memories in one_from_each(c.positions, ways, seconds_of)
+        ]
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
+
+    def _seconds(self, c: Configuration, sums: StageSums, memories: Sequence[RankMemory]) -> StageSeconds:
+        """With these treatments of its ranks."""
+        treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(c.positions)]
+        return stage_seconds(
+            sums,
+            self.placement(c),
+            c.positions,
+            recompute=[each.recompute[v] for each, v in treatments],
+            shards=[each.shards[v] for each, v in treatments],
+            action=self.model(c).profile.action_seconds,
+            apart=self._apart(c),
+        )
+
+    def _treated(
+        self, c: Configuration, ends: Ends, sums: StageSums, tied: Ties, memories: Sequence[RankMemory]
+    ) -> Evaluated:
+        seconds = self._seconds(c, sums, memories)
+        beside = self._beside(c, self.model(c))
+        return Evaluated(
+            configuration=c,
+            ends=ends,
+            models={size: self.model(c, size) for size in {*c.tensors}},
+            placement=self.placement(c),
+            sums=sums,
+            seconds=seconds,
+            tied=tied,
+            norm=self._norm_seconds(c.schedule),
+            memories=tuple(memories),
+            bottleneck=float(rank_paces(c, seconds).max()),
+            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + beside,
+        )
+
+    def given(self, c: Configuration, ends: Ends, *, recompute: Sequence[str], shards: Sequence[int]) -> Evaluated:
+        """Its stages treated like that, [S] each, whether that fits or not."""
+        sums = self.sums(c, ends)
+        flights = self.schedules.in_flight(c, exact=True, kv_share=self.model(c).profile.kv_share)
+        memories = []
+        for p, flight in enumerate(flights):
+            place = self._rank_place(c, p)
+            names, parts = [recompute[s] for s in place.stages], [shards[s] for s in place.stages]
+            memories.append(self.model(c).rules.given(sums, flight, place, names, parts))
+        return self._treated(c, ends, sums, self._ties(c, ends), memories)
 
     def _apart(self, c: Configuration) -> Floats | None:
         """[S] part of the microbatches whose I and W run apart, as a batch has it that stands for the whole."""

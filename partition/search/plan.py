@@ -124,12 +124,11 @@ def plan(
         return _best(**locals())
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
-    allowed = _treatments(recompute, cluster)
-    sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
+    allowed, sharding = _treatments(recompute, cluster), _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes)
     order = canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=_figure("memory_limit", memory_limit))
-    model_of = _models(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
+    model_of = models_of(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
     space = SearchSpace(
         num_devices=cluster.num_devices,
         global_batch=global_batch,
@@ -144,7 +143,7 @@ def plan(
     _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], () if recompute is None else allowed)
     one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
     search = PlanSearch(
-        PlanEvaluator(topology, model_of, norm=_norm_seconds(max_grad_norm, one, topology)),
+        PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology)),
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
         seconds=_figure("seconds", seconds),
@@ -176,7 +175,7 @@ def _best(
     return found[at]
 
 
-def _models(
+def models_of(
     source: ProfileSource,
     ratio: float | None,
     recompute: tuple[str, ...],
@@ -257,7 +256,7 @@ def _ranked(
     )
 
 
-def _norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) -> float | None:
+def norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) -> float | None:
     """Seconds of a small sum over all devices, where gradients are clipped, as the profile says unless told [s]."""
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     if clips_to is None or number("max_grad_norm", clips_to) == 0:

@@ -78,7 +78,7 @@ class Configuration:
     def counts(self) -> tuple[int, ...]:
         if self.ranks is None:
             return (self.data,) * self.pipeline
-        return tuple(len(ranks) // self.tensor for ranks in self.ranks)
+        return tuple(len(ranks) // size for ranks, size in zip(self.ranks, self.tensors, strict=True))
 
     @property
     def is_equal(self) -> bool:
