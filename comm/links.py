@@ -6,11 +6,13 @@ while the other ranks wait:
     host a: 0 1 2 3        inside  0-1, 0-3, 4-5 (the first host's neighbours and ends, the last host's neighbours)
     host b: 4 5 6 7        between 0-4           (the first ranks of the first host and of the next, and of the last)
 
+Between hosts a stream shows what a link keeps up, beyond what a shaper lets pass at once.
 Sums are measured on the host with most ranks, and on the first rank of each host.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import statistics
@@ -18,7 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise, repeat, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +46,7 @@ _SUMS = 9
 _PAIRS = 3  # measured of a level, at most
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
 _BYTES_A_SIZE = 1 << 26  # larger messages travel less often
+_STREAM, _MOST_STREAMED = 0.5, 64  # [s] of messages back to back, about, and so many of them at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ class MeasuredLevel:
     Arguments:
         name: "host" or "network".
         size: how many ranks, or groups of the level below, it joins.
-        bandwidth, residual: medians over the pairs [bytes/s], relative.
+        bandwidth, residual: medians over the pairs [bytes/s], relative; no more than a link keeps up in a stream.
         latency: the same to a rank that waits for a message asleep, without the time for which both ends are busy [s].
         reduce_bandwidth: that each of its members moves in a ring while they sum gradients, scaled and all under
             way at once as behind a batch [bytes/s].
@@ -176,26 +180,26 @@ def measure_links(
     levels = []
     for name, pairs in wanted:
         times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches
+        kept_up: list[float] = []
         for pair in pairs:
             tell(f"{name}: messages between ranks {pair[0]} and {pair[1]}")
-            measure = partial(
-                ping_pong,
-                transport,
-                device=device,
-                timeout=timeout,
-                pair=pair,
-                ranks_of_host=max(map(len, hosts)),
-            )
+            exchange: dict[str, Any] = {"device": device, "timeout": timeout, "pair": pair}
+            measure = partial(ping_pong, transport, ranks_of_host=max(map(len, hosts)), **exchange)
             rounds = [min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size)) for size in sizes]
             mine = [measure(specs=[_spec(s, device)], rounds=r) for s, r in zip(sizes, rounds, strict=True)]
             mine.append(measure(specs=[_spec(min(sizes), device)], cold=True))
-            everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
-            times.append(everyone[pair[0]])
+            what = f"measuring the link between ranks {pair[0]} and {pair[1]}"
+            times.append(together.gather(mine, what=what)[pair[0]])
+            if name == "network":  # no shaper stands within a host
+                number = round(_STREAM / max(one.seconds for one in times[-1][:-1]))
+                number = min(_MOST_STREAMED, max(_LEAST_ROUNDS, number))
+                each = stream_seconds(transport, _spec(max(sizes), device), number=number, **exchange)
+                kept_up.append(max(sizes) / together.gather(each, what=what)[pair[1]])
         if pairs:
             tell(f"{name}: sums over ranks")
             members = max(hosts, key=len) if name == "host" else [ranks[0] for ranks in hosts]
             sums = _sums(together, members, ranks_of_host=max(map(len, hosts)))
-            levels.append(_level(name, len(members), pairs, sizes, times, sums=sums, rings=rings))
+            levels.append(_level(name, len(members), pairs, sizes, times, sums=sums, rings=rings, kept_up=kept_up))
     together.gather(None, what="measuring the links")
     transport.close()
     together.close()
@@ -259,8 +263,10 @@ def _level(
     *,
     sums: tuple[float, float, float],
     rings: str,
+    kept_up: Sequence[float] = (),
 ) -> MeasuredLevel:
-    """`times`: by pair, of each size and behind them of the smallest one with cold caches; `sums`: of `_sums`.
+    """`times`: by pair, of each size and behind them of the smallest one with cold caches; `sums`: of `_sums`;
+    `kept_up`: rates of streams by pair, between hosts [bytes/s].
 
     The small sum counts as if it were empty: 2 (size - 1) steps. What the large one tells goes back into the formula of
     rings (`partition/topology.py`): by "levels" its steps take as long besides their bytes,
@@ -283,7 +289,7 @@ def _level(
     return MeasuredLevel(
         name=name,
         size=size,
-        bandwidth=statistics.median(fit.bandwidth for fit in fits),
+        bandwidth=statistics.median(map(min, [fit.bandwidth for fit in fits], kept_up or repeat(math.inf))),
         latency=latency,
         message_seconds=statistics.median(each[-1].busy for each in times),
         sum_busy=min(1.0, busy / large),
@@ -387,6 +393,43 @@ def ping_pong(
         busy.append(processor() - worked)
     transport.drain(timeout)
     return PingPong(*(statistics.median(each[_PING_WARM_UP:]) / 2 for each in (times, busy)))
+
+
+def stream_seconds(
+    transport: Transport,
+    spec: TensorSpec,
+    *,
+    device: torch.device,
+    timeout: float,
+    pair: tuple[int, int],
+    number: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds from one arrival to the next of messages that leave back to back: the median of the slowest half.
+
+    A shaper lets a burst pass at once, and another one after each pause, such as while a pong is on its way: so round
+    trips show a link as faster than it is. The slowest half comes past the burst, if that is less than half of all.
+    Both ranks of the pair must call it, the second one has the answer; the others have 0.
+    """
+    rank, (first, second) = transport.rank, pair
+    messages = [Message(MessageKind.ACT, -3, -4, turn) for turn in range(number + 1)]
+    arrivals: list[float] = []
+    if rank == first:
+        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+        for message in messages:
+            transport.send(message, second, [tensor], [spec])
+    elif rank == second:
+        transport.post(messages[0], first, [spec])
+        for message, then in zip_longest(messages, messages[1:]):
+            if then is not None:
+                transport.post(then, first, [spec])
+            transport.wait(message, timeout)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            arrivals.append(clock())
+    transport.drain(timeout)
+    between = sorted(later - earlier for earlier, later in pairwise(arrivals))
+    return statistics.median(between[number // 2 :]) if between else 0.0
 
 
 def waking_seconds(hot: PingPong, cold: PingPong) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -23,11 +25,13 @@ from support.inside import (
     cluster_of,
     fit_line,
     measure_links,
+    stream_seconds,
 )
 from support.inside import PingPongPingPong as PingPong
 from support.pool import Pool
 
-from stagewright.comm import World
+from stagewright.comm import TensorSpec, Transport, World
+from stagewright.schedules import Message
 
 CPU = torch.device("cpu")
 
@@ -158,6 +162,50 @@ def test_the_bandwidth_of_a_long_link_is_not_blamed_for_the_waits_of_many_small_
     sums = (2 * step, 2 * step + wire, 0.0)
     found = _level("network", 2, [(0, 1)], sizes, pairs, sums=sums, rings="flat")
     assert found.reduce_bandwidth == pytest.approx(1.25e8)
+
+
+class TokenBucket(Transport):
+    """The receiving end of a link whose shaper passes a burst at the speed of the wire and the rest at its rate."""
+
+    def __init__(self, *, burst: float, rate: float, wire: float) -> None:
+        super().__init__(1)
+        self.now, self._tokens, self._burst, self._rate, self._wire = 0.0, burst, burst, rate, wire
+        self._posted: dict[Message, int] = {}
+
+    def send(self, message: Message, peer: int, tensors: object, specs: object) -> None:
+        raise AssertionError("a receiver sends nothing")
+
+    def abort(self) -> None:
+        raise AssertionError("nothing fails")
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        self._posted[message] = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        assert len(self._posted) <= 2  # no memory that grows with what is sent
+        size = self._posted.pop(message)
+        took = max(size / self._wire, (size - self._tokens) / self._rate)
+        self._tokens = min(self._burst, max(0.0, self._tokens + took * self._rate - size))
+        self.now += took
+        return ()
+
+
+def test_a_link_is_no_faster_than_past_its_burst() -> None:
+    """1 Gbit/s was found as 1.24: what a shaper lets pass at once was there again for each round trip."""
+    size, rate, burst = 1 << 22, 1.25e8, 30e6
+    bucket = TokenBucket(burst=burst, rate=rate, wire=1.25e9)
+    spec = TensorSpec.of(torch.empty(size // 4))
+    given = {"device": CPU, "timeout": 1.0, "pair": (0, 1), "number": 16}
+    kept_up = size / stream_seconds(bucket, spec, clock=lambda: bucket.now, **given)
+    assert kept_up == pytest.approx(rate)
+    trips = [PingPong(1e-4 + max(n / 1.25e9, (n - 5e5) / rate), 1e-5) for n in SIZES]
+    times = [[*trips, trips[0]]]
+    found = _level("network", 2, [(0, 1)], SIZES, times, sums=(1.0, 2.0, 0.0), rings="flat", kept_up=[kept_up])
+    assert found.fits[0].bandwidth > 1.2 * rate
+    assert found.bandwidth == pytest.approx(rate)
+    other = TokenBucket(burst=burst, rate=rate, wire=1.25e9)
+    other.rank = 2
+    assert stream_seconds(other, spec, clock=lambda: other.now, **given) == 0.0 == other.now
 
 
 def test_a_world_of_one_has_no_links() -> None:

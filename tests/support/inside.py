@@ -14,7 +14,7 @@ _NAMES = {
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
     "comm.failures": "Account find_cause",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
-    " measure_links",
+    " measure_links stream_seconds",
     "comm.membership": "Membership Verdict",
     "comm.mesh": "AXES",
     "comm.rendezvous": "Place _meet gloo_address read_place refusals",
