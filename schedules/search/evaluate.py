@@ -201,6 +201,8 @@ class OrderEvaluator:
 _SIDE = 0.1  # weight of the average rank beside the one that counts
 _CRITICAL = 0.8  # part of the slides that begin on the critical path
 _FAR = 0.3  # part of the slides that may go far
+_SWAPS = 0.3  # part of the moves where memory is limited that exchange two actions of one op
+_TOGETHER = 0.6  # part of the slides there that an action of a chunk makes on several ranks
 _EXCHANGES = 0.05  # part of the moves that let two microbatches change places everywhere, where these differ
 
 
@@ -218,6 +220,8 @@ class OrderSearch:
         alike = problem.same_microbatches  # none gains by going before another
         self.alike = alike or M == 1
         self.group = [(0, 1, 2, 1)[op] * S + s if alike else -1 for op in range(4) for s in range(S) for _ in range(M)]
+        # Chunks whose memory is limited: little moves alone.
+        self.swaps = min(evaluator.limits) < math.inf and max(map(len, problem.placement)) > 1
         self.seconds = sum(evaluator.seconds[: 2 * S * M]) / (2 * S * M)
 
     def anneal(
@@ -265,13 +269,39 @@ class OrderSearch:
         else:
             rank = int(random.random() * len(orders))
             at = int(random.random() * len(orders[rank]))
-        distance = 1 + int(random.random() * (12 if random.random() < _FAR else 3))
-        order = self.slide(rank, orders[rank], at, distance if random.random() < 0.5 else -distance)
+        step, distance = 1 if random.random() < 0.5 else -1, 0
+        if self.swaps and random.random() < _SWAPS:
+            order = self.swap(rank, orders[rank], at, step)
+        else:
+            distance = 1 + int(random.random() * (12 if random.random() < _FAR else 3))
+            order = self.slide(rank, orders[rank], at, step * distance)
         if order is None:
             return None
         changed = orders.copy()
+        if distance and self.swaps and random.random() < _TOGETHER:
+            return self._moved_together(changed, order, rank, (orders[rank][at], step * distance), random)
         changed[rank] = order
         found = self._replay(changed, times, rank, orders[rank])
+        return None if found is None else (changed, found)
+
+    def _moved_together(
+        self, changed: Orders, order: list[int], rank: int, moved: tuple[int, int], random: Random
+    ) -> tuple[Orders, OrderTimes] | None:
+        """The same action of a chunk slides as far on some ranks in a row."""
+        S, M, placement = self.problem.num_stages, self.problem.num_microbatches, self.problem.placement
+        (code, distance), changed[rank] = moved, order
+        (op, stage), k = divmod(code // M, S), code % M
+        chunk = placement[rank].index(stage)
+        low, high = sorted((rank, int(random.random() * len(placement))))
+        if random.random() < 0.5:
+            low, high = 0, len(placement) - 1
+        for other in range(low, high + 1):
+            if other != rank and chunk < len(placement[other]):
+                like = (op * S + placement[other][chunk]) * M + k
+                if like in changed[other]:
+                    slid = self.slide(other, changed[other], changed[other].index(like), distance)
+                    changed[other] = changed[other] if slid is None else slid
+        found = self.evaluator.play(changed)
         return None if found is None else (changed, found)
 
     def _exchanged(self, orders: Orders, random: Random) -> Orders:
@@ -315,6 +345,31 @@ class OrderSearch:
             return None
         moved = order.copy()
         moved.insert(to, moved.pop(at))
+        return moved if self.evaluator.has_room(rank, moved) else None
+
+    def swap(self, rank: int, order: list[int], at: int, step: int) -> list[int] | None:
+        """The order with an action in the place of the next one of its op and another stage, and that one in its place:
+        what is held stays much the same, where a limit lets nothing slide. None where there is none."""
+        S, M = self.problem.num_stages, self.problem.num_microbatches
+        op, stage = divmod(order[at] // M, S)
+        to = at + step
+        while 0 <= to < len(order):
+            other_op, other_stage = divmod(order[to] // M, S)
+            if other_op == op:
+                if other_stage != stage:
+                    break
+                at = to
+            to += step
+        else:
+            return None
+        low, high = min(at, to), max(at, to)
+        if op:  # a W stays behind its I
+            size = S * M
+            own = {order[high] - size, order[low] + size}
+            if any(code in own for code in order[low + 1 : high]):
+                return None
+        moved = order.copy()
+        moved[at], moved[to] = order[to], order[at]
         return moved if self.evaluator.has_room(rank, moved) else None
 
     def critical(self, orders: Orders, times: OrderTimes) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from .problem import Problem
 _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round
 _SLIDES = 40  # slides of a round, for each policy
+_LONG, _LONG_STEPS, _HOT = 0.3, 10_000, 3.0  # part of the slides of a small problem that swaps, which are long and hot
 _SMALL = 500  # actions of a problem in which slides find what policies cannot
 _BEFORE = 6  # policies that come before the named schedules, where there is a start
 _NEAR = 1.1  # a named schedule within this of the best is worth a second try
@@ -160,9 +161,11 @@ class OrderingSearch:
             for _ in range(5):
                 policy = changed(policy, self.problem, self.random)
             orders = self.lister.build(policy)
+        search = OrderSearch(self.evaluator)
         steps = min(3000, max(300, 40 * size)) if size < _SMALL else _POLICIES * _SLIDES
         hot = self.random.choice((0.02, 0.1, 0.3, 1.0) if size < _SMALL else (0.02, 0.1, 0.3))
-        search = OrderSearch(self.evaluator)
+        if search.swaps and size < _SMALL and self.random.random() < _LONG:
+            steps, hot = _LONG_STEPS, _HOT
         for found in search.anneal(orders, self.random, steps=steps, hot=hot, cold=hot / 30):
             if found is None:
                 self._count()
