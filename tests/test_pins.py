@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from support.sizes import fitting
 from torch import nn
 
 from stagewright import PipelineModule
-from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
+from stagewright.partition import Cluster, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import FAMILIES, Costs, Schedule, build, check, lower_bound, simulate
 
 PINS = Path(__file__).parent / "data" / "pins"
@@ -170,6 +171,16 @@ def test_makespans_to_the_last_bit(update_golden: bool) -> None:
     assert found == held("makespans", found, update_golden)
 
 
+def counted_anew(name: str, old: Plan) -> Plan:
+    """A plan whose backwards are split, with I and W as they are counted since: as profiled, not as halves of B."""
+    _, number, cluster = name.split(" ", 2)
+    its = replace(profile(random.Random(int(number)), 10), max_grad_norm=1.0)
+    assert old.schedule is not None
+    assert old.num_microbatches is not None
+    sizes = {"schedule": old.schedule, "num_microbatches": old.num_microbatches}
+    return evaluate(its, CLUSTERS[cluster], old.stages, **sizes)  # type: ignore[arg-type]
+
+
 def test_plans_what_they_explain_and_their_files(update_golden: bool) -> None:
     """The files are of version 1, which is read for good, of an older planner: only what is explained, of them and of
     the plans of today, is ever written anew."""
@@ -185,7 +196,8 @@ def test_plans_what_they_explain_and_their_files(update_golden: bool) -> None:
     }
     assert found == held("plans", found, update_golden)
     for name, one in made.items():
-        assert (one.simulated_step_time or 0.0) <= (read[name].simulated_step_time or 0.0) * (1 + 1e-9)
+        old = counted_anew(name, read[name]) if read[name].schedule == "zb-v" else read[name]
+        assert (one.simulated_step_time or 0.0) <= (old.simulated_step_time or 0.0) * (1 + 1e-9)
         for each in (one, read[name]):
             assert Plan.from_json(each.to_json()) == each
 
