@@ -150,14 +150,14 @@ def wait_for_others(run: sw.PipelineModule) -> None:
 
 
 def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
-    from support.inside import FlushUpdate, Membership, PipeTrainingTraining, Run, report_to_launcher
+    from support.inside import FlushUpdate, Membership, PipeContextRun, PipeTrainingTraining, report_to_launcher
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     life = os.environ.get("STAGEWRIGHT_LIFE", "")
     strikes = Strikes(os.environ.get(f"STRIKES{life}", ""), rank)
     strikes.around(Membership, "form", "form", behind="formed")
-    strikes.around(Run, "__init__", "again", behind="joined")
+    strikes.around(PipeContextRun, "__init__", "again", behind="joined")
     strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
     with report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:

@@ -264,6 +264,7 @@ _ALIKE = {
     "MessagesSTAGE_KINDS": ("schedules.messages", "STAGE_KINDS"),
     "MovingHost": ("pipe.stage.moving", "Host"),
     "PingPongPingPong": ("comm.links", "PingPong"),
+    "PipeContextRun": ("pipe.context", "Run"),
     "PipeTrainingTraining": ("pipe.run.training", "Training"),
     "ProgramWork": ("schedules.program", "Work"),
     "ProgressProgress": ("experiments.jobs.runner", "JobProgress"),
