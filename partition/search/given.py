@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schedules.families.registry import FAMILIES, canonical_name
+from ...schedules.families.registry import FAMILIES, canonical_name, family
 from ...schedules.kinds import above_zero, one_of, option
 from ...schedules.slice_lengths import slice_seconds
 from ..cluster import Cluster
@@ -17,7 +17,7 @@ from ..plans.plan import Plan
 from ..plans.record import PlanStage
 from ..profile import Profile
 from ..solve.antichains import MAX_CUTS
-from ..stage_cost import OFFLOAD, count_again
+from ..stage_cost import OFFLOAD, count_again, kind_of
 from ..strict import count
 from ..topology import Topology
 from .evaluate import Ends, MisfitError, PlanEvaluator
@@ -89,6 +89,7 @@ def evaluate(
     model_of = models_of(source, None, kinds, ("none",), MAX_CUTS)
     tensors = tuple(next(each.tensor for each in stages if tuple(each.ranks) == own) for own in ranks)
     model = model_of(size, min(tensors))
+    _refuse_unknown(model.profile, cluster, kinds, name, tuple(slice_lengths))
     c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=tuple(slice_lengths))
     c = replace(c, schedule=name, microbatch_size=size, num_microbatches=num_microbatches)
     if [ranks[p] for p in c.positions] != [tuple(each.ranks) for each in stages]:
@@ -157,6 +158,24 @@ def _configuration(
         lengths=lengths,
         shares=tuple(each / (sum(seconds) or 1.0) for each in seconds),
     )
+
+
+def _refuse_unknown(
+    profile: Profile, cluster: Cluster, kinds: Sequence[str], schedule: str, lengths: Sequence[int]
+) -> None:
+    """ValueError for what nobody knows the cost of, and for slices that do not make a sequence, or run again."""
+    if OFFLOAD in kinds and not all(kind.host_bandwidth for kind in cluster.used_kinds):
+        raise ValueError(f"recompute={OFFLOAD!r}: expected a cluster with DeviceKind(host_bandwidth=), as 25e9 bytes/s")
+    for kind in kinds:
+        if kind != OFFLOAD and not all(map(profile.knows, kind_of(kind).split("+"))):
+            raise ValueError(f"recompute={kind!r}: the profile has no figures for it: expected 'none', 'full', 'layer'")
+    takes = family(schedule).takes_slices
+    if takes != bool(lengths) or (takes and (sum(lengths) != profile.sequence_tokens or {*kinds} != {"none"})):
+        raise ValueError(
+            f"slice_lengths={tuple(lengths)} under {schedule!r}: expected lengths that add up to the profile's "
+            f"sequence_tokens={profile.sequence_tokens} and stages of recompute='none' under {', '.join(SLICED)}, "
+            f"and none under others"
+        )
 
 
 def _check_ranks(stages: Sequence[GivenStage | PlanStage], ranks: Sequence[Sequence[int]], num_devices: int) -> None:

@@ -113,6 +113,10 @@ def test_ranks_of_another_order_take_other_links() -> None:
         ),
         ([("abcd", [0])], {"memory_limit": -1.0}, "memory_limit"),
         ([], {}, "ranks of the stages"),
+        ([("ab", [0]), ("cd", [1])], {"schedule": "seq1f1b"}, r"slice_lengths=\(\) under 'seq1f1b'"),
+        ([("ab", [0]), ("cd", [1])], {"slice_lengths": (4, 4)}, r"slice_lengths=\(4, 4\) under '1f1b'"),
+        ([("ab", [0], 1, "offload"), ("cd", [1])], {}, "recompute='offload': expected a cluster with"),
+        ([("ab", [0], 1, "selective"), ("cd", [1])], {}, "recompute='selective': the profile has no figures"),
     ],
 )
 def test_mistakes(stages: list[tuple[Any, ...]], options: dict[str, Any], message: str) -> None:
