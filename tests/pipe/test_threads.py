@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import types
+from typing import Any
 
+import pytest
 import torch
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
@@ -62,3 +65,35 @@ def test_pipelines_in_threads_train_as_one_after_the_other() -> None:
     stop.set()
     beside.join()
     assert [found.get(seed) for seed in range(4)] == expected
+
+
+class Peeking(nn.Module):
+    """Its forward keeps what a thread holds that has entered Function.apply now, and goes on when all is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers(2), layers(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+        ENTERED.append(types.FunctionType(apply.__code__, apply.__globals__, "apply", None, apply.__closure__))
+        return self.last(Doubled.apply(self.first(x)))
+
+
+ENTERED: list[Any] = []  # functions of the code that stood in
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_thread_that_entered_a_custom_function_while_a_model_was_recorded_goes_on_behind_it(again: bool) -> None:
+    ENTERED.clear()
+    plain = torch.autograd.Function.__dict__["apply"].__func__.__code__
+    make(model=Peeking(), example_inputs=None).train_step(X, Y)
+    if again:
+        make(model=Peeking(), example_inputs=None).train_step(X, Y)
+    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is plain
+    x = torch.ones(2, requires_grad=True)
+    entered = [apply for apply in ENTERED if apply.__code__ is not plain]
+    assert entered
+    for apply in entered:
+        apply(Doubled, x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((2,), 2.0 * len(entered)))

@@ -118,7 +118,7 @@ class _Functions(TorchFunctionMode):
         return self._listener.function(func, func, args, kwargs or {})
 
 
-_TOLD = "_stagewright_told"  # a name among those of torch's module, for so long
+_TOLD = "_stagewright_told"  # a name among those of torch's module; it stays, see below
 
 
 class _Code:
@@ -134,7 +134,8 @@ class _Code:
 def _autograd_functions(listener: Listener) -> Iterator[None]:
     function = torch.autograd.Function.__dict__["apply"].__func__
     code, names = function.__code__, function.__globals__
-    if _TOLD in names:  # a recording within another one
+    stand_in = _Code.__dict__["apply"].__func__.__code__
+    if code is stand_in:  # a recording within another one
         raise RuntimeError("the forward of a model cuts another model into stages")
     original = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
@@ -153,12 +154,13 @@ def _autograd_functions(listener: Listener) -> Iterator[None]:
         return listener.function(kind.apply, apply, args, kwargs)
 
     names[_TOLD] = told
-    function.__code__ = _Code.__dict__["apply"].__func__.__code__
+    function.__code__ = stand_in
     try:
         yield
     finally:
         function.__code__ = code
-        del names[_TOLD]
+        # Other threads may be at the first line of the code that stood in: they look the name up afterwards.
+        names[_TOLD] = lambda kind, args, kwargs: original(kind, *args, **kwargs)
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
