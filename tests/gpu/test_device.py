@@ -13,11 +13,12 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.gpu_report import note
-from support.inside import profile_model
+from support.inside import host_bandwidth, profile_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -194,6 +195,49 @@ def test_offloaded_activations_leave_the_device() -> None:
     note("offload", peak_bytes=before, peak_bytes_offloaded=after, step_s=stays, step_s_offloaded=away)
     assert all(map(torch.equal, kept, offloaded))
     assert after < before
+
+
+def test_offloading_is_planned_by_the_measured_link() -> None:
+    """schedule="auto" where nothing may run again, with ample room and with less than is then wanted; on a CPU
+    the link is assumed. Wide enough that computing takes longer than a link's way, else forwards run ahead of it."""
+    samples, width = (8192, 6144) if IS_CUDA else (256, WIDTH)
+    x, y = (torch.randn(samples, width, generator=torch.Generator().manual_seed(1)).to(DEVICE) for _ in range(2))
+    link = host_bandwidth(torch.device(DEVICE), mock.Mock(gather=lambda value, **_: [value])) or 1e15
+
+    def blocks() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(width) for _ in range(4))).to(DEVICE)
+
+    found: list[Any] = []
+    for _ in range(2):
+        limit = max(found[0].memory_bytes.values()) * (0.9 if IS_CUDA else 0.85) if found else 80e9
+        with (
+            pipeline(blocks(), sw.Auto(trials=0)) as pipe,
+            mock.patch("stagewright.pipe.auto.layout.PROFILE_SECONDS", 2.0 if IS_CUDA else 0.2),
+            mock.patch("stagewright.pipe.auto.layout.device_memory", return_value=limit),
+            mock.patch("stagewright.pipe.auto.layout.host_bandwidth", return_value=link),
+        ):
+            auto: Any = pipe._building._auto
+            found.append(auto.plan(pipe._given((x, y), {}), schedules=("gpipe",), recompute=("none", "offload")))
+    stays, moves = found
+    assert "offload" in [stage.recompute for stage in moves.stages]
+    assert {stage.recompute for stage in stays.stages} == {"none"}
+    assert max(moves.memory_bytes.values()) <= limit
+    peaks, weights, steps = [], [], []
+    for planned in found:
+        gc.collect()
+        with pipeline(blocks(), planned, mesh=None, num_microbatches=None) as pipe:
+            pipe.train_step(x, y)
+            with pipe.watch_memory() as watched:
+                pipe.train_step(x, y)
+            peaks.append(watched.peak_bytes)
+            weights.append([parameter.clone().cpu() for parameter in pipe.full_state_dict().values()])
+            steps.append(seconds(lambda pipe=pipe: pipe.train_step(x, y), 3))
+    note("planned offload", link_bytes_per_s=link, peak_bytes=peaks[0], peak_bytes_offloaded=peaks[1],
+         limit_of_a_rank=limit, step_s=steps[0], step_s_offloaded=steps[1], planned_s=stays.simulated_step_time,
+         planned_s_offloaded=moves.simulated_step_time)  # fmt: skip
+    assert all(map(torch.equal, *weights))
+    assert peaks[1] < peaks[0]
 
 
 def test_gelus_that_keep_less() -> None:
