@@ -62,7 +62,7 @@ class RankLinks:
         self.recorders = {
             rank: RankRecorder(clock, window=window, takes_turns=takes_turns) for rank in place.local_ranks
         }
-        self.between = between
+        self.between, self._are_replicas = between, any({0, 1} <= set(o) for o in run.layout.schedule.owners)
         self.transports: dict[int, Transport] = {}
         if not place.world.distributed:
             mailbox = Mailbox()
@@ -81,10 +81,12 @@ class RankLinks:
     def latency(self, specs: Sequence[TensorSpec]) -> float:
         """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it comes.
 
-        Measured between ranks 0 and 1, known to rank 0; 0 on the others.
+        Measured between ranks 0 and 1, known to rank 0; 0 on the others, and where they are replicas of a stage: their
+        batches may differ in size.
         """
         transport = next(iter(self.transports.values()))
-        if isinstance(transport, InProcessTransport) or not self.between >= {(0, 1), (1, 0)} or not specs:
+        apart = self.between >= {(0, 1), (1, 0)} and not self._are_replicas
+        if isinstance(transport, InProcessTransport) or not apart or not specs:
             return 0.0
         device, timeout = self._settings.device, self._settings.timeout
         hot, cold = (ping_pong(transport, specs, device=device, timeout=timeout, cold=cold) for cold in (False, True))

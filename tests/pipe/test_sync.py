@@ -114,7 +114,7 @@ def train(pipe: int, every: int, optimizer: str, tensor: int) -> dict[str, Any]:
         "averaging": module.averaging,
         "bytes": sent,
         "told": told,
-        "measured": timeline.measured and (pipe == 1 or module.measured_costs() is not None),
+        "measured": timeline.measured and module.measured_costs() is not None,
     }
     module.close()
     return found
