@@ -22,6 +22,7 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import nn
 
+import stagewright as sw
 from stagewright.comm import PipelineError
 from stagewright.schedules import Action, Costs, Op, ScheduleError, attribute_idle, build, check, with_fill
 
@@ -415,6 +416,53 @@ def test_in_one_process_and_what_evaluates_no_batch_in_waits() -> None:
     ):
         with pytest.raises(ValueError, match=rf"fill_eval\(...\) {message}.*: expected eval_step"):
             other.fill_eval(X, Y)
+
+
+class Drawing(Slow):
+    """One that draws in evaluations, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_evaluations_in_the_waits_draw_and_cast_as_those_in_front_of_the_step(precision: str | None) -> None:
+    """Weights and running statistics are what both trainings end with, so nothing that was cast is taken for new."""
+    found = []
+    for in_waits in (False, True):
+        torch.manual_seed(0)
+        pipe = make(model=nn.Sequential(*[Drawing() for _ in range(2)]), precision=precision)
+        results: list[Any] = []
+        for x in (X, X[:3], X):
+            work = pipe.fill_eval(x, Y[: len(x)]) if in_waits else None
+            plain = None if in_waits else pipe.eval_step(x, Y[: len(x)])
+            results.append(pipe.train_step(X, Y).loss)
+            evaluated: Any = plain if work is None else work.result
+            results += [evaluated.loss, evaluated.output.tolist()]
+        found.append((results, {name: each.tolist() for name, each in pipe.full_state_dict().items()}))
+        pipe.close()
+    assert found[1] == found[0]
+
+
+def refused_run() -> list[str]:
+    told_by = []
+    for options in (
+        {"mesh": sw.Mesh(pipe=1, tensor=2, tensor_parallel={"0": "column", "1": "row"})},
+        {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"},
+    ):
+        pipe = make(model=layers(2), **options)
+        with pytest.raises(ValueError, match="expected eval_step") as told:
+            pipe.fill_eval(X, Y)
+        told_by.append(str(told.value))
+        pipe.close()
+    return told_by
+
+
+@pytest.mark.gloo
+def test_no_forward_with_collectives_is_in_the_waits(gloo: Pool) -> None:
+    for tensor, fsdp in gloo.run(refused_run, ranks=2):
+        assert tensor.startswith("fill_eval(...) beside a tensor group")
+        assert fsdp.startswith('fill_eval(...) beside data_parallel="fsdp"')
 
 
 class Telling(torch.optim.SGD):
