@@ -96,4 +96,5 @@ def test_a_thread_that_entered_a_custom_function_while_a_model_was_recorded_goes
     assert entered
     for apply in entered:
         apply(Doubled, x).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full((2,), 2.0 * len(entered)))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2,), 2.0 * len(entered)))
