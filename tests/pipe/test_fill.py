@@ -439,7 +439,8 @@ def test_evaluations_in_the_waits_draw_and_cast_as_those_in_front_of_the_step(pr
             results.append(pipe.train_step(X, Y).loss)
             evaluated: Any = plain if work is None else work.result
             results += [evaluated.loss, evaluated.output.tolist()]
-        found.append((results, {name: each.tolist() for name, each in pipe.full_state_dict().items()}))
+        weights = {name: each.tolist() for name, each in pipe.full_state_dict().items()}
+        found.append((results, weights, torch.get_rng_state().tolist()))
         pipe.close()
     assert found[1] == found[0]
 
