@@ -206,7 +206,8 @@ def test_offloading_is_planned_by_the_measured_link() -> None:
 
     def blocks() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(Block(width) for _ in range(4))).to(DEVICE)
+        with torch.device(DEVICE):
+            return nn.Sequential(*(Block(width) for _ in range(4)))
 
     found: list[Any] = []
     for _ in range(2):
