@@ -16,7 +16,8 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import costs_of, schedule_of
 from .ptd_p import DEVICE
-from .trainings import Training, simulated
+from .trainings import Training, step_costs
+from .trainings import schedule_of as schedule_of_training
 
 _GAIN = "interleaved / 1f1b"
 _BATCHES = 2  # of a repetition of one schedule
@@ -44,7 +45,8 @@ def simulated_175b(case: Case, repetitions: int) -> Iterator[Figure]:
     )
     rates = {}
     for schedule, training in (("1f1b", default), ("interleaved", replace(default, chunks=4))):
-        rates[schedule] = training.teraflops(simulated(training, DeviceModel.preset(DEVICE)))
+        costs = step_costs(training, DeviceModel.preset(DEVICE))
+        rates[schedule] = training.teraflops(simulate(schedule_of_training(training), costs).makespan)
         shown = case.also(schedule=schedule)
         yield Figure(case=shown, name="rate of a GPU", value=rates[schedule], unit="TFLOP/s", how=How.SIMULATED)
     gain = rates["interleaved"] / rates["1f1b"]

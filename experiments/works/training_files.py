@@ -65,7 +65,6 @@ def read_trainings(path: str | Path, *, network: float, vocabulary: int = 51200)
                     num_microbatches=sizes["batch_size"] // replica,
                     vocabulary=vocabulary,
                     network=network,
-                    sends_wait=True,
                     seconds=milliseconds / 1e3,
                 )
             )

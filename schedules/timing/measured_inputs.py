@@ -52,9 +52,9 @@ def measured_inputs(
         between = dict(enumerate(around_actions(planned, timelines[0].schedule.num_stages))) | between
     ways = [way for timeline in timelines for way in _ways(timeline)]
     seen_whole = {pair for pair, _, _, whole in ways if whole}
-    for pair, stage, took, whole in ways:
+    for pair, maker, took, whole in ways:
         if whole or pair not in seen_whole:
-            found[Input(Cause.MESSAGES, "message", pair)].append(max(0.0, took - between.get(stage, 0.0)))
+            found[Input(Cause.MESSAGES, "message", pair)].append(max(0.0, took - between.get(maker.stage, 0.0)))
     if known is None or known.norm is not None:
         norms = [norm for timeline in timelines if (norm := _norm(timeline, between)) is not None]
         if len(norms) == len(timelines):
@@ -67,14 +67,23 @@ def measured_inputs(
     return {each: median(seconds) for each, seconds in found.items()}
 
 
-def durations_beside(timelines: Sequence[Timeline]) -> Iterator[tuple[str, tuple[int, ...], float]]:
+def durations_beside(
+    timelines: Sequence[Timeline], busy: Sequence[Mapping[Action, float]]
+) -> Iterator[tuple[str, tuple[int, ...], float]]:
     """Messages, sums and norms of measured steps one by one: "messages", "sums" or "norm", the stages that the message
-    leaves or whose gradients are summed, seconds."""
+    leaves or whose gradients are summed, seconds, which rounding takes below 0.
+
+    Arguments:
+        busy: by timeline, seconds for which actions kept their ranks busy, what came behind them included: that is no
+            part of the message that an action makes. Of one that is missing what mostly comes between two.
+    """
     between = _overheads(timelines, None)
-    for timeline in timelines:
-        for _, stage, seconds, whole in _ways(timeline):
+    for timeline, seconds_of in zip(timelines, busy, strict=True):
+        took = {span.what: span.end - span.start for trace in timeline.ranks for span in trace.compute}
+        for _, maker, seconds, whole in _ways(timeline):
             if whole:
-                yield "messages", (stage,), seconds - between.get(stage, 0.0)
+                usual = took[maker] + between.get(maker.stage, 0.0)
+                yield "messages", (maker.stage,), seconds + took[maker] - seconds_of.get(maker, usual)
         for each, seconds in _together(timeline):
             if each.kind == "sum":
                 yield "sums", each.at, seconds
@@ -158,8 +167,8 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
                 yield before.what.stage, gap.unexplained
 
 
-def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, float, bool]]:
-    """Messages that were waited for: (sender, receiver), the stage that made it, seconds from then until its user
+def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], Action, float, bool]]:
+    """Messages that were waited for: (sender, receiver), the action that made it, seconds from then until its user
     began, and whether its receiver waited from before it was made: else only those that were late are seen."""
     needs = Dependencies(timeline.schedule)
     made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
@@ -174,7 +183,7 @@ def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, float, boo
                 if each.maker in made_at:
                     made = made_at[each.maker]
                     way = end - made + max(0.0, lag)
-                    yield (each.sender, each.receiver), each.maker.stage, way, start <= made
+                    yield (each.sender, each.receiver), each.maker, way, start <= made
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:

@@ -30,6 +30,7 @@ OpRatios = Mapping[Op, Sequence[Sequence[float]]]  # by op, for each stage
 LEAST_STEPS = 10  # of a measurement: below, what differs between steps is anybody's guess
 _LEAST_DRAWN = 4  # Student's distribution has a variance from three degrees of freedom on
 _BESIDE = ("messages", "sums", "norm")
+_LEAST_RATIO = 1e-3  # of what goes on beside actions
 _NUM_ALIKE = 64  # ratios that stand for a distribution
 _MOST_RATIOS = 256  # kept of a list beside actions; more of them are put together
 _MOST_ACTIONS = 100_000  # of all steps that are kept, if these are more than LEAST_STEPS
@@ -132,7 +133,8 @@ def estimate_spread(
     """
     number = min((len(steps) for steps in ranks if steps), default=0)
     newest = [steps[len(steps) - number :] for steps in ranks if steps]
-    steps = [_ratios_of_step(together, table) for together in zip(*newest, strict=True)]
+    ran = list(zip(*newest, strict=True))
+    steps = [_ratios_of_step(together, table) for together in ran]
     actions = {key for step in steps for key in step}
     whole = [step for step in steps if step.keys() == actions]
     if len(whole) < LEAST_STEPS:
@@ -140,7 +142,7 @@ def estimate_spread(
     most = max(LEAST_STEPS, _MOST_ACTIONS // sum(map(len, whole[-1].values())))
     stages, ops = range(len(table.latency)), [op for op in OPS if any(op is each for each, _ in actions)]
     by_stage = [{op: [step.get((op, stage), ()) for stage in stages] for op in ops} for step in whole[-most:]]
-    return Spread(actions={}, steps=by_stage, **_beside(timelines, table))
+    return Spread(actions={}, steps=by_stage, **_beside(timelines, ran, table))
 
 
 def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) -> dict[tuple[Op, int], Ratios]:
@@ -156,14 +158,22 @@ def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) ->
     }
 
 
-def _beside(timelines: Sequence[Timeline], table: CostTable) -> dict[str, Ratios]:
-    """Ratios of messages, sums and the norm, by the field of a `Spread`."""
+def _beside(
+    timelines: Sequence[Timeline], ran: Sequence[Sequence[Sequence[TimedAction]]], table: CostTable
+) -> dict[str, Ratios]:
+    """Ratios of messages, sums and the norm, by the field of a `Spread`.
+
+    A message that is there as soon as its rank is free takes next to no time: left out, the others would be too long.
+    """
     found: dict[str, list[float]] = {name: [] for name in _BESIDE}
-    seen = durations_beside(timelines) if len(timelines) >= LEAST_STEPS else ()
-    for kind, stages, seconds in seen:
-        cost = _cost(kind, stages, table)
-        if cost and seconds > 0:
-            found[kind].append(seconds / cost)
+    if len(timelines) >= LEAST_STEPS:
+        busy: list[dict[Action, float]] = [{} for _ in timelines]
+        if len(timelines) <= len(ran) and not timelines[0].schedule.is_asynchronous:  # of a stream each is of several
+            busy = [{key: took for rank in step for key, took in rank} for step in ran[len(ran) - len(timelines) :]]
+        for kind, stages, seconds in durations_beside(timelines, busy):
+            cost = _cost(kind, stages, table)
+            if cost and (seconds > 0 or kind == "messages"):
+                found[kind].append(max(seconds / cost, _LEAST_RATIO))
     return {kind: _put_together(ratios) for kind, ratios in found.items()}
 
 

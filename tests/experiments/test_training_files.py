@@ -53,8 +53,8 @@ def test_a_file_of_trainings(tmp_path: Path) -> None:
     assert first.cluster.levels[1].bandwidth == 12.5e9
     device = DeviceModel.preset("DGX-A100")
     for training, waits in ((first, False), (last, True)):  # one stage sends nothing
-        apart = replace(training, sends_wait=False)
-        assert (estimated(apart, device) < estimated(training, device)) is waits
+        waiting = replace(training, sends_wait=True)
+        assert (estimated(training, device) < estimated(waiting, device)) is waits
 
 
 def test_a_file_with_a_byte_order_mark_and_the_number_of_gpus_in_front(tmp_path: Path) -> None:
