@@ -39,7 +39,8 @@ class Setting:
     """A run's setting.
 
     Arguments:
-        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, as a microbatch of theirs.
+        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, as a microbatch of theirs,
+            or as `update_every` smaller ones: gradients are late by so many updates less.
         ranks: P.
         optimizer: adamw; muon: Muon for the matrices of the blocks, AdamW for the rest.
         correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
@@ -57,6 +58,7 @@ class Setting:
 
     schedule: str
     ranks: int = 2
+    update_every: int = 1
     optimizer: str = "adamw"
     correction: str = NONE
     factor: float = 1.0
@@ -101,7 +103,7 @@ class Setting:
     @property
     def updates_a_step(self) -> int:
         """Updates of one `train_step`."""
-        return _MICROBATCHES if self.schedule in _EACH_UPDATES else 1
+        return _MICROBATCHES if self.schedule in _EACH_UPDATES and self.update_every == 1 else 1
 
     @property
     def tokens_a_step(self) -> int:
@@ -111,8 +113,8 @@ class Setting:
     def make_schedule(self) -> Schedule:
         """Schedule of one step: an update behind every `sequences` samples."""
         if self.schedule in _EACH_UPDATES:
-            options = {"update_every": 1}
-            return build(self.schedule, num_ranks=self.ranks, num_microbatches=self.updates_a_step, **options)
+            each, number = self.update_every, self.update_every * self.updates_a_step
+            return build(self.schedule, num_ranks=self.ranks, num_microbatches=number, update_every=each)
         return build(self.schedule, num_ranks=self.ranks, num_microbatches=self.ranks)
 
 

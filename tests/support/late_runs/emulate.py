@@ -1,28 +1,90 @@
 """One-process emulation of late weights: K runs of the convergence experiment's GPT at once, on a GPU or the CPU.
 
-Update g of a run is made from the gradient of `every` microbatches; microbatch i = g every + j uses at stage s of P the
-version that the engine's rule gives: pipedream max(base, floor((i - (P - 1 - s)) / every)), 2bw max(base, g - 1), 1f1b g,
-where base is the last update behind which the pipeline was empty (begin, flush_first, drains).
+The gradient of update g is that of `every` microbatches, and microbatch i = g every + j uses at stage s of P the
+version that the engine's rule gives: pipedream max(base, floor((i - (P - 1 - s)) / every)), 2bw max(base, g - 1), and
+1f1b g. base is the last update behind which the pipeline was empty (the first one, flush_first, drains).
+
+A setting changes some of DEFAULT:
+
+    sched, P, every     schedule, ranks, microbatches an update
+    opt                 of the blocks' matrices: muon; soap: Adam in the eigenbasis of E[G G'] on the side of the width,
+                        as basis rotation does; adam, nadam (which are those of all weights)
+    rate, warmup, final, shape, ends      peak, share that rises, last part, power of the cosine, rate of the others
+    factor, power, cap, lam_min           lambda of error feedback: max(lam_min, min(cap, factor delay^power))
+    fresh, ends_ef, ef_beta               lambda under flush_first; part for the ends; smoothing of the last update
+    lrpow, lrfade       rates by (1 + delay)^-lrpow, until that part of the updates
+    mom, momd, kappa, kappa_d             Muon's momentum, less by delay; Nesterov's share, more by delay
+    ns                  Newton-Schulz steps in bfloat16; below 0 in float32
+    ema                 weights are averaged for the last loss
+    flush_first, drain  updates with a flush at first; an empty pipeline at each so many updates
 """
+
 from __future__ import annotations
-import json, math, os, sys, time
+
+import math
+import time
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from stagewright.experiments.training.corpus import load_corpus
+from torch import Tensor
 
 L, D, T, V, H, BATCH = 4, 128, 64, 256, 2, 16
 MATRICES = ("qkv", "out", "up", "down")
 SHAPES = {
-    "tok": (V, D), "pos": (T, D), "head": (V, D), "nfw": (D,), "nfb": (D,),
-    "n1w": (D,), "n1b": (D,), "n2w": (D,), "n2b": (D,), "qkvb": (3 * D,), "outb": (D,), "upb": (4 * D,), "downb": (D,),
-    "qkv": (3 * D, D), "out": (D, D), "up": (4 * D, D), "down": (D, 4 * D),
+    "tok": (V, D),
+    "pos": (T, D),
+    "head": (V, D),
+    "nfw": (D,),
+    "nfb": (D,),
+    "n1w": (D,),
+    "n1b": (D,),
+    "n2w": (D,),
+    "n2b": (D,),
+    "qkvb": (3 * D,),
+    "outb": (D,),
+    "upb": (4 * D,),
+    "downb": (D,),
+    "qkv": (3 * D, D),
+    "out": (D, D),
+    "up": (4 * D, D),
+    "down": (D, 4 * D),
 }
 LAYERED = [k for k in SHAPES if k not in ("tok", "pos", "head", "nfw", "nfb")]
-DEFAULT = dict(
-    sched="pipedream", P=8, every=1, opt="muon", rate=0.008, seed=0, factor=0.0, power=1.0, cap=99.0, lrpow=0.0, lrfade=0.0,
-    mom=0.95, kappa=-1.0, kappa_d=0.0, warmup=0.1, final=0.05, shape=1.0, ends=1.0, flush_first=0, drain=0, updates=500,
-    ns=5, b1=0.9, b2=0.95, lam_min=0.0, fresh=1.0, ema=0.0, dc=0.0, ends_ef=1.0, ef_beta=0.0, wd=0.1, qfreq=10, clip=0.0, momd=0.0,
-)
+DEFAULT: dict[str, Any] = {
+    "sched": "pipedream",
+    "P": 8,
+    "every": 1,
+    "opt": "muon",
+    "rate": 0.008,
+    "seed": 0,
+    "factor": 0.0,
+    "power": 1.0,
+    "cap": 99.0,
+    "lrpow": 0.0,
+    "lrfade": 0.0,
+    "mom": 0.95,
+    "kappa": -1.0,
+    "kappa_d": 0.0,
+    "warmup": 0.1,
+    "final": 0.05,
+    "shape": 1.0,
+    "ends": 1.0,
+    "flush_first": 0,
+    "drain": 0,
+    "updates": 500,
+    "ns": 5,
+    "b1": 0.9,
+    "b2": 0.95,
+    "lam_min": 0.0,
+    "fresh": 1.0,
+    "ema": 0.0,
+    "ends_ef": 1.0,
+    "ef_beta": 0.0,
+    "wd": 0.1,
+    "qfreq": 10,
+    "momd": 0.0,
+}
 
 
 CACHE = {}
@@ -107,7 +169,9 @@ def orth(x):
         gram = gram + 1e-5 * torch.eye(gram.shape[-1], device=x.device)
         chol, info = torch.linalg.cholesky_ex(gram)
         new = torch.linalg.solve_triangular(chol.transpose(-1, -2), x, upper=True, left=False)
-        x = torch.where((info == 0)[..., None, None] & new.isfinite().all(-1, keepdim=True).all(-2, keepdim=True), new, x)
+        x = torch.where(
+            (info == 0)[..., None, None] & new.isfinite().all(-1, keepdim=True).all(-2, keepdim=True), new, x
+        )
     return x
 
 
@@ -118,10 +182,17 @@ class Batch:
         self.runs, self.dev, self.corpus = [{**DEFAULT, **r} for r in runs], dev, corpus
         self.K, r0 = len(runs), self.runs[0]
         self.every, self.opt, self.updates, self.ns = r0["every"], r0["opt"], r0["updates"], r0["ns"]
-        assert all((r["every"], r["opt"], r["updates"], r["ns"], r["qfreq"]) == (self.every, self.opt, self.updates, self.ns, r0["qfreq"]) for r in self.runs)
+        assert all(
+            (r["every"], r["opt"], r["updates"], r["ns"], r["qfreq"])
+            == (self.every, self.opt, self.updates, self.ns, r0["qfreq"])
+            for r in self.runs
+        )
         self.w = init([r["seed"] for r in self.runs], dev)
-        self.delay = {k: torch.tensor([[self._delay(r, k, l) for r in self.runs] for l in range(L if k in LAYERED else 1)]) for k in SHAPES}
-        self.R = 2 + max(1, max(math.ceil(float(v.max())) for v in self.delay.values()))
+        self.delay = {
+            k: torch.tensor([[self._delay(r, k, l) for r in self.runs] for l in range(L if k in LAYERED else 1)])
+            for k in SHAPES
+        }
+        self.R = 2 + max(1, *(math.ceil(float(v.max())) for v in self.delay.values()))
         self.hist = {k: w[None].repeat(self.R, *[1] * w.ndim) for k, w in self.w.items()}
         self.s = {}
         self.ema = {k: w.clone() for k, w in self.w.items()} if any(r["ema"] for r in self.runs) else None
@@ -129,7 +200,7 @@ class Batch:
         f, p, c, m = (torch.tensor([float(r[n]) for r in self.runs]) for n in ("factor", "power", "cap", "lam_min"))
         ee = torch.tensor([float(r["ends_ef"]) for r in self.runs])
         self.lam = {k: torch.minimum(f * d**p, c) * (d > 0) for k, d in self.delay.items()}
-        self.lam = {k: (torch.maximum(v, m) if True else v) * (1.0 if k in MATRICES else ee) for k, v in self.lam.items()}
+        self.lam = {k: torch.maximum(v, m) * (1.0 if k in MATRICES else ee) for k, v in self.lam.items()}
         self.has_ef = any(bool((v != 0).any()) for v in self.lam.values())
         self.lam = {k: v.to(dev) for k, v in self.lam.items()}
         self.has_ema_ef = any(r["ef_beta"] for r in self.runs)
@@ -148,7 +219,11 @@ class Batch:
             b = 0
             for g in range(U):
                 done = min(1.0, (g - w) / max(1, U - w))
-                f = (g + 1) / (w + 1) if g < w else r["final"] + (1 - r["final"]) * (0.5 * (1 + math.cos(math.pi * done))) ** r["shape"]
+                f = (
+                    (g + 1) / (w + 1)
+                    if g < w
+                    else r["final"] + (1 - r["final"]) * (0.5 * (1 + math.cos(math.pi * done))) ** r["shape"]
+                )
                 rates[g, n] = r["rate"] * f
                 if g <= r["flush_first"] or (r["drain"] and g % r["drain"] == 0):
                     b = g
@@ -157,12 +232,23 @@ class Batch:
         self.rate_table, self.base_table, self.fresh_table = rates.to(dev), base.to(dev), fresh.to(dev)
         self.any_fresh = [bool(x.any()) for x in fresh]
         self.reach = {
-            k: torch.tensor([[{"1f1b": 0, "2bw": r["every"]}.get(r["sched"], r["P"] - 1 - stage_of(k, l, r["P"])) for r in self.runs] for l in range(w.shape[0])], device=dev)
+            k: torch.tensor(
+                [
+                    [
+                        {"1f1b": 0, "2bw": r["every"]}.get(r["sched"], r["P"] - 1 - stage_of(k, l, r["P"]))
+                        for r in self.runs
+                    ]
+                    for l in range(w.shape[0])
+                ],
+                device=dev,
+            )
             for k, w in self.w.items()
         }
         self.delay_dev = {k: v.to(dev) for k, v in self.delay.items()}
         self.ends = torch.tensor([r["ends"] if self.opt in ("muon", "soap") else 1.0 for r in self.runs], device=dev)
-        self.cols = {n: torch.tensor([float(r[n]) for r in self.runs], device=dev) for n in DEFAULT if n not in ("sched", "opt")}
+        self.cols = {
+            n: torch.tensor([float(r[n]) for r in self.runs], device=dev) for n in DEFAULT if n not in ("sched", "opt")
+        }
 
     def versions(self, g):
         """[L, K, every] by kind: the version's place in the ring."""
@@ -184,17 +270,17 @@ class Batch:
                 data[seed] = CACHE[seed, self.updates]
                 continue
             parts = [self.corpus.batch(seed=seed, step=i, batch_size=BATCH, length=T) for i in range(self.updates)]
-            data[seed] = CACHE[seed, self.updates] = torch.stack([torch.stack([p.tokens, p.targets]) for p in parts]).to(self.dev)  # [U, 2, B, T]
+            data[seed] = CACHE[seed, self.updates] = torch.stack(
+                [torch.stack([p.tokens, p.targets]) for p in parts]
+            ).to(self.dev)  # [U, 2, B, T]
         self.which = torch.tensor([seeds.index(r["seed"]) for r in self.runs], device=self.dev)
         self.data = torch.stack([data[s] for s in seeds])  # [S, U, 2, B, T]
         val = self.corpus.validation_batches(num_batches=16, batch_size=32, length=T)
         self.val = [(b.tokens.to(self.dev), b.targets.to(self.dev)) for b in val]
 
-    def run(self, deadline=None, curve=()):
+    def run(self, deadline=None):
         self.load()
         K, E, dev = self.K, self.every, self.dev
-        self.curve = {}
-        self.train_loss = torch.zeros(K, device=dev)
         for g in range(self.updates):
             fresh = self.fresh_table[g] if self.any_fresh[g] else None
             idx = self.versions(g)
@@ -208,14 +294,10 @@ class Batch:
             loss = forward(used, tokens, targets)
             grads = torch.autograd.grad(loss.sum(), list(used.values()))
             with torch.no_grad():
-                self.train_loss.lerp_(loss.detach().view(K, E).mean(1), 0.05 if g else 1.0)
-                grads = {k: v.unflatten(1, (K, E)).mean(2) if E > 1 else v for k, v in zip(used, grads)}
-                stale = used
-                self.step(g, grads, fresh, stale)
+                grads = {k: v.unflatten(1, (K, E)).mean(2) if E > 1 else v for k, v in zip(used, grads, strict=True)}
+                self.step(g, grads, fresh)
                 for k, w in self.w.items():
                     self.hist[k][(g + 1) % self.R].copy_(w)
-            if g + 1 in curve:
-                self.curve[g + 1] = self.evaluate(self.w, share=4).tolist()
             if deadline and time.time() > deadline:
                 return None
         out = self.evaluate(self.w)
@@ -224,20 +306,25 @@ class Batch:
         return out
 
     @torch.no_grad()
-    def evaluate(self, w, share=1):
+    def evaluate(self, w):
         total = torch.zeros(self.K, device=self.dev)
-        val = self.val[::share]
-        for tokens, targets in val:
+        for tokens, targets in self.val:
             total += forward(w, tokens.expand(self.K, -1, -1), targets.expand(self.K, -1, -1))
-        return total / len(val)
+        return total / len(self.val)
 
-    def step(self, g, grads, fresh, stale):
+    def step(self, g, grads, fresh):
         rate, C = self.rate_table[g], self.col
         if self.has_lrpow:
-            fade = torch.where(C("lrfade") > 0, (1 - g / (C("lrfade") * self.updates).clamp(min=1e-9)).clamp(min=0), 1.0)
+            fade = torch.where(
+                C("lrfade") > 0, (1 - g / (C("lrfade") * self.updates).clamp(min=1e-9)).clamp(min=0), 1.0
+            )
         for k, w in self.w.items():
             per = (slice(None), slice(None)) + (None,) * (w.ndim - 2)
-            lr = rate[None] * (1 + self.delay_dev[k]) ** (-C("lrpow") * fade) if self.has_lrpow else rate[None].expand(w.shape[0], -1)
+            lr = (
+                rate[None] * (1 + self.delay_dev[k]) ** (-C("lrpow") * fade)
+                if self.has_lrpow
+                else rate[None].expand(w.shape[0], -1)
+            )
             if k not in MATRICES:
                 lr = lr * self.ends
             lr = lr[per]
@@ -247,7 +334,11 @@ class Batch:
                 w.mul_(1 - lr * C("wd")[None].expand(w.shape[0], -1)[per])
             if self.has_ef:
                 last = self.s.get((k, "last"))
-                lam = (self.lam[k] if fresh is None else torch.where(fresh[None], torch.where(self.lam[k] > 0, C("fresh")[None], 0.0), self.lam[k]))[per]
+                lam = (
+                    self.lam[k]
+                    if fresh is None
+                    else torch.where(fresh[None], torch.where(self.lam[k] > 0, C("fresh")[None], 0.0), self.lam[k])
+                )[per]
                 if last is None:
                     self.s[k, "last"] = upd.clone()
                     new = upd
@@ -264,15 +355,23 @@ class Batch:
 
     def update(self, k, gr, g, per):
         C, s = self.col, self.s
-        ex = lambda name: C(name)[None].expand(gr.shape[0], -1)[per]
+
+        def ex(name: str) -> Tensor:
+            return C(name)[None].expand(gr.shape[0], -1)[per]
+
         if self.opt == "muon" and k in MATRICES:
             if (k, "m") not in s:
                 s[k, "m"] = torch.zeros_like(gr)
             mom = (C("mom")[None] ** (1 / (1 + C("momd")[None] * self.delay_dev[k])))[per]
             s[k, "m"].mul_(mom).add_(gr * (1 - mom))
-            kap = torch.where(C("kappa")[None] < 0, 1 - C("mom")[None], C("kappa")[None]) + C("kappa_d")[None] * self.delay_dev[k]
+            kap = (
+                torch.where(C("kappa")[None] < 0, 1 - C("mom")[None], C("kappa")[None])
+                + C("kappa_d")[None] * self.delay_dev[k]
+            )
             m = s[k, "m"] + kap[per] * (gr - s[k, "m"])
-            return newton_schulz(m, abs(self.ns), torch.float32 if self.ns < 0 else torch.bfloat16) * (0.2 * math.sqrt(max(gr.shape[-2:])))
+            return newton_schulz(m, abs(self.ns), torch.float32 if self.ns < 0 else torch.bfloat16) * (
+                0.2 * math.sqrt(max(gr.shape[-2:]))
+            )
         if self.opt == "soap" and k in MATRICES:
             return self.soap(k, gr, g, ex)
         b1, b2 = (ex("b1"), ex("b2")) if self.opt != "muon" else (0.9, 0.95)
@@ -301,6 +400,7 @@ class Batch:
             s[k, side].mul_(b2).add_(cov * (1 - b2))
             if g < 20 or g % self.runs[0]["qfreq"] == 0:
                 s[k, "Q" + side] = orth(s[k, side] @ s[k, "Q" + side])
+
         def rot(x, back=False):
             for side in sides:
                 q = s[k, "Q" + side]
@@ -309,6 +409,7 @@ class Batch:
                 else:
                     x = (q if back else q.transpose(-1, -2)) @ x
             return x
+
         m, v = s[k, "m"], s[k, "v"]
         m.mul_(b1).add_(gr * (1 - b1))
         rg = rot(gr)
@@ -341,7 +442,7 @@ def go(runs, dev, corpus, deadline=None, size=128):
             todo[:0] = [(key, part[: len(part) // 2]), (key, part[len(part) // 2 :])]
             continue
         print(f"# {key} {len(part)} runs, {time.time() - begun:.1f} s, {deadline - time.time():.0f} s left", flush=True)
-        for n, value, e in zip(part, values, emas):
+        for n, value, e in zip(part, values, emas, strict=True):
             out[n] = value if e is None or not runs[n].get("ema") else min(value, e)
         del b
     return out

@@ -1,24 +1,36 @@
-"""Search over corrections of late gradients, adaptive, until the deadline: python grid.py WHICH SECONDS OUT [SIZE]."""
+"""Search over corrections of late gradients until the time is over, three seeds of the best along the way.
+
+python -m support.late_runs.search muon|every|others|longer SECONDS FOLDER [RUNS AT ONCE]      within tests/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
 import random
-from emu import *
+import sys
+import time
+
+import torch
+
+from support.inside import load_corpus
+
+from .emulate import DEFAULT, go
 
 which, seconds, folder = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 SIZE = int(sys.argv[4]) if len(sys.argv) > 4 else 128
-UPDATES = int(os.environ.get("UPDATES", 500))
+UPDATES = int(os.environ.get("UPDATES", "500"))
 dev = "cuda" if torch.cuda.is_available() else "cpu"
 torch.backends.cuda.matmul.allow_tf32 = True
 deadline = time.time() + seconds
 corpus = load_corpus()
 os.makedirs(folder, exist_ok=True)
-log = open(f"{folder}/{which}.jsonl", "a")
+log = open(  # noqa: SIM115
+    f"{folder}/{which}.jsonl", "a"
+)
 rnd = random.Random(which)
 SEARCH = 3  # seed of searches; figures are of seeds 0, 1, 2
-
-
-def late():
-    return time.time() > deadline - 5
-
-
 
 
 def logu(a, b):
@@ -110,7 +122,7 @@ def measure_named(runs, names):
     runs = [{"updates": UPDATES, **r} for r in runs]
     losses = go(runs, dev, corpus, deadline, SIZE)
     out = []
-    for r, loss, name in zip(runs, losses, names):
+    for r, loss, name in zip(runs, losses, names, strict=True):
         if loss is not None:
             loss = loss if math.isfinite(loss) else 99.0
             log.write(json.dumps({"family": name[0], "search": name[1], "loss": round(loss, 4), **r}) + "\n")
@@ -119,7 +131,10 @@ def measure_named(runs, names):
     return out
 
 
-n = lambda share: max(1, round(share * SIZE))
+def n(share):
+    return max(1, round(share * SIZE))
+
+
 ALL = {**RATE, **CURVE, **MOM, **EF, **SMOOTH, **LR, **KAPPA, **EMA}
 A = [{"rate": 0.008}, {"rate": 0.004}]
 if which == "muon":
@@ -134,7 +149,13 @@ if which == "muon":
             ("P=8 rate by delay", f, {**RATE, **CURVE, **LR}, n(0.08), []),
             ("P=8 momentum and Nesterov's share by delay", f, {**RATE, **CURVE, **MOM, **KAPPA}, n(0.1), []),
             ("P=4 all", {"P": 4}, ALL, n(0.08), [{"rate": 0.004, "factor": 1.0}]),
-            ("2bw all", {"sched": "2bw"}, {**RATE, **CURVE, **MOM, **EF, **SMOOTH, **KAPPA, **EMA}, n(0.08), [{"rate": 0.008, "factor": 2.0}]),
+            (
+                "2bw all",
+                {"sched": "2bw"},
+                {**RATE, **CURVE, **MOM, **EF, **SMOOTH, **KAPPA, **EMA},
+                n(0.08),
+                [{"rate": 0.008, "factor": 2.0}],
+            ),
         ],
         rows=[
             ("known: pipedream P=8, feedback 1, drained every 50", {"P": 8, "factor": 1.0, "drain": 50}),
@@ -153,10 +174,20 @@ if which == "every":
             rows += [(f"P=8 every {every}, plain", {**f, "rate": rate})]
             rows += [(f"P=8 every {every}, feedback {x}", {**f, "rate": rate, "factor": x}) for x in (1.0, 2.0, 3.0)]
         if every > 2:
-            rows += [(f"P=8 every {every}, feedback 2, flush_first {x}", {**f, "rate": 0.008, "factor": 2.0, "flush_first": x}) for x in (50, 150)]
+            rows += [
+                (
+                    f"P=8 every {every}, feedback 2, flush_first {x}",
+                    {**f, "rate": 0.008, "factor": 2.0, "flush_first": x},
+                )
+                for x in (50, 150)
+            ]
         if every == 8:
             rows += [(f"P=4 every 4, feedback {x}", {"P": 4, "every": 4, "factor": x}) for x in (1.0, 2.0)]
-        campaign([(f"P=8 every {every}, searched", f, {**RATE, **CURVE, **EF}, n(0.3), [])], turns=2 if every > 2 else 3, rows=rows)
+        campaign(
+            [(f"P=8 every {every}, searched", f, {**RATE, **CURVE, **EF}, n(0.3), [])],
+            turns=2 if every > 2 else 3,
+            rows=rows,
+        )
 if which == "others":
     R = {"rate": logu(0.0005, 0.01)}
     for opt in ("soap", "adam", "nadam"):
@@ -164,18 +195,47 @@ if which == "others":
         knobs = {**R, **CURVE, **betas}
         campaign(
             [
-                (f"1f1b {opt}", {"opt": opt, "sched": "1f1b"}, {**knobs, **SYNC_EF}, n(0.2), [{"rate": 0.004}, {"rate": 0.002}]),
+                (
+                    f"1f1b {opt}",
+                    {"opt": opt, "sched": "1f1b"},
+                    {**knobs, **SYNC_EF},
+                    n(0.2),
+                    [{"rate": 0.004}, {"rate": 0.002}],
+                ),
                 (f"P=8 {opt}, plain", {"opt": opt, "P": 8}, knobs, n(0.2), [{"rate": 0.002}, {"rate": 0.001}]),
-                (f"P=8 {opt}, corrected", {"opt": opt, "P": 8}, {**knobs, **EF, **SMOOTH, **LR}, n(0.3), [{"rate": 0.001, "factor": 1.0}]),
-                (f"2bw {opt}, corrected", {"opt": opt, "sched": "2bw"}, {**knobs, **EF, **SMOOTH}, n(0.2), [{"rate": 0.001, "factor": 2.0}]),
+                (
+                    f"P=8 {opt}, corrected",
+                    {"opt": opt, "P": 8},
+                    {**knobs, **EF, **SMOOTH, **LR},
+                    n(0.3),
+                    [{"rate": 0.001, "factor": 1.0}],
+                ),
+                (
+                    f"2bw {opt}, corrected",
+                    {"opt": opt, "sched": "2bw"},
+                    {**knobs, **EF, **SMOOTH},
+                    n(0.2),
+                    [{"rate": 0.001, "factor": 2.0}],
+                ),
             ],
             turns=3,
         )
 if which == "longer":
     for ns in (5, 3, 2, 4, 1, -5):
         c = {"ns": ns}
-        campaign([], turns=1, rows=[(f"ns {ns}: 1f1b", {**c, "sched": "1f1b"}), (f"ns {ns}: 1f1b, feedback 1", {**c, "sched": "1f1b", "lam_min": 1.0}),
-            (f"ns {ns}: 2bw, feedback 2, flush_first 150", {**c, "sched": "2bw", "factor": 2.0, "flush_first": 150}), (f"ns {ns}: 2bw, feedback 2", {**c, "sched": "2bw", "factor": 2.0})])
+        campaign(
+            [],
+            turns=1,
+            rows=[
+                (f"ns {ns}: 1f1b", {**c, "sched": "1f1b"}),
+                (f"ns {ns}: 1f1b, feedback 1", {**c, "sched": "1f1b", "lam_min": 1.0}),
+                (
+                    f"ns {ns}: 2bw, feedback 2, flush_first 150",
+                    {**c, "sched": "2bw", "factor": 2.0, "flush_first": 150},
+                ),
+                (f"ns {ns}: 2bw, feedback 2", {**c, "sched": "2bw", "factor": 2.0}),
+            ],
+        )
     for updates in (1000, 2000):
         UPDATES = updates
         rows = []
@@ -183,9 +243,20 @@ if which == "longer":
             rows.append((f"{updates}: 1f1b", {"sched": "1f1b", "rate": rate}))
             rows.append((f"{updates}: 1f1b, feedback 1", {"sched": "1f1b", "rate": rate, "lam_min": 1.0}))
             rows += [(f"{updates}: P=8, feedback {x}", {"P": 8, "rate": rate, "factor": x}) for x in (0.5, 1.0)]
-            rows += [(f"{updates}: P=8, smooth feedback {x}", {"P": 8, "rate": rate, "factor": x, "ef_beta": 0.9}) for x in (0.2, 0.7)]
+            rows += [
+                (f"{updates}: P=8, smooth feedback {x}", {"P": 8, "rate": rate, "factor": x, "ef_beta": 0.9})
+                for x in (0.2, 0.7)
+            ]
             rows.append((f"{updates}: P=4, feedback 1", {"P": 4, "rate": rate, "factor": 1.0}))
             rows.append((f"{updates}: 2bw, feedback 2", {"sched": "2bw", "rate": rate, "factor": 2.0}))
         campaign([], turns=1, rows=rows)
-        campaign([], turns=1, rows=[(f"{updates}: P=8 every 8, feedback {x}", {"P": 8, "every": 8, "rate": rate, "factor": x}) for x in (1.0, 2.0) for rate in (0.004, 0.008)])
+        campaign(
+            [],
+            turns=1,
+            rows=[
+                (f"{updates}: P=8 every 8, feedback {x}", {"P": 8, "every": 8, "rate": rate, "factor": x})
+                for x in (1.0, 2.0)
+                for rate in (0.004, 0.008)
+            ],
+        )
 print(f"# {which} ends {deadline - time.time():.0f} s before its deadline", flush=True)
