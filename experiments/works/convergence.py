@@ -29,8 +29,7 @@ CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
 
 _EACH_UPDATES = ("pipedream", "paci")
 _MICROBATCHES = 10  # under these: batches of the others
-_TIMED, _WARM = 40, 10  # updates
-_VALIDATED = 32  # sequences at once
+_TIMED, _WARM, _VALIDATED = 40, 10, 32  # updates, twice; sequences at once
 _CURVE_SHARE = 4  # one in so many of the validation batches along the way
 
 
@@ -39,8 +38,7 @@ class Setting:
     """A run's setting.
 
     Arguments:
-        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, as a microbatch of theirs,
-            or as `update_every` smaller ones: gradients are late by so many updates less.
+        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, in `update_every` parts.
         ranks: P.
         optimizer: adamw; muon: Muon for the matrices of the blocks, AdamW for the rest.
         correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
