@@ -29,8 +29,7 @@ CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
 
 _EACH_UPDATES = ("pipedream", "paci")
 _MICROBATCHES = 10  # under these: batches of the others
-_TIMED, _WARM = 40, 10  # updates
-_VALIDATED = 32  # sequences at once
+_TIMED, _WARM, _VALIDATED = 40, 10, 32  # updates, twice; sequences at once
 _CURVE_SHARE = 4  # one in so many of the validation batches along the way
 
 
@@ -39,7 +38,7 @@ class Setting:
     """A run's setting.
 
     Arguments:
-        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, as a microbatch of theirs.
+        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, in `update_every` parts.
         ranks: P.
         optimizer: adamw; muon: Muon for the matrices of the blocks, AdamW for the rest.
         correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
@@ -57,6 +56,7 @@ class Setting:
 
     schedule: str
     ranks: int = 2
+    update_every: int = 1
     optimizer: str = "adamw"
     correction: str = NONE
     factor: float = 1.0
@@ -101,7 +101,7 @@ class Setting:
     @property
     def updates_a_step(self) -> int:
         """Updates of one `train_step`."""
-        return _MICROBATCHES if self.schedule in _EACH_UPDATES else 1
+        return _MICROBATCHES if self.schedule in _EACH_UPDATES and self.update_every == 1 else 1
 
     @property
     def tokens_a_step(self) -> int:
@@ -111,8 +111,8 @@ class Setting:
     def make_schedule(self) -> Schedule:
         """Schedule of one step: an update behind every `sequences` samples."""
         if self.schedule in _EACH_UPDATES:
-            options = {"update_every": 1}
-            return build(self.schedule, num_ranks=self.ranks, num_microbatches=self.updates_a_step, **options)
+            each, number = self.update_every, self.update_every * self.updates_a_step
+            return build(self.schedule, num_ranks=self.ranks, num_microbatches=number, update_every=each)
         return build(self.schedule, num_ranks=self.ranks, num_microbatches=self.ranks)
 
 

@@ -14,6 +14,7 @@ from support.inside import (
     How,
     Setting,
     batch,
+    derive_versions,
     draw,
     label,
     learning_rate_curve,
@@ -140,6 +141,10 @@ def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> 
     for at, part in enumerate(whole.tokens.split(16)):
         assert torch.equal(part, batch(flush, corpus, 10 + at).tokens)
     assert stream.make_schedule().weight_rule == "stashing"
+    cut = Setting(schedule="pipedream", ranks=4, update_every=8)  # in as many microbatches as the flush schedule's
+    assert torch.equal(batch(cut, corpus, 3).tokens, batch(flush, corpus, 3).tokens)
+    assert derive_versions(cut.make_schedule()).staleness == (1, 1, 1, 0)
+    assert derive_versions(stream.make_schedule()).staleness == (3, 2, 1, 0)
 
 
 def _speed(setting: Setting) -> float:
