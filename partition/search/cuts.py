@@ -177,7 +177,7 @@ class _EvenCosts:
 
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
         counts, versions, size = self.counts[p], self.flights[p].versions, self.c.tensors[p]
-        key = (counts, versions, recompute, size)
+        key = (counts, versions, recompute, size)  # a place's messages follow from `counts`
         if key not in self._parts:
             streams = family(self.c.schedule).rule.is_asynchronous
             divides = "full" in self.rules.sharding
@@ -190,6 +190,7 @@ class _EvenCosts:
                 tensor=min(self.c.tensors[max(0, p - 1) : p + 2]),
                 num_chunks=self.c.num_chunks,
                 streams=streams,
+                num_messages=self.c.num_messages(p),
             )
         fixed, each, behind = self._parts[key]
         return np.maximum(fixed + held * each, behind)

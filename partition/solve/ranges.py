@@ -165,6 +165,7 @@ class RangeCosts:
             copies=self.versions + 1 + self.optimizer_ratio,
             replicas=replicas,
             streams=self.rule.is_asynchronous,
+            num_messages=np.inf if self.num_microbatches is None else -(-self.num_microbatches // np.asarray(replicas)),
         )
         return fixed, each + self.versions_in_flight * sums.weights, behind
 

@@ -253,7 +253,7 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
     )
     held, running = rng.integers(1, 7, (moments, V)), np.eye(V)[rng.integers(0, V, moments)]
     counts = np.concatenate([held, np.zeros((moments, 2 * V)), running], axis=1).astype(float)
-    flight = Moments(counts=counts, num_forwards=moments, versions=1, num_microbatches=8)
+    flight = Moments(counts=counts, num_forwards=moments, versions=1)
     most = float((held @ stash).max())
     for share in (0.9, 0.6, 0.35):
         place = RankPlace(stages=tuple(range(V)), replicas=1, tensor=1, limit=share * most)
