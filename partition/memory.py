@@ -322,7 +322,7 @@ class RankPlace:
     Arguments:
         streams: whether batches follow each other without a flush.
         beside: of its memory, what is certain to go to others than tensors (`certain`) [bytes].
-        num_messages: that come to it from one side in a batch, at most.
+        num_messages: that come to it from one side in a batch, at most; where nobody knows, four are posted ahead.
     """
 
     stages: tuple[int, ...]
@@ -361,7 +361,7 @@ def stage_parts(
     share = tensor * num_chunks
     sent = sums.before * GRADIENTS_SENT
     for size in (sums.before, sums.behind):  # never less than `receives_ahead` of the largest of all stages
-        ahead = np.maximum(RECEIVES_AHEAD, AHEAD_BYTES / np.maximum(size, 1))
+        ahead = np.maximum(RECEIVES_AHEAD, np.isfinite(num_messages) * AHEAD_BYTES / np.maximum(size, 1))
         sent = sent + size * np.minimum(ahead, num_messages + streams)
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
     under = sums.under(recompute)
