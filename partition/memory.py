@@ -326,25 +326,16 @@ class RankPlace:
     """
 
     stages: tuple[int, ...]
-    replicas: int
+    replicas: Figures
     tensor: int
     limit: float
     streams: bool = False
     beside: float = 0.0
-    num_messages: float = math.inf
+    num_messages: Figures = math.inf
 
 
 def stage_parts(
-    sums: StageSums,
-    *,
-    copies: Figures,
-    replicas: Figures = 1,
-    divides: bool = False,
-    recompute: str = "none",
-    tensor: int = 1,
-    num_chunks: int = 1,
-    streams: bool = False,
-    num_messages: Figures = math.inf,
+    sums: StageSums, place: RankPlace, *, copies: Figures, divides: bool = False, recompute: str = "none"
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight; and the bytes
     behind the batch, which may be more than these together.
@@ -352,17 +343,16 @@ def stage_parts(
     What the V stages of a rank share counts with a V-th.
 
     Arguments:
+        place: of its stages the number alone counts.
         copies: how many times the weights are there: versions, gradients, the optimizer's state.
-        replicas: over which gradients are summed.
-        divides: whether the optimizer's state may be divided over them.
-        streams: whether batches follow each other without a flush.
-        num_messages: see `RankPlace`; elementwise, too.
+        divides: whether the optimizer's state may be divided over the replicas.
     """
-    share = tensor * num_chunks
+    num_chunks, replicas, streams = len(place.stages), place.replicas, place.streams
+    share = place.tensor * num_chunks
     sent = sums.before * GRADIENTS_SENT
     for size in (sums.before, sums.behind):  # never less than `receives_ahead` of the largest of all stages
-        ahead = np.maximum(RECEIVES_AHEAD, np.isfinite(num_messages) * AHEAD_BYTES / np.maximum(size, 1))
-        sent = sent + size * np.minimum(ahead, num_messages + streams)
+        ahead = np.maximum(RECEIVES_AHEAD, np.isfinite(place.num_messages) * AHEAD_BYTES / np.maximum(size, 1))
+        sent = sent + size * np.minimum(ahead, place.num_messages + streams)
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
     under = sums.under(recompute)
     passing, one = workspace + sent / share + under.again, sums.behind / share + under.kept

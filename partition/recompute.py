@@ -197,7 +197,7 @@ class _TreatedRank:
         comes, goes = ([stage + step not in self.own for stage in self.own] for step in (-1, 1))
         before, behind = np.where(comes, self.before, 0.0), np.where(goes, self.behind, 0.0)
         into, out, most = float(before.max()), float(behind.max()), float(self.most.sum())
-        n, largest = self.place.num_messages, max(self.sums.before.max(), self.sums.behind.max())
+        n, largest = float(self.place.num_messages), max(self.sums.before.max(), self.sums.behind.max())
         ahead = receives_ahead(largest if n < math.inf else math.inf)
         # Under a flush a microbatch is posted, or sent on, or its gradient returned. A stream posts for the next batch.
         total = math.inf if self.place.streams else n
