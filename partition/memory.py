@@ -31,7 +31,7 @@ from ..schedules.families.registry import family
 from ..schedules.families.warmup import Turns
 from ..schedules.ir import BACKWARD_OPS, BESIDE_OPS, LAST_USES, Action, Op, Schedule
 from ..schedules.liveness import activation_counts, activations
-from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
+from ..schedules.messages import AHEAD_BYTES, BUCKET_BYTES, RECEIVES_AHEAD
 from ..schedules.rules.versions import derive_versions
 from ..schedules.timing.memory import StageBytes
 from ..schedules.timing.timeline import Timeline
@@ -40,7 +40,6 @@ from .strict import check_figures
 from .topology import Floats, Indices
 
 GRADIENTS_SENT = 2  # that are not yet known to be received, at most
-RUNNING_ON = 1 << 20  # microbatches beyond those in flight, where nobody says how many a batch has
 _PARTS = 1 << 20  # of a microbatch, in which slices are counted
 _FEW = 256  # moments that are compared all with all
 _GPUS = ("cuda", "nvidia", "tesla", "geforce", "a100", "a10", "h100", "h200", "b200", "v100", "p100", "l4", "t4")
@@ -110,13 +109,11 @@ class Moments:
             while its own backward runs, which makes anew what is recomputed. Those without a backward come first.
         num_forwards: how many these are.
         versions: of the weights.
-        num_microbatches: that the rank runs at all, per stage.
     """
 
     counts: Floats
     num_forwards: int
     versions: int
-    num_microbatches: int
 
     @property
     def held(self) -> Floats:
@@ -157,16 +154,14 @@ def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int
     found, rule = [], family(schedule).rule
     for at, count in enumerate(counts):
         depth = -(-sum(counts[at:]) // count)
-        own = depth + RUNNING_ON if num_microbatches is None else -(-num_microbatches // count)
-        if not rule.is_asynchronous:
-            depth = min(depth, own)
+        if not (rule.is_asynchronous or num_microbatches is None):
+            depth = min(depth, -(-num_microbatches // count))
         rows = [[depth, 1, rule.is_asynchronous, in_backward] for in_backward in (0, 1)]
         found.append(
             Moments(
                 counts=np.array(rows, dtype=np.float64),
                 num_forwards=1,
                 versions=rule.versions_kept(depth),
-                num_microbatches=own,
             )
         )
     return tuple(found)
@@ -180,7 +175,6 @@ def merged(ranks: Sequence[Moments]) -> Moments:
         counts=np.concatenate([*forwards, *backwards]),
         num_forwards=sum(map(len, forwards)),
         versions=max(rank.versions for rank in ranks),
-        num_microbatches=max(rank.num_microbatches for rank in ranks),
     )
 
 
@@ -195,15 +189,13 @@ def in_flight_of_turns(turns: Turns, *, num_chunks: int) -> tuple[Moments, ...]:
     begun, done = (_of_first(chunks, num_chunks) for chunks in (forwards, backwards))
     states = np.concatenate([done > 0, done == done[-1]], axis=1).astype(done.dtype)  # gradients, their sums
     at = np.arange(len(forwards))
-    num_microbatches, found = int(begun[-1, 0]), []
+    found = []
     for warmup in turns.warmups:
         behind, ahead = np.maximum(at - warmup, 0), np.minimum(at + warmup + 1, len(at))
         in_forwards = np.concatenate([begun[1:] - done[behind], states[behind]], axis=1)
         in_backwards = np.concatenate([begun[ahead] - done[:-1], states[:-1]], axis=1)
         counts, num_forwards = _moments(in_forwards, in_backwards, backwards, streams=False)
-        found.append(
-            Moments(counts=counts, num_forwards=num_forwards, versions=1, num_microbatches=num_microbatches),
-        )
+        found.append(Moments(counts=counts, num_forwards=num_forwards, versions=1))
     return tuple(found)
 
 
@@ -240,12 +232,7 @@ def _of_program(
     every = np.concatenate([alive, graded, summed], axis=1)
     found, num_forwards = _moments(every[forward], every[backward], chunks[backward], streams=streams)
     found[:, : len(stages)] /= _PARTS if parts else 1
-    return Moments(
-        counts=found,
-        num_forwards=num_forwards,
-        versions=max(1, versions),
-        num_microbatches=sum(op is Op.F and chunk_of[stage] == 0 for stage, op, _ in steps),
-    )
+    return Moments(counts=found, num_forwards=num_forwards, versions=max(1, versions))
 
 
 def _moments(forward: Indices, backward: Indices, chunks: Indices, *, streams: bool) -> tuple[Floats, int]:
@@ -335,26 +322,20 @@ class RankPlace:
     Arguments:
         streams: whether batches follow each other without a flush.
         beside: of its memory, what is certain to go to others than tensors (`certain`) [bytes].
+        num_messages: that come to it from one side in a batch, at most; where nobody knows, four are posted ahead.
     """
 
     stages: tuple[int, ...]
-    replicas: int
+    replicas: Figures
     tensor: int
     limit: float
     streams: bool = False
     beside: float = 0.0
+    num_messages: Figures = math.inf
 
 
 def stage_parts(
-    sums: StageSums,
-    *,
-    copies: Figures,
-    replicas: Figures = 1,
-    divides: bool = False,
-    recompute: str = "none",
-    tensor: int = 1,
-    num_chunks: int = 1,
-    streams: bool = False,
+    sums: StageSums, place: RankPlace, *, copies: Figures, divides: bool = False, recompute: str = "none"
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight; and the bytes
     behind the batch, which may be more than these together.
@@ -362,13 +343,16 @@ def stage_parts(
     What the V stages of a rank share counts with a V-th.
 
     Arguments:
+        place: of its stages the number alone counts.
         copies: how many times the weights are there: versions, gradients, the optimizer's state.
-        replicas: over which gradients are summed.
-        divides: whether the optimizer's state may be divided over them.
-        streams: whether batches follow each other without a flush.
+        divides: whether the optimizer's state may be divided over the replicas.
     """
-    share = tensor * num_chunks
-    sent = sums.before * (RECEIVES_AHEAD + GRADIENTS_SENT) + sums.behind * RECEIVES_AHEAD
+    num_chunks, replicas, streams = len(place.stages), place.replicas, place.streams
+    share = place.tensor * num_chunks
+    sent = sums.before * GRADIENTS_SENT
+    for size in (sums.before, sums.behind):  # never less than `receives_ahead` of the largest of all stages
+        ahead = np.maximum(RECEIVES_AHEAD, np.isfinite(place.num_messages) * AHEAD_BYTES / np.maximum(size, 1))
+        sent = sent + size * np.minimum(ahead, place.num_messages + streams)
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
     under = sums.under(recompute)
     passing, one = workspace + sent / share + under.again, sums.behind / share + under.kept

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
+from ..schedules.messages import BUCKET_BYTES, receives_ahead
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
 from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, StageSeconds, StageSums
 from .topology import Floats, Indices
@@ -194,12 +194,17 @@ class _TreatedRank:
     @cached_property
     def messages(self) -> float:
         """Bytes received ahead and sent; stages on the same rank send each other nothing."""
-        num_messages = self.moments.num_microbatches * self.num_chunks
-        received, returned = min(RECEIVES_AHEAD, num_messages), min(GRADIENTS_SENT, num_messages)
         comes, goes = ([stage + step not in self.own for stage in self.own] for step in (-1, 1))
         before, behind = np.where(comes, self.before, 0.0), np.where(goes, self.behind, 0.0)
-        sent = float(behind.max()) * received + float((behind * self.most).sum())
-        return (float(before.max()) * (received + returned) + sent) / self.place.tensor
+        into, out, most = float(before.max()), float(behind.max()), float(self.most.sum())
+        n, largest = float(self.place.num_messages), max(self.sums.before.max(), self.sums.behind.max())
+        ahead = receives_ahead(largest if n < math.inf else math.inf)
+        # Under a flush a microbatch is posted, or sent on, or its gradient returned. A stream posts for the next batch.
+        total = math.inf if self.place.streams else n
+        posted = min(ahead, n) if into >= out else max(0.0, min(ahead, n, total - most))
+        sent = float((behind * self.most).sum()) if total - posted >= most else out * (total - posted)
+        sent += out * min(ahead, n + self.place.streams)
+        return (into * min(posted + GRADIENTS_SENT, total) + sent) / self.place.tensor
 
     @cached_property
     def largest_workspace(self) -> float:

@@ -110,7 +110,8 @@ def _connected(
 
     # 7. Programs, and the links that they need
     programs, make_update = _update(run, placed)
-    evaluation_programs = batch_programs(placed.evaluate.schedule, Sharing(loss=run.has_loss))
+    sharing = Sharing(loss=run.has_loss, receives_ahead=placed.evaluate.receives_ahead)
+    evaluation_programs = batch_programs(placed.evaluate.schedule, sharing)
     links = RankLinks(run, links_of([*programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
     # 8. The update behind them
@@ -427,10 +428,10 @@ def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[
                 f"of several updates, each with a scale of its own. Expected a flush schedule such as "
                 f"schedule='1f1b', or torch.autocast to bfloat16, which needs no scale"
             )
-        course = stream_course(run, schedule, placed.ownership)
+        course = stream_course(run, placed.train, placed.ownership)
         return course.programs, partial(StreamUpdate, course)
     settings.refuse_flush(schedule.name)
-    programs = flush_programs(run, schedule, placed.ownership)
+    programs = flush_programs(run, placed.train, placed.ownership)
     if settings.post_validation:
         refuse_sharding(run.layout.sharding)
     if run.layout.sync != 1:

@@ -9,15 +9,21 @@ from typing import NamedTuple
 
 from .actions import Collective
 
-# Receives of a link that are posted and not yet consumed, at most, unless the order forces more. A link carries several
-# streams (chunks, gradients): enough to keep it busy, and no buffers that grow with M.
+# Receives of a link that are posted and not yet consumed: so many, since a link carries several streams (chunks,
+# gradients), or what these bytes hold, to cover latency times rate (there and back 14 MB at 1 Gbit/s over 56 ms).
 RECEIVES_AHEAD = 4
+AHEAD_BYTES = 1 << 24
 
 # Bytes of gradients that ranks add up at once, in one flat buffer; a larger gradient goes alone.
 BUCKET_BYTES = 1 << 24
 
 # Bytes from which on a gradient goes alone: a copy into a buffer would take as long as a send of its own, and memory.
 ALONE_BYTES = 1 << 18
+
+
+def receives_ahead(num_bytes: float) -> int:
+    """Receives of each link to post ahead, where the largest message of all has so many bytes."""
+    return max(RECEIVES_AHEAD, int(AHEAD_BYTES // max(1, num_bytes)))
 
 
 class MessageKind(StrEnum):
@@ -77,7 +83,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Things that ranks tell each other besides activations and gradients.
+    """Things that ranks tell each other besides activations and gradients, and how far ahead they listen.
 
     Arguments:
         loss: the losses, from the ranks of the last stage to every rank.
@@ -85,6 +91,7 @@ class Sharing:
         sums: groups of ranks that add up gradients before each update (likewise).
         parts: groups of ranks that each update parts of their weights, and tell the others (likewise).
         collectives: what ranks do together in a program without updates, such as all-reduces of shared gradients.
+        receives_ahead: most receives of a link that are posted and not yet consumed, unless order or sends force more.
     """
 
     loss: bool = False
@@ -92,6 +99,7 @@ class Sharing:
     sums: tuple[tuple[int, ...], ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     collectives: tuple[Collective, ...] = ()
+    receives_ahead: int = RECEIVES_AHEAD
 
     def partners(self, rank: int) -> list[int]:
         """The ranks with which `rank` adds up gradients, ascending."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schedules.families.registry import family
 from ..cluster import Cluster
-from ..memory import Moments, certain, stage_parts
+from ..memory import Moments, RankPlace, certain, stage_parts
 from ..solve.chunks import all_stages, equal_stages, even_stages
 from ..solve.dynamic import grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
@@ -177,19 +177,22 @@ class _EvenCosts:
 
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
         counts, versions, size = self.counts[p], self.flights[p].versions, self.c.tensors[p]
-        key = (counts, versions, recompute, size)
+        key = (counts, versions, recompute, size)  # a place's messages follow from `counts`
         if key not in self._parts:
-            streams = family(self.c.schedule).rule.is_asynchronous
             divides = "full" in self.rules.sharding
             self._parts[key] = stage_parts(
                 self.sums[size],
+                RankPlace(
+                    stages=(p,) * self.c.num_chunks,
+                    replicas=counts,
+                    tensor=min(self.c.tensors[max(0, p - 1) : p + 2]),
+                    limit=self.place.limits[p],
+                    streams=family(self.c.schedule).rule.is_asynchronous,
+                    num_messages=self.c.num_messages(p),
+                ),
                 copies=versions + 1 + self.rules.optimizer_ratio / (counts if divides else 1),
-                replicas=counts,
                 divides=divides,
                 recompute=recompute,
-                tensor=min(self.c.tensors[max(0, p - 1) : p + 2]),
-                num_chunks=self.c.num_chunks,
-                streams=streams,
             )
         fixed, each, behind = self._parts[key]
         return np.maximum(fixed + held * each, behind)

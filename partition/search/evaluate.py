@@ -373,6 +373,7 @@ class PlanEvaluator:
             limit=self.placement(c).limits[p],
             streams=family(c.schedule).rule.is_asynchronous,
             beside=certain(self.model(c).profile.device),
+            num_messages=c.num_messages(p),
         )
 
     def simulate(self, evaluated: Evaluated) -> Evaluated:

@@ -5,6 +5,7 @@ rank = (p D + d) T + t        tensor ranks t < T are neighbours, then data repli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, permutations, product
@@ -79,6 +80,11 @@ class Configuration:
         if self.ranks is None:
             return (self.data,) * self.pipeline
         return tuple(len(ranks) // size for ranks, size in zip(self.ranks, self.tensors, strict=True))
+
+    def num_messages(self, p: int) -> float:
+        """Messages of a batch that come to a rank of place p from one side, at most."""
+        M = self.num_microbatches
+        return math.inf if M is None else -(-M // self.counts[p]) * self.num_chunks
 
     @property
     def is_equal(self) -> bool:

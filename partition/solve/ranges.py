@@ -24,7 +24,7 @@ import numpy as np
 
 from ...schedules.families.registry import FAMILIES, family
 from ..cluster import Cluster
-from ..memory import stage_parts
+from ..memory import RankPlace, stage_parts
 from ..stage_cost import StageSums, busiest_share, pace
 from ..topology import Floats, Index, Indices, Topology
 from .cut_sums import Cut, Cuts
@@ -160,12 +160,12 @@ class RangeCosts:
 
     def parts(self, sums: StageSums, *, replicas: Any = 1) -> tuple[Floats, Floats, Floats]:
         """Bytes on each device of a stage in any case, for each microbatch in flight, and behind a batch."""
-        fixed, each, behind = stage_parts(
-            sums,
-            copies=self.versions + 1 + self.optimizer_ratio,
-            replicas=replicas,
-            streams=self.rule.is_asynchronous,
+        M, streams = self.num_microbatches, self.rule.is_asynchronous
+        messages = np.inf if M is None else -(-M // np.asarray(replicas))
+        place = RankPlace(
+            stages=(0,), replicas=replicas, tensor=1, limit=np.inf, streams=streams, num_messages=messages
         )
+        fixed, each, behind = stage_parts(sums, place, copies=self.versions + 1 + self.optimizer_ratio)
         return fixed, each + self.versions_in_flight * sums.weights, behind
 
     def seconds(self, first: Cut, last: Cut, at: Ranges) -> Floats:

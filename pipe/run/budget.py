@@ -37,7 +37,6 @@ from ...partition.profiler.memory import LiveBytes, bytes_of, storage_bytes
 from ...partition.profiler.passes import profiled
 from ...partition.topology import Floats
 from ...schedules import Op
-from ...schedules.messages import RECEIVES_AHEAD
 from ...schedules.wording import duration, size
 from ..batch.agreement import agreed
 from ..batch.batches import Batch
@@ -356,7 +355,7 @@ class Budgets:
         consumers = {c for c, stage in enumerate(stages) for ref in stage.inputs if ref.producer == s}
         specs = [spec for spec in probe.specs[s] if spec.requires_grad and consumers]
         returned = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-        ahead = min(RECEIVES_AHEAD, schedule.num_microbatches - 1)
+        ahead = min(self._mode.receives_ahead, schedule.num_microbatches - 1)
         held += (ahead + GRADIENTS_SENT) * received
         most = {Op.U: 0, Op.F: 0, Op.B: 0}
         for rank in schedule.owners[s]:

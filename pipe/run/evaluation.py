@@ -100,7 +100,8 @@ class Evaluation:
         if key not in self._forwards:
             mode, first = self._mode_for(like, has_loss=has_loss)
             mode, shards = mode.forwards(num_microbatches), self._ranks.update.shards
-            sharing = Sharing(loss=has_loss, collectives=self._run.layout.sharding.collectives())
+            collectives = self._run.layout.sharding.collectives()
+            sharing = Sharing(loss=has_loss, collectives=collectives, receives_ahead=mode.receives_ahead)
             programs = batch_programs(mode.schedule, sharing)
             updates = {rank: RankUpdate(rank, mode.schedule, shards) for rank in self._ranks.stages}
             self._forwards[key] = (

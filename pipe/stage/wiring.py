@@ -6,9 +6,11 @@ import copy
 from collections.abc import Sequence
 
 from ...comm import TensorSpec
+from ...comm.codecs import num_bytes
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...schedules import Edge, Message, MessageKind, Schedule, check
 from ...schedules.dependencies import Dependencies, Wire
+from ...schedules.messages import receives_ahead
 from ..guards.presence import OutputSpecs, flag_spec
 from .shapes import Inferred, InferredStages, Signature
 
@@ -35,6 +37,7 @@ class Mode:
         slots: by wire, the outputs of its producer that any of its consumers takes, ascending; of gradients, those for
             which one may come back.
         wants_grad: [S] by input.
+        receives_ahead: as many of a link as its largest message allows, the same on all ranks.
 
     Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """
@@ -83,6 +86,8 @@ class Mode:
                         takers.setdefault(ref.slot, []).append((stage, i))
             self.slots[wire] = tuple(sorted(takers))
             self._inputs[wire] = [takers[slot] for slot in self.slots[wire]]
+        sizes = [num_bytes(self.message_specs(wire.message(0), inference.of(microbatch))) for wire in self.wires]
+        self.receives_ahead = receives_ahead(max(sizes, default=0))
 
     def forwards(self, num_microbatches: int) -> Mode:
         """The same for forwards alone, of so many microbatches."""

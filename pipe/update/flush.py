@@ -24,6 +24,7 @@ from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.results import Known
 from ..context import Run
 from ..stage.ownership import Ownership
+from ..stage.wiring import Mode
 from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
 from .interface import Programs, Update
 from .loss_scale import LossScale, unscale
@@ -57,22 +58,23 @@ class FlushPrograms:
         return cut_behind_warm_up(self.schedule, sharing=self.sharing)
 
 
-def flush_programs(run: Run, schedule: Schedule, ownership: Ownership) -> FlushPrograms:
+def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:
     """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes."""
-    collectives, sharding, num_replicas = run.collectives, run.layout.sharding, run.num_replicas
+    schedule, sharding, num_replicas = mode.schedule, run.layout.sharding, run.num_replicas
     # Replicas of a position along the pipeline stand in a row (see `ProcessMesh`). A stage may have several positions.
     rows = [range(first, first + num_replicas) for first in range(0, schedule.num_ranks, num_replicas)]
     data_groups = [tuple(row) for row in rows for _ in row] if num_replicas > 1 else [()] * schedule.num_ranks
-    sums = () if collectives.alone else tuple(Collective(each, Op.REDUCE_GRAD, 0) for each in ownership.shared())
+    sums = () if run.collectives.alone else tuple(Collective(each, Op.REDUCE_GRAD, 0) for each in ownership.shared())
     for each in sums:
-        collectives.subgroup(each.ranks(schedule.owners))
+        run.collectives.subgroup(each.ranks(schedule.owners))
     for ranks, count in zip(schedule.owners, sharding.shards, strict=True):
         if count > 1:
-            collectives.subgroup(ranks)
+            run.collectives.subgroup(ranks)
     for group in dict.fromkeys(data_groups):
         if group:
-            collectives.subgroup(group)
-    sharing = Sharing(loss=run.has_loss, collectives=(*sums, *sharding.collectives()))
+            run.collectives.subgroup(group)
+    together = (*sums, *sharding.collectives())
+    sharing = Sharing(loss=run.has_loss, collectives=together, receives_ahead=mode.receives_ahead)
     return FlushPrograms(
         schedule=schedule, programs=batch_programs(schedule, sharing), sharing=sharing, data_groups=data_groups
     )

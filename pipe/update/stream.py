@@ -22,9 +22,9 @@ from ...schedules.transform import defer_updates
 from ..batch.batches import Batch
 from ..batch.results import Known
 from ..context import Run
-from ..shards.sharding import Sharding
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
+from ..stage.wiring import Mode
 from .gradients import refuse_sparse_modules
 from .interface import Programs, Update
 from .parts import UpdateParts
@@ -204,27 +204,25 @@ class StreamUpdate(Update):
         return [weights for rank in self._ranks.values() for weights in rank.weights.values()]
 
 
-def stream_course(run: Run, schedule: Schedule, ownership: Ownership) -> Course:
+def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
     """Calls of an asynchronous schedule, behind so many batches with a flush. Collective over the processes.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
     """
-    settings = run.settings
-    sharing = _sharing_of(schedule, ownership, run.layout.sharding, max_grad_norm=settings.max_grad_norm)
+    sharing = _sharing_of(run, mode, ownership)
     for ranks in sharing.parts:
         run.collectives.subgroup(ranks)  # for what is done with an empty pipeline
-    late = _with_late_updates(schedule, sharing)
-    return make_course(schedule, sharing=sharing, flush_first=settings.flush_first, late=late)
+    late = _with_late_updates(mode.schedule, sharing)
+    return make_course(mode.schedule, sharing=sharing, flush_first=run.settings.flush_first, late=late)
 
 
-def _sharing_of(
-    schedule: Schedule, ownership: Ownership, sharding: Sharding, *, max_grad_norm: float | None
-) -> Sharing:
+def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
     """Messages that the updates need, besides activations and gradients.
 
     Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage updates
     by itself.
     """
+    schedule, max_grad_norm, shards = mode.schedule, run.settings.max_grad_norm, run.layout.sharding.shards
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
     ties = [(name, ranks) for name, ranks in ownership.tied() if ranks not in stage_groups]
@@ -237,8 +235,9 @@ def _sharing_of(
             f"parameter {name!r} is tied over the ranks {ranks} under schedule {schedule.name!r}: {rule.why_no_ties}"
         )
     trained = {stage for name, _ in ownership.tied() for stage in ownership.stages[name]}
-    parts = {tuple(sorted(schedule.owners[s])) for s in trained if sharding.shards[s] > 1}
-    return Sharing(loss=True, norm=max_grad_norm is not None, sums=tuple(sums), parts=tuple(sorted(parts)))
+    parts = {tuple(sorted(schedule.owners[s])) for s in trained if shards[s] > 1}
+    own, ahead = tuple(sorted(parts)), mode.receives_ahead
+    return Sharing(loss=True, norm=max_grad_norm is not None, sums=tuple(sums), parts=own, receives_ahead=ahead)
 
 
 def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:

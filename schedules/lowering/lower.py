@@ -4,7 +4,7 @@ Two passes over the compute order of each rank. The first finds the messages of 
 the order in which the sender makes them. The second puts each send right after the step that makes it,
 and each receive (the posting of it, not the waiting: a step waits for what it needs) as early as
 
-    at most `receives_ahead` receives of a link are posted and not yet consumed,
+    at most `Sharing.receives_ahead` receives of a link are posted and not yet consumed,
 
 allows, so that receive buffers do not grow with M; and earlier where a transport that holds a rank at a send until it
 is received would else stand still (see `progress`). A link is first in, first out: receives are posted in the
@@ -28,7 +28,7 @@ from itertools import pairwise
 from ..collectives import place_collectives
 from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
-from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
+from ..messages import NOTHING_SHARED, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..progress import post_in_time
 from ..rules.versions import Versions, derive_versions
@@ -38,15 +38,12 @@ def lower(
     schedule: Schedule,
     *,
     sharing: Sharing = NOTHING_SHARED,
-    receives_ahead: int = RECEIVES_AHEAD,
     calls: Sequence[Sequence[int]] | None = None,
 ) -> Lowered:
     """Insert sends and receives.
 
     Arguments:
-        sharing: what else travels.
-        receives_ahead: most receives of a link that are posted and not yet consumed, unless the order, or sends that
-            wait for their receives, force more.
+        sharing: what else travels, and how far ahead receives are posted.
         calls: per rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
             call in which its message is sent, since until then nobody knows its shapes.
 
@@ -54,7 +51,7 @@ def lower(
     """
     schedule, fills = _without_fills(schedule)
     exchange = _Exchange(schedule, sharing, calls)
-    programs = tuple(_lower_rank(rank, exchange, receives_ahead) for rank in range(schedule.num_ranks))
+    programs = tuple(_lower_rank(rank, exchange) for rank in range(schedule.num_ranks))
     programs = tuple(replace(program, fills=places) for program, places in zip(programs, fills, strict=True))
     return Lowered(schedule=schedule, programs=programs if calls is not None else post_in_time(programs))
 
@@ -225,14 +222,15 @@ def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:
     return {action: group for group, action in by_group.items()}
 
 
-def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProgram:
+def _lower_rank(rank: int, exchange: _Exchange) -> RankProgram:
     work = exchange.work[rank]
     inputs = exchange.inputs[rank]
     outputs = exchange.outputs[rank]
     consumed_at = {m: i for i, step in enumerate(work) for m in inputs.get(step, ())}
     consumed_at.update({m: len(work) for m in exchange.finally_needs[rank]})
+    ahead = exchange.sharing.receives_ahead
     by_peer = {
-        peer: _Incoming(peer, ms, consumed_at=consumed_at, ahead=receives_ahead, sent_in=exchange.sent_in)
+        peer: _Incoming(peer, ms, consumed_at=consumed_at, ahead=ahead, sent_in=exchange.sent_in)
         for (peer, to), ms in exchange.on_link.items()
         if to == rank
     }

@@ -7,6 +7,9 @@ r"""Links: sizes of messages, the ways that they take between ranks, and sums ov
 First ready, first served: a message is ready when its maker ends (of those ready at one time, the one that the lower
 rank sent comes first), and waits until all that it occupies is free. Those that are ready later queue after it, also
 where they could go first. A card sends and receives at the same time.
+
+A message leaves no earlier than one latency after its receive is posted (see `receives_ahead`), unless these keep its
+link busy for the latency there and back, or the link has no rate. Cards count it from when it is ready and posted.
 """
 
 from __future__ import annotations

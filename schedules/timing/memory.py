@@ -24,7 +24,7 @@ from ..dependencies import Dependencies
 from ..ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op
 from ..liveness import message_changes
 from ..lowering.lower import lower
-from ..messages import STAGE_KINDS, Message
+from ..messages import STAGE_KINDS, Message, Sharing, receives_ahead
 from ..program import RankProgram
 from .timeline import Span, Timeline
 
@@ -118,9 +118,12 @@ def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[Mem
         raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected one a stage")
     needs = Dependencies(schedule)
     versions = timeline.peak_versions if schedule.is_asynchronous else (1,) * schedule.num_ranks
+    ahead = receives_ahead(max(stage.output for stage in stages))
+    if schedule.is_asynchronous:  # what a batch sends is posted no earlier than with it
+        ahead = min(ahead, schedule.num_microbatches * max(map(len, schedule.placement)))
     return tuple(
         _Rank(timeline, program, stages, needs, num_versions=max(1, kept)).curve()
-        for program, kept in zip(lower(schedule).programs, versions, strict=True)
+        for program, kept in zip(lower(schedule, sharing=Sharing(receives_ahead=ahead)).programs, versions, strict=True)
     )
 
 

@@ -11,6 +11,7 @@ busy ends later (`sharing`): where such a sum began meanwhile, the event is put 
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -136,6 +137,12 @@ class _Simulation:
             )
             for each, times in zip(wiring.meetings, of_sums, strict=True)
         ]
+        # By pair of ranks: when each receive was posted that no message has taken, what waits for one, and the last.
+        self.posted = defaultdict[tuple[int, int], deque[float]](deque)
+        self.held = defaultdict[tuple[int, int], deque[tuple[Route, int]]](deque)
+        self.last = defaultdict[tuple[int, int], float](float)
+        for pair in (pair for own in wiring.posts for pair in own.get(0, ())):
+            self.posted[pair].append(-math.inf)
         self.arrived = [_NOT_YET] * wiring.num_slots
         for slot in wiring.filled:
             self.arrived[slot] = 0.0
@@ -207,11 +214,14 @@ class _Simulation:
             free_at[rank] = now
             ends[rank].append(now)
             ready = [rank]
-            for slot in self._finish(outputs[code], code, k, now):
-                ready += blocked.pop(slot, ())
+            filled = self._finish(outputs[code], code, k, now)
             if at + 1 in begins[rank]:
-                for slot in self._begin(begins[rank][at + 1], rank, now):
-                    ready += blocked.pop(slot, ())
+                for pair in self.wiring.posts[rank].get(at + 1, ()):
+                    self.posted[pair].append(now)
+                    filled += self._let_go(pair, now)
+                filled += self._begin(begins[rank][at + 1], rank, now)
+            for slot in filled:
+                ready += blocked.pop(slot, ())
         self._check_through(position)
         return list(zip(starts, ends, strict=True))
 
@@ -223,9 +233,23 @@ class _Simulation:
                 continue  # others will add to it
             if routes is None or (route := routes[index]) is None:
                 self.arrived[base + index] = now + delays[index]
+            elif (pair := self.wiring.waits.get(base + index)) is not None:
+                self.held[pair].append((route, base + index))
+                filled += self._let_go(pair, now)
+                continue
             else:
                 self.arrived[base + index] = route.carry(now)
             filled.append(base + index)
+        return filled
+
+    def _let_go(self, pair: tuple[int, int], now: float) -> list[int]:
+        """Messages leave whose receives are posted; returns the slots that they fill."""
+        filled, posted, held = [], self.posted[pair], self.held[pair]
+        while posted and held:
+            route, slot = held.popleft()
+            heard = max(posted.popleft() + 2 * route.latency, self.last[pair])
+            self.arrived[slot] = self.last[pair] = max(route.carry(now), heard + route.seconds)
+            filled.append(slot)
         return filled
 
     def _is_put_off(self, events: list[tuple[float, int]], now: float, rank: int, start: float, seconds: float) -> bool:

@@ -13,11 +13,13 @@ Whoever replays a schedule plays this: the simulator (`simulate`), and the page 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..collectives import place_collectives
 from ..dependencies import Dependencies, Wire
 from ..ir import BACKWARD_OPS, BESIDE_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
+from ..messages import receives_ahead
 from ..rules.versions import derive_versions
 from .costs import CostTable
 from .links import AllReduce, Link, Links, wire_bytes
@@ -84,6 +86,8 @@ class ScheduleWiring:
         behind: by stage, the meeting that a rank begins behind an update of the epilogue.
         filled: slots that are filled from the start.
         num_slots, num_channels: how many there are.
+        waits: of slots whose messages wait for receives, the pair of ranks.
+        posts: by rank and position, of those in `begins`, the pairs for which it posts a receive.
         links: over which it is wired.
 
     Raises ValueError for links and costs that do not fit the schedule, ScheduleError for an action without a cost.
@@ -107,6 +111,9 @@ class ScheduleWiring:
         self.programs = self._encode()
         needs = Dependencies(schedule)
         self._lay_wires(needs)
+        self.waits: dict[int, tuple[int, int]] = {}
+        self.posts: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
+        self._post_receives()
         self._arrange_meetings(table)
         if needs.moves:
             self._arrange_moves(needs.moves, table)
@@ -180,6 +187,26 @@ class ScheduleWiring:
             return None
         makers = [needs.maker(wire.message(k)) for k in range(self.num_indices)]
         return tuple(self.code(op, stage) for stage, op, _ in makers)
+
+    def _post_receives(self) -> None:
+        """As `lower` does, where a link would stand idle for want of them (see `links`)."""
+        ahead = receives_ahead(max((each.num_bytes for each in self.passages), default=0.0))
+        slow = [0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency for *_, size, way, _ in self.passages]
+        sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
+        used: dict[int, int] = {}
+        for codes, indices in self.programs if any(slow) and ahead < self.num_indices * len(slow) else ():
+            for at, (code, k) in enumerate(zip(codes, indices, strict=True)):
+                for base in self.inputs[code]:
+                    used.setdefault(base + k, at)
+                for base, _, passages, last in self.outputs[code]:
+                    if (p := passages[k]) is not None and slow[p] and (last is None or last[k] == code):
+                        self.waits[base + k] = self.passages[p][:2]
+                        sent.setdefault(self.waits[base + k], []).append(base + k)
+        for pair, slots in sent.items():
+            late = [used.get(slot, len(self.actions[pair[1]])) for slot in reversed(slots)]
+            for place in map(min, reversed([*accumulate(late, min)]), [0] * ahead + [at + 1 for at in sorted(late)]):
+                self.posts[pair[1]].setdefault(place, []).append(pair)
+                self.begins[pair[1]].setdefault(place, [])
 
     # --- what ranks do together ---
 

@@ -194,7 +194,8 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
             MemoryPart.MESSAGES, (0.0,) * len(curve.times)
         )  # slow links may hold up more than a plan counts
         most = max(held - own for held, own in zip(curve.total, sent, strict=True))
-        assert most + found.memory[rank].communication <= limit * (1 + 1e-9)
+        said = found.memory[rank]  # without a workspace it is fullest behind the batch, and what it sends then are sums
+        assert most + (said.communication if said.workspace else 0.0) <= limit * (1 + 1e-9)
     return found.simulated_step_time / least - 1, {stage.recompute for stage in found.stages}
 
 
@@ -253,7 +254,7 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
     )
     held, running = rng.integers(1, 7, (moments, V)), np.eye(V)[rng.integers(0, V, moments)]
     counts = np.concatenate([held, np.zeros((moments, 2 * V)), running], axis=1).astype(float)
-    flight = Moments(counts=counts, num_forwards=moments, versions=1, num_microbatches=8)
+    flight = Moments(counts=counts, num_forwards=moments, versions=1)
     most = float((held @ stash).max())
     for share in (0.9, 0.6, 0.35):
         place = RankPlace(stages=tuple(range(V)), replicas=1, tensor=1, limit=share * most)
@@ -330,9 +331,9 @@ def test_too_little_memory_names_the_least_that_fits() -> None:
     nodes = tuple(Node(name=f"l{i}", parameter_bytes=50.0, **layer) for i in range(12))
     profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(3, 1e9)])
     for limit in (0.0, 500.0):
-        with pytest.raises(ValueError, match=r"needs 1,120 bytes of .*more devices, a smaller microbatch"):
+        with pytest.raises(ValueError, match=r"needs 1,160 bytes of .*more devices, a smaller microbatch"):
             plan(profile, cluster, global_batch=8, memory_limit=limit)
-    assert plan(profile, cluster, global_batch=8, memory_limit=1120.0).simulated_step_time is not None
+    assert plan(profile, cluster, global_batch=8, memory_limit=1160.0).simulated_step_time is not None
     with pytest.raises(ValueError, match="1 too many"):
         plan(profile, cluster, global_batch=8, memory_limit=1119.0)
     with pytest.raises(ValueError, match="memory_limit: -5: expected a finite number of at least 0"):

@@ -27,7 +27,7 @@ KEPT = {
 }
 
 
-def uneven(size: int, *, stash: int = 1) -> Profile:
+def uneven(size: int, *, stash: float = 1) -> Profile:
     return Profile(
         nodes=tuple(
             Node(
@@ -47,7 +47,7 @@ def uneven(size: int, *, stash: int = 1) -> Profile:
     )
 
 
-def planned(schedule: str, *, stash: int = 1, **options: object) -> Plan:
+def planned(schedule: str, *, stash: float = 1, **options: object) -> Plan:
     given: dict[str, object] = {"global_batch": 12, "schedules": (schedule,), "pipeline_sizes": (4,), **options}
     return plan(uneven(16, stash=stash), Cluster.from_levels([(4, 1e15)]), **given)  # type: ignore[arg-type]
 
@@ -112,15 +112,15 @@ def test_several_stages_a_rank_are_never_more_than_predicted(schedule: str) -> N
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-@pytest.mark.parametrize("stash", [1, 10])
-def test_replicas_with_a_divided_optimizer(schedule: str, stash: int) -> None:
+@pytest.mark.parametrize("stash", [0.9, 10])
+def test_replicas_with_a_divided_optimizer(schedule: str, stash: float) -> None:
     """Behind a flush gradients are summed when no activations are left; without one, beside those of the next batch."""
     found = planned(schedule, pipeline_sizes=(2,), data_sizes=(2,), optimizer_sharding=("full",), stash=stash)
     assert {stage.optimizer_shards for stage in found.stages} == {2}
     for rank, curve in enumerate(curves_of(found)[1]):
         said, summing = found.memory[rank], found.stage_bytes[rank // 2].summing
         most = max(total({part: v[n] for part, v in curve.parts.items()}) for n in range(len(curve.times)))
-        is_behind = schedule == "1f1b" and stash == 1
+        is_behind = schedule == "1f1b" and stash < 1
         if is_behind:
             kept = said.parameters + said.gradients + said.optimizer + said.buffers
             assert without_messages(said) == kept < most < kept + summing

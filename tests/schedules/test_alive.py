@@ -12,6 +12,7 @@ from hypothesis import given
 from support.inside import (
     Moments,
     RankProgram,
+    Sharing,
     Step,
     Transfer,
     activations,
@@ -122,7 +123,7 @@ def messages_held(program: RankProgram) -> Iterator[tuple[Step, set[Message]]]:
 
 
 def test_messages_are_held_from_posting_to_use_and_from_sending_to_proof() -> None:
-    first, second = lower(build("1f1b", num_ranks=2, num_microbatches=2), receives_ahead=1).programs
+    first, second = lower(build("1f1b", num_ranks=2, num_microbatches=2), sharing=Sharing(receives_ahead=1)).programs
     held = {str(step): sorted(map(str, messages)) for step, messages in messages_held(first)}
     act = "activations of microbatch {} from stage 0 to stage 1"
     grad = "gradients of microbatch {} from stage 1 to stage 0"

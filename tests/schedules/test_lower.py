@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import RankProgram, Sharing, Step, Transfer
+from support.inside import NOTHING_SHARED, RankProgram, Sharing, Step, Transfer
 from support.inside import lower_doc as picture_of_lowering
 from support.sizes import fitting
 
@@ -33,7 +33,12 @@ from stagewright.schedules import lower as lower_any
 from .random_schedules import by_hand, schedules, steady
 from .reference import data_edges, name_of_message, peak_receives
 
-lower = partial(lower_any, receives_ahead=2)  # as the pictures show it
+
+def lower(schedule: Schedule, sharing: Sharing = NOTHING_SHARED, **given: Any) -> Lowered:
+    """As the pictures show it."""
+    return lower_any(schedule, sharing=replace(sharing, receives_ahead=2), **given)
+
+
 lowered_schedules = st.builds(lower, schedules())
 # As one call: receives stay where the limit has them (see test_progress.py for those that are posted earlier).
 lowered_alone = schedules().map(lambda made: lower(made, calls=[[0] * len(program) for program in made.programs]))

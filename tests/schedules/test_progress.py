@@ -90,8 +90,8 @@ def receives_of_a_link(program: RankProgram) -> int:
 @steady
 @given(schedules(), st.booleans(), st.integers(1, 4))
 def test_any_order_ends(schedule: Schedule, share_loss: bool, ahead: int) -> None:
-    sharing = Sharing(loss=share_loss and len(schedule.owners[-1]) == 1)
-    lowered = lower(schedule, sharing=sharing, receives_ahead=ahead)
+    sharing = Sharing(loss=share_loss and len(schedule.owners[-1]) == 1, receives_ahead=ahead)
+    lowered = lower(schedule, sharing=sharing)
     assert check_lowered(lowered).held is None
     assert ends(lowered.programs)
 

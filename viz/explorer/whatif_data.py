@@ -38,6 +38,8 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
         return {"refused": f"{actions:,} actions: costs can be varied up to {_MAX_ACTIONS:,}."}
     others, fixed = _others(schedule, exhibit.costs)
     wirings = [replay_data(each, exhibit.costs, exhibit.links) for each in (*others, schedule)]
+    if any(wiring["waits"] for wiring in wirings):
+        return {"refused": "Messages wait for their receives here, and this page knows no such waits."}
     wirings.sort(key=lambda wiring: int(wiring["microbatches"]))
     return {"wirings": wirings, "microbatches": schedule.num_microbatches, "fixed": fixed}
 
@@ -118,6 +120,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "filled": wiring.filled,
         "versions": _versions(schedule),
         "slots": wiring.num_slots,
+        "waits": bool(wiring.waits),
         "channels": wiring.num_channels,
     }
 
