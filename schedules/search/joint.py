@@ -250,6 +250,8 @@ class _CutSearch:
             if (name, cut) in self.found:
                 above = self.found[name, cut].value / bounds[name, cut]
             for other in _neighbours(cut):
+                if time.monotonic() >= self.until:
+                    break
                 if (name, other) not in bounds and self.excess(name, other) == 0:
                     bounds[name, other] = bound = self.bound(name, other)
                     heapq.heappush(waiting, (bound * above, name, other, above))

@@ -40,6 +40,7 @@ from .spill import MoveKind, peaks_in_time, with_moves
 
 _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that leave or recompute
 _TIMES = (2.0, 1.4, math.inf)  # as much memory
+_JUDGED = 0.1  # part of a search's time in which its orders, and the named ones, are simulated on links that queue
 _MOVING = 2.0  # activations of a stage that are under way, out and back
 
 
@@ -218,6 +219,10 @@ class Portfolio:
         queues = _queues(posed.request.links, posed.problem)
         variant = Variant(problem=posed.problem, costs=posed.request.costs)
         search = self._search(variant, left, bound=posed.bound_whole, tells=not queues)
+        share = search.incumbent.budget
+        until = self.incumbent.elapsed + share.seconds
+        if queues:
+            search.incumbent.budget = replace(share, seconds=(1.0 - _JUDGED) * share.seconds)
         evaluator = search.evaluator
         starts = [] if start is None else [evaluator.orders(start)]
         if not all(map(evaluator.fits, starts)):
@@ -231,11 +236,13 @@ class Portfolio:
             self.incumbent.offer(search.value, (posed, variant, timeline), source)
             return search.value
         offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
-        most = self.incumbent.budget.seconds
-        seconds = max(0.05 * most, (most - self.incumbent.elapsed) / 2)  # the search has had its share
+        seconds = (until - self.incumbent.elapsed) / 2
         made = made_orders(evaluator, posed.request.costs, seconds=seconds)
         named = joined(named_orders(evaluator, seconds=seconds), made)
-        values = [self._judge(posed, variant, evaluator, each, name) for name, each in joined(offers, named)]
+        values = []
+        for name, each in joined(offers, named):
+            if len(values) <= len(starts) or self.incumbent.elapsed < until:
+                values.append(self._judge(posed, variant, evaluator, each, name))
         return min(values) if min(values) < math.inf else None
 
     def _search_each(self, posed: Posed, variants: Sequence[Variant], source: str, left: int) -> None:
@@ -245,8 +252,9 @@ class Portfolio:
                 search = self._search(variant, left * (len(variants) - at), bound=posed.bound)
                 orders = search.run()
                 self.incumbent.evaluations += search.evaluations
-                for each in (orders, *search.elites):
-                    self._judge(posed, variant, search.evaluator, each, source)
+                for number, each in enumerate((orders, *search.elites)):
+                    if number == 0 or self.incumbent.elapsed < self.incumbent.budget.seconds:
+                        self._judge(posed, variant, search.evaluator, each, source)
 
     def _search(self, variant: Variant, left: int, *, bound: float, tells: bool = False) -> OrderingSearch:
         incumbent = self.incumbent
