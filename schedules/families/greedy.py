@@ -242,8 +242,9 @@ def best_order(
     work = max(sum(table.of(op, s, k) for s in own for op, k in passes) for own in placement)
     for each in candidates:
         try:
-            found = each
-            if isinstance(each, Rules):
+            if isinstance(each, Listed):
+                found = each
+            else:
                 found = list_order(placement, num_microbatches, table, each, until=until)
         except ScheduleError:
             if time.monotonic() >= until:

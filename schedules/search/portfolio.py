@@ -254,7 +254,7 @@ class Portfolio:
         seconds = (until - self.incumbent.elapsed) / 2
         made = made_orders(evaluator, posed.request.costs, seconds=seconds)
         named = joined(named_orders(evaluator, seconds=seconds), made)
-        values = []
+        values = list[float]()
         for name, each in joined(offers, named):
             if len(values) <= len(starts) or self.incumbent.elapsed < until:
                 values.append(self._judge(posed, variant, evaluator, each, name))
