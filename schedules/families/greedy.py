@@ -245,19 +245,19 @@ def best_order(
             if isinstance(each, Listed):
                 found = each
             else:
-                found = list_order(placement, num_microbatches, table, each, until=until)
+                end = until if best else _NEVER
+                found = list_order(placement, num_microbatches, table, each, until=end)
         except ScheduleError:
-            if time.monotonic() >= until:
-                break
-            continue
+            if best is None or time.monotonic() < until:
+                continue
+            break
         if best is None or (found.span, found.makespan) < (best.span, best.makespan):
             best = found
         if best.span <= work * (1 + 1e-12):
             break  # no bubble
         if time.monotonic() >= until:
             break
-    if best is None:  # without a clock the last candidate holds one microbatch at a time, at least
-        raise ScheduleError(f"no order of {name} was listed in {seconds:g} s: expected more seconds")
+    assert best is not None, "the first candidate holds one microbatch at a time, at least"
     return Schedule(name=name, placement=placement, programs=best.programs, num_microbatches=num_microbatches)
 
 

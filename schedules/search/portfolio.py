@@ -198,7 +198,8 @@ class Portfolio:
 
     def search_as_if_all_were_kept(self) -> None:
         """Search for orders that fit even if all is kept until W, with as many evaluations: less is never worse."""
-        self.incumbent.budget = self.budget_as_asked.after(self.incumbent.evaluations)
+        if self.keeping:
+            self.incumbent.budget = self.budget_as_asked.after(self.incumbent.evaluations)
         for at, posed in enumerate(self.keeping):
             problem = replace(posed.problem, kept=posed.problem.held)
             if not (self.incumbent.is_over or self.incumbent.promises_nothing(posed.bound_whole)):
