@@ -21,12 +21,15 @@ from random import Random
 from statistics import median, quantiles
 
 from ...schedules.search.joint import Layer, synthesize_jointly
+from ...schedules.search.synthesize import synthesize
+from ...schedules.timing.costs import Costs
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 
 _CUTS = 24  # that are tried besides the first three
 _ORDERS = 240  # for the schedule of a first or a last cut
 _PATIENCE = 300.0  # [s] a profile: only against hangs
+_SECONDS = (1, 5, 20, 60)  # of a search, after which it is looked at
 _KINDS = ("large head", "dense then sparse", "encoder in front", "encoder and head", "all")
 
 
@@ -55,6 +58,28 @@ def simulated(case: Case, repetitions: int) -> Iterator[Figure]:
         yield Figure(case=case, name=name, value=each.value, unit="s", how=How.SIMULATED, note=note)
     note = f"{found.separate.placement} to {found.best.placement}"
     yield Figure(case=case, name="gain", value=found.gain, unit="fraction", how=How.SIMULATED, note=note)
+
+
+def over_time(case: Case, repetitions: int) -> Iterator[Figure]:
+    """The gap after each of `_SECONDS`, of one search. Cases have `placement`, `ranks`, `microbatches` and `limit`."""
+    del repetitions
+    placement, ranks = case.text("placement"), case.count("ranks")
+    random = Random(1)
+    forward = [random.uniform(0.8, 1.2) for _ in range(ranks if placement == "plain" else 2 * ranks)]
+    weight = [0.6 * each for each in forward]
+    found = synthesize(
+        num_ranks=ranks,
+        num_microbatches=case.count("microbatches"),
+        costs=Costs(forward=forward, input_grad=[1.1 * f for f in forward], weight_grad=weight, latency=0.05),
+        memory_limit=case.count("limit"),
+        placement=placement,
+        seconds=_SECONDS[-1],
+    )
+    for seconds in _SECONDS:
+        so_far = [point for point in found.history if point.seconds <= seconds] or [found.history[0]]
+        also = case.also(seconds=seconds)
+        note = f"{so_far[-1].value:.6g} by {so_far[-1].source}"
+        yield Figure(case=also, name="gap", value=so_far[-1].gap, unit="fraction", how=How.SIMULATED, note=note)
 
 
 def profile(kind: str, random: Random) -> list[Layer]:

@@ -15,6 +15,7 @@ from ..timing.costs import UNIT_COSTS, Costs, CostTable
 from ..wording import count
 
 _NEVER = float("inf")
+_LOOK = 1000  # actions between looks at the clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +82,15 @@ class Listed:
         self.makespan = max(rank.free for rank in ranks)
 
 
-def list_order(placement: Placement, num_microbatches: int, costs: CostTable, rules: Rules) -> Listed:
+def list_order(
+    placement: Placement, num_microbatches: int, costs: CostTable, rules: Rules, *, until: float = _NEVER
+) -> Listed:
     """Orders by list scheduling.
 
     Actions are placed in the order of their starts, so that a rank that chooses knows all that arrives before
     anything which is not yet placed could: a gap is known when it is filled. O(actions * (P + V)).
 
-    Raises ScheduleError where caps, memory or the given order keep all ranks waiting.
+    Raises ScheduleError where caps, memory or the given order keep all ranks waiting, and once it is `until`.
     """
     ranks = [_RankList(number, own, costs, rules) for number, own in enumerate(placement)]
     rank_of = {stage: rank for rank in ranks for stage in rank.stages}
@@ -97,7 +100,9 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
     choices = [rank.choose(0.0) for rank in ranks]
     starts = [choice[0] for choice in choices]
     most_idle = 0.0
-    for _ in range(num_microbatches * len(rank_of) * (3 if rules.split else 2)):
+    for step in range(num_microbatches * len(rank_of) * (3 if rules.split else 2)):
+        if step % _LOOK == 0 and time.monotonic() >= until:
+            raise ScheduleError("the time is over")
         start = min(starts)
         number = starts.index(start)
         _, op, stage = choices[number]
@@ -237,9 +242,15 @@ def best_order(
     work = max(sum(table.of(op, s, k) for s in own for op, k in passes) for own in placement)
     for each in candidates:
         try:
-            found = list_order(placement, num_microbatches, table, each) if isinstance(each, Rules) else each
+            if isinstance(each, Listed):
+                found = each
+            else:
+                end = until if best else _NEVER
+                found = list_order(placement, num_microbatches, table, each, until=end)
         except ScheduleError:
-            continue
+            if best is None or time.monotonic() < until:
+                continue
+            break
         if best is None or (found.span, found.makespan) < (best.span, best.makespan):
             best = found
         if best.span <= work * (1 + 1e-12):

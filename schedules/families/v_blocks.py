@@ -13,7 +13,8 @@ each step of the way takes decides how long an activation is held, hence how man
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise, product
 
 from ..ir import Action, Op, Schedule
 from ..placement import snake_placement
@@ -22,7 +23,8 @@ from .greedy import Rules, list_order, read_costs
 from .recognise import Family
 
 _PERIOD = 6
-Block = Callable[[int, int], tuple[int, int, int, int]]  # P, rank -> slots of F0, F1, I1, I0
+Steps = tuple[int, int, int, int]
+Block = Callable[[int, int], Steps]  # P, rank -> slots of F0, F1, I1, I0
 
 
 def repeat_block(
@@ -37,19 +39,23 @@ def repeat_block(
     ranks = range(num_ranks)
     fitting = all(len({slot % _PERIOD for slot in block(num_ranks, rank)}) == 4 for rank in ranks)
     size = num_ranks if fitting else num_ranks + 1
-    programs = []
-    for rank in ranks:
-        down, up = rank, 2 * num_ranks - 1 - rank
-        steps = zip(block(size, rank), ((down, Op.F), (up, Op.F), (up, Op.I), (down, Op.I)), strict=True)
-        slots = [
-            (slot + _PERIOD * k, Action(stage, op, k)) for slot, (stage, op) in steps for k in range(num_microbatches)
-        ]
-        programs.append([action for _, action in sorted(slots)])
+    programs = _repeated([block(size, rank) for rank in ranks], num_microbatches, Op.I)
     placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
     caps = (num_microbatches,) * (2 * num_ranks)
     rules = Rules(caps=caps, memory_limit=memory_limit, order=programs)
     listed = list_order(placement, num_microbatches, table, rules)
     return Schedule(name=name, placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
+
+
+def _repeated(slots: Sequence[Steps], num_microbatches: int, backward: Op) -> tuple[tuple[Action, ...], ...]:
+    """By rank, the actions of all microbatches in the order of their slots."""
+    programs = []
+    for rank, own in enumerate(slots):
+        down, up = rank, 2 * len(slots) - 1 - rank
+        steps = zip(own, ((down, Op.F), (up, Op.F), (up, backward), (down, backward)), strict=True)
+        actions = [(at + _PERIOD * k, Action(s, op, k)) for at, (s, op) in steps for k in range(num_microbatches)]
+        programs.append(tuple(action for _, action in sorted(actions)))
+    return tuple(programs)
 
 
 def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
@@ -104,6 +110,41 @@ V_HALF, V_MIN = (
     )
     for name, build in (("v-half", v_half), ("v-min", v_min))
 )
+
+
+# Slots that F0, F1, I1 and I0 take from rank to rank: of V-Min, of V-Half turned round, of ZB-V likewise.
+_STEPS = ((1, 1, 1, 1), (1, 2, 1, 2), (1, 5, 1, 5))
+_FULLEST = 6  # blocks that are tried under a limit
+
+
+def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -> Iterator[Schedule]:
+    """Schedules of F and B whose blocks hold about as much as a limit in chunk activations lets them, between those of
+    `v-min` and of `zb-v`: the first ranks take steps of one kind, the others of the next (the idea of the adaptive
+    schedules of controllable memory); where the way turns it pauses so that fewest steps fall into one slot."""
+    kinds = [(fast, slow, turn) for fast, slow in pairwise(_STEPS) for turn in range(num_ranks)]
+    sizes = sorted(((_alive(_slots(num_ranks, *kind, (1, 1, 1))), kind) for kind in kinds), reverse=True)
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    for _, kind in [each for each in sizes if each[0] <= memory_limit][:_FULLEST]:
+        tries = (_slots(num_ranks, *kind, pauses) for pauses in product((1, 2, 3), repeat=3))
+        slots = min(tries, key=lambda rows: sum(4 - len({slot % _PERIOD for slot in row}) for row in rows))
+        programs = _repeated(slots, num_microbatches, Op.B)
+        yield Schedule(name="auto", placement=placement, programs=programs, num_microbatches=num_microbatches)
+
+
+def _slots(P: int, fast: Steps, slow: Steps, turn: int, pauses: tuple[int, ...]) -> list[Steps]:
+    """By rank, the slots of F0, F1, I1 and I0."""
+    kinds = [fast if rank < turn else slow for rank in range(P - 1)]
+    ways: list[list[int]] = []
+    for op, start in enumerate((0, *pauses)):
+        steps = [kind[op] for kind in kinds]
+        first = start + (ways[-1][-1] if ways else 0)
+        ways.append([*accumulate(steps if op % 2 == 0 else reversed(steps), initial=first)])
+    return [*zip(ways[0], reversed(ways[1]), ways[2], reversed(ways[3]), strict=True)]
+
+
+def _alive(slots: list[Steps]) -> float:
+    """Chunk activations that the fullest rank holds, on average."""
+    return max(i0 - f0 + i1 - f1 + 2 for f0, f1, i1, i0 in slots) / _PERIOD
 
 
 _HANAYO_COSTS = Costs(forward=1.0, backward=2.0)

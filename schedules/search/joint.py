@@ -230,6 +230,8 @@ class _CutSearch:
         cut, synthesis = start
         elites = chains.run(cut, synthesis.problem, synthesis.schedule, is_over)
         for number, (cut, placed, schedule) in enumerate(elites):
+            if number and time.monotonic() >= self.until:
+                break
             many = self.evaluations if most is not None else None
             self.schedule(placed, cut, many, start=schedule, searches=len(elites) - number)
 
@@ -250,6 +252,8 @@ class _CutSearch:
             if (name, cut) in self.found:
                 above = self.found[name, cut].value / bounds[name, cut]
             for other in _neighbours(cut):
+                if time.monotonic() >= self.until:
+                    break
                 if (name, other) not in bounds and self.excess(name, other) == 0:
                     bounds[name, other] = bound = self.bound(name, other)
                     heapq.heappush(waiting, (bound * above, name, other, above))
@@ -281,7 +285,7 @@ class _CutSearch:
     ) -> None:
         """Search for the schedule of a cut, the first of so many searches; what it found before stays where that is no
         worse."""
-        seconds = max(0.1, (self.until - time.monotonic()) / searches)
+        seconds = max(0.0, (self.until - time.monotonic()) / searches)
         budget = replace(self.budget, seconds=seconds, evaluations=evaluations)
         request = self.asked(placement, cut)
         found = solve(request, budget) if start is None else solve(request, budget, start=start)

@@ -40,6 +40,8 @@ from .spill import MoveKind, peaks_in_time, with_moves
 
 _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that leave or recompute
 _TIMES = (2.0, 1.4, math.inf)  # as much memory
+_JUDGED = 0.1  # part of a search's time in which its orders, and the named ones, are simulated on links that queue
+_KEPT = 0.25  # part of the time for orders that fit even if all were kept until W, where less is
 _MOVING = 2.0  # activations of a stage that are under way, out and back
 
 
@@ -166,8 +168,12 @@ class Portfolio:
         self.solvable = [posed for posed in problems if posed.bound_whole < math.inf]
         self.solvable.sort(key=lambda posed: (not self._is_for(posed), posed.bound_whole))
         self.problems = sorted(problems, key=lambda posed: (not self._is_for(posed), posed.bound))
+        part = 0.5 if has_more and self.solvable else 1.0
+        self.budget_as_asked = replace(budget, seconds=part * budget.seconds)
+        self.keeping = [each for each in self.solvable if _keeps_less(each.problem)]
+        part *= 1.0 - _KEPT if self.keeping else 1.0
         self.incumbent: Incumbent[Judged] = Incumbent(
-            replace(budget, seconds=budget.seconds / 2) if has_more and self.solvable else budget,
+            replace(budget, seconds=part * budget.seconds),
             bound=min(posed.bound for posed in problems),
             on_progress=on_progress,
         )
@@ -189,6 +195,15 @@ class Portfolio:
         posed, _, timeline = won
         if not incumbent.promises_nothing(posed.bound_whole):
             self._plain(posed, timeline.schedule, left=1)
+
+    def search_as_if_all_were_kept(self) -> None:
+        """Search for orders that fit even if all is kept until W, with as many evaluations: less is never worse."""
+        if self.keeping:
+            self.incumbent.budget = self.budget_as_asked.after(self.incumbent.evaluations)
+        for at, posed in enumerate(self.keeping):
+            problem = replace(posed.problem, kept=posed.problem.held)
+            if not (self.incumbent.is_over or self.incumbent.promises_nothing(posed.bound_whole)):
+                self._plain(posed, None, left=len(self.keeping) - at, problem=problem)
 
     def search_beyond(self, *, offloads: bool, recompute: float | Sequence[float] | None) -> None:
         """Search each problem once more with activations that leave, and with stages that recompute."""
@@ -212,12 +227,18 @@ class Portfolio:
                 shares = numbers("recompute", recompute, problem.num_stages, "stage", is_share=True)
                 self._search_each(posed, list(recomputing(problem, costs, shares)), "recompute", len(tasks) - at)
 
-    def _plain(self, posed: Posed, start: Schedule | None, *, left: int) -> float | None:
+    def _plain(
+        self, posed: Posed, start: Schedule | None, *, left: int, problem: Problem | None = None
+    ) -> float | None:
         """Search for orders that fit as they are, with what `left` searches have to share; returns the best value [s],
         None where none of them can win."""
         queues = _queues(posed.request.links, posed.problem)
-        variant = Variant(problem=posed.problem, costs=posed.request.costs)
+        variant = Variant(problem=problem or posed.problem, costs=posed.request.costs)
         search = self._search(variant, left, bound=posed.bound_whole, tells=not queues)
+        share = search.incumbent.budget
+        until = self.incumbent.elapsed + share.seconds
+        if queues:
+            search.incumbent.budget = replace(share, seconds=(1.0 - _JUDGED) * share.seconds)
         evaluator = search.evaluator
         starts = [] if start is None else [evaluator.orders(start)]
         if not all(map(evaluator.fits, starts)):
@@ -231,11 +252,13 @@ class Portfolio:
             self.incumbent.offer(search.value, (posed, variant, timeline), source)
             return search.value
         offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
-        most = self.incumbent.budget.seconds
-        seconds = max(0.05 * most, (most - self.incumbent.elapsed) / 2)  # the search has had its share
+        seconds = (until - self.incumbent.elapsed) / 2
         made = made_orders(evaluator, posed.request.costs, seconds=seconds)
         named = joined(named_orders(evaluator, seconds=seconds), made)
-        values = [self._judge(posed, variant, evaluator, each, name) for name, each in joined(offers, named)]
+        values = list[float]()
+        for name, each in joined(offers, named):
+            if len(values) <= len(starts) or self.incumbent.elapsed < until:
+                values.append(self._judge(posed, variant, evaluator, each, name))
         return min(values) if min(values) < math.inf else None
 
     def _search_each(self, posed: Posed, variants: Sequence[Variant], source: str, left: int) -> None:
@@ -245,8 +268,9 @@ class Portfolio:
                 search = self._search(variant, left * (len(variants) - at), bound=posed.bound)
                 orders = search.run()
                 self.incumbent.evaluations += search.evaluations
-                for each in (orders, *search.elites):
-                    self._judge(posed, variant, search.evaluator, each, source)
+                for number, each in enumerate((orders, *search.elites)):
+                    if number == 0 or self.incumbent.elapsed < self.incumbent.budget.seconds:
+                        self._judge(posed, variant, search.evaluator, each, source)
 
     def _search(self, variant: Variant, left: int, *, bound: float, tells: bool = False) -> OrderingSearch:
         incumbent = self.incumbent
@@ -307,6 +331,7 @@ def solve(
     budget = replace(budget, seconds=max(0.0, budget.seconds + began - time.monotonic()))
     portfolio = Portfolio(problems, budget, start=start, has_more=has_more, on_progress=on_progress)
     portfolio.search_as_asked()
+    portfolio.search_as_if_all_were_kept()
     if has_more:
         portfolio.search_beyond(offloads=bool(moves), recompute=recompute)
     if portfolio.incumbent.answer is None:
@@ -335,6 +360,10 @@ def solve(
             for each in sorted(portfolio.problems, key=lambda each: each.bound)
         ),
     )
+
+
+def _keeps_less(problem: Problem) -> bool:
+    return problem.memory_limit is not None and problem.kept != problem.held
 
 
 def _queues(links: Links | None, problem: Problem) -> bool:

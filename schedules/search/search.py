@@ -9,7 +9,9 @@ from random import Random
 
 from ..families.recognise import Family
 from ..families.registry import FAMILIES
+from ..families.v_blocks import fitting_blocks
 from ..ir import chain
+from ..placement import snake_placement
 from ..timing.costs import Costs
 from .evaluate import OrderEvaluator, Orders, OrderSearch
 from .incumbent import Budget, Incumbent, Progress
@@ -110,6 +112,17 @@ class OrderingSearch:
         if self.costs is not None and self.has_named:
             for name, orders in made_orders(self.evaluator, self.costs, seconds=self._half()):
                 self._offer(orders, name)
+            self._blocks()
+
+    def _blocks(self) -> None:
+        """Blocks of a V between those of the families, as full as a limit lets them be."""
+        problem, P = self.problem, self.problem.num_ranks
+        if problem.memory_limit is None or problem.placement != snake_placement(num_ranks=P, num_chunks=2):
+            return
+        limit = min(problem.memory_limit) / (max(map(max, problem.held)) or 1.0)
+        for schedule in fitting_blocks(P, problem.num_microbatches, limit):
+            for fill in (0.6, 1.0):
+                self._refill_as(self.evaluator.orders(schedule), fill=fill)
 
     def _half(self) -> float:
         """Half of the seconds that are left."""
@@ -133,7 +146,9 @@ class OrderingSearch:
         """The W of an order placed anew, by one rule for all ranks."""
         P = self.problem.num_ranks
         found = refill(self.evaluator, split(self.evaluator, orders), fill=(fill,) * P, backlog=(self._any,) * P)
-        if found is not None:
+        if found is None:
+            self._count()
+        else:
             self._offer(found, "weights")
 
     def _refill(self) -> None:

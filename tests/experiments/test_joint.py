@@ -21,6 +21,15 @@ def test_figures_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gain.value >= 0
 
 
+def test_gaps_of_one_search_never_rise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "_SECONDS", (0.01, 0.1, 0.2))
+    case = Case.of({"placement": "v", "ranks": 4, "microbatches": 8, "limit": 5})
+    figures = [*joint.over_time(case, 1)]
+    assert [each.case.get("seconds") for each in figures] == [0.01, 0.1, 0.2]
+    gaps = [each.value for each in figures]
+    assert gaps == sorted(gaps, reverse=True)
+
+
 def test_kinds_differ_where_they_say() -> None:
     front, sparse, head = (joint.profile(kind, Random(1)) for kind in joint._KINDS[2::-1])
     assert front[0].forward < 0.8 < front[-1].forward

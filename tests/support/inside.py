@@ -196,6 +196,7 @@ _NAMES = {
     "schedules.families.asynchronous": "paci pipedream two_bw",
     "schedules.families.greedy": "Rules list_order",
     "schedules.families.looping": "interleaved",
+    "schedules.families.v_blocks": "fitting_blocks",
     "schedules.families.warmup": "microbatch_groups pair_up",
     "schedules.collectives": "place_collectives",
     "schedules.custom": "B F I Rule U W",
