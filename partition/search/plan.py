@@ -26,6 +26,7 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
+from .layouts import Layout, layouts
 from .model import Model
 from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
@@ -199,7 +200,7 @@ def models_of(
 
 def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
     """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
-    evaluator, brought = search.evaluator, []
+    evaluator, brought, more = search.evaluator, [], []
     _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
     runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
@@ -209,11 +210,19 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
             brought.append((search.least.of_any(name, model, num_microbatches), find))
+            beside = search.least.beside(name, model)
+            more.append(partial(layouts, model, evaluator.topology, schedule=name, beside=beside, **sizes))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
     if not all(map(_alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
-    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
+
+
+    def unequal(below: float) -> Iterator[Layout]:
+        for find in more:
+            yield from (each for each in find(below=below) if runs(each[1]) and not each[1].is_plain)
+
+    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought, unequal) or search.run(
         filter(runs, _in_all_orders(every, cluster)), []
     )
     if not found:
@@ -314,9 +323,7 @@ def _unequal(
             has_work = max(configuration.counts) <= configuration.batch
             is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
             if has_work and is_short and runs(configuration):
-                plain = replace(configuration, ranks=None)
-                same = configuration.is_equal and tuple(map(tuple, plain.stage_ranks)) == configuration.ranks
-                yield plain if same else configuration, ends
+                yield replace(configuration, ranks=None) if configuration.is_plain else configuration, ends
 
 
 def _listed(values: Sequence[int] | None) -> str:

@@ -28,6 +28,7 @@ from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
+_LAYOUT_ACTIONS = 100_000  # of all simulations of layouts with unequal replicas
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
@@ -39,6 +40,8 @@ _Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key
 Progress = Callable[[Searched, float | None], None]
 # Configurations that bring their own cuts (unequal replicas), found when they may win.
 Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
+# The same, each with seconds that it does not fall below, of those that may be faster than so many seconds.
+Layouts = Callable[[float], Iterable[tuple[float, Configuration, Ends]]]
 
 
 class _WithCuts(NamedTuple):
@@ -81,11 +84,17 @@ class PlanSearch:
         self._least_left = math.inf  # of those that were not simulated
         self._numbers, self._brought_numbers = count(), count(-1, -1)
 
-    def run(self, configurations: Iterable[Configuration], brought: Sequence[tuple[float, Brought]]) -> list[Evaluated]:
+    def run(
+        self,
+        configurations: Iterable[Configuration],
+        brought: Sequence[tuple[float, Brought]],
+        layouts: Layouts = lambda below: (),
+    ) -> list[Evaluated]:
         """Simulated configurations, the best first; empty where nothing fits.
 
         Arguments:
             brought: each with the seconds that none of its configurations falls below [s].
+            layouts: looked at behind all others; at most `max_simulated` of them.
         """
         queue: list[_Entry] = []
         for c in configurations:
@@ -110,6 +119,8 @@ class PlanSearch:
         while own and own[0][0] < _least_seconds(found):
             self._look(heappop(own), own, found)
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
+        if not (found and self._is_late()):
+            self._look_at_layouts(layouts(_least_seconds(found)), found)
         if not found:
             self._find_miss()
         found.sort(key=_rank)
@@ -117,6 +128,24 @@ class PlanSearch:
         for each in found:
             best.setdefault(each.configuration, each)
         return self._refined(list(best.values()))
+
+    def _look_at_layouts(self, layouts: Iterable[tuple[float, Configuration, Ends]], found: list[Evaluated]) -> None:
+        queue: list[_Entry] = [
+            (least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])) for least, c, ends in layouts
+        ]
+        heapify(queue)
+        self._counts["considered"] += len(queue)
+        left, most = float(_LAYOUT_ACTIONS), len(found) + self.max_simulated
+        while queue and queue[0][0] < _least_seconds(found) and len(found) < most and left > 0:
+            if found and self._is_late():
+                break
+            item = queue[0][-1]
+            left -= num_actions(item[0].configuration) if isinstance(item, list) else 0
+            self._look(heappop(queue), queue, found)
+        self._least_left = min([self._least_left, *(entry[0] for entry in queue[:1])])
+
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def _least(self, c: Configuration) -> float:
         """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
@@ -165,7 +194,7 @@ class PlanSearch:
 
     def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
-        if found and self.deadline is not None and time.monotonic() > self.deadline:
+        if found and self._is_late():
             return True
         done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
@@ -304,13 +333,15 @@ class PlanSearch:
             return []
 
     def _refined(self, found: list[Evaluated]) -> list[Evaluated]:
-        """The best few with their cuts moved for as long as that helps."""
-        left = float(_REFINED_ACTIONS)
+        """The best few with their cuts moved for as long as that helps, with equal replicas and with others."""
         better = []
-        for each in found[:_REFINED]:
-            refined, left = self._move_cuts(each, left)
-            better.append(refined)
-        return sorted(better + found[_REFINED:], key=_rank)
+        for is_equal in (True, False):
+            alike, left = [each for each in found if each.configuration.is_equal == is_equal], float(_REFINED_ACTIONS)
+            for each in alike[:_REFINED]:
+                refined, left = self._move_cuts(each, left)
+                better.append(refined)
+            better += alike[_REFINED:]
+        return sorted(better, key=_rank)
 
     def _move_cuts(self, start: Evaluated, budget: float) -> tuple[Evaluated, float]:
         best, c = start, start.configuration
