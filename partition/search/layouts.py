@@ -13,6 +13,7 @@ A row of which no cut stays below the best step that is known is not carried on:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from .space import Configuration
 
 FEW_DEVICES = 8
 _MOST_CUTS = 48
+_MOST_TRIED = 16  # cuts of a layout, or some more
 _MOST_ORDERS = 6  # of unequal nodes; of more the given one and its reverse
 
 
@@ -71,8 +73,9 @@ def layouts(
         costs = range_costs(model, cluster.reordered(order), schedule, num_microbatches, memory_limit=memory_limit)
         steps = _Steps(model, costs)
         for stages in _rows(steps, min(1 if straight else num_microbatches, costs.num_devices), below - beside):
-            cuts = even_stages(lambda s, own=stages: steps.of(own[s]), len(stages), len(steps.ends))  # type: ignore[misc]
-            assert cuts is not None
+            cost = [steps.of(stage) for stage in stages]
+            even = even_stages(cost.__getitem__, len(stages), len(steps.ends))
+            assert even is not None
             ranks = [range(costs.num_devices - s.begin - s.replicas, costs.num_devices - s.begin) for s in stages]
             configuration = Configuration(
                 pipeline=len(stages),
@@ -84,8 +87,23 @@ def layouts(
                 num_microbatches=num_microbatches,
                 ranks=tuple(own_ranks(order, size, own) for own in ranks),
             )
-            found.append(Layout(cuts[1] + beside, configuration, tuple(int(steps.ends[at]) for at in cuts[0])))
+            known = {even[0]: beside + even[1]}
+            for cuts in (tried := [even[0]]):
+                found.append(Layout(known[cuts], configuration, tuple(int(steps.ends[at]) for at in cuts)))
+                for other in _moved(cuts) if len(tried) < _MOST_TRIED else ():
+                    if other not in known:
+                        each = (own[i, j - i - 1] for own, (i, j) in zip(cost, pairwise(other), strict=True))
+                        known[other] = beside + float(max(each))
+                        tried += [other] if known[other] < below else []
     return found
+
+
+def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The same with one cut moved to the two next ones on either side."""
+    for at, (before, cut, behind) in enumerate(zip(cuts, cuts[1:], cuts[2:], strict=False), 1):
+        for other in range(max(before + 1, cut - 2), min(behind, cut + 3)):
+            if other != cut:
+                yield (*cuts[:at], other, *cuts[at + 1 :])
 
 
 def _rows(steps: _Steps, most_replicas: int, below: float) -> Iterator[tuple[_Stage, ...]]:
