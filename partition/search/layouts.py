@@ -12,8 +12,9 @@ A row of which no cut stays below the best step that is known is not carried on:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from .space import Configuration
 
 FEW_DEVICES = 8
 _MOST_CUTS = 48
-_MOST_TRIED = 16  # cuts of a layout, or some more
+_MOST_TRIED = 24  # cuts of a layout, or some more
 _MOST_ORDERS = 6  # of unequal nodes; of more the given one and its reverse
 
 
@@ -90,7 +91,7 @@ def layouts(
             known = {even[0]: beside + even[1]}
             for cuts in (tried := [even[0]]):
                 found.append(Layout(known[cuts], configuration, tuple(int(steps.ends[at]) for at in cuts)))
-                for other in _moved(cuts) if len(tried) < _MOST_TRIED else ():
+                for other in _others(cuts, _MOST_TRIED) if len(tried) < _MOST_TRIED else ():
                     if other not in known:
                         each = (own[i, j - i - 1] for own, (i, j) in zip(cost, pairwise(other), strict=True))
                         known[other] = beside + float(max(each))
@@ -98,12 +99,14 @@ def layouts(
     return found
 
 
-def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The same with one cut moved to the two next ones on either side."""
+def _others(cuts: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut as often where these are at most `most`; else one cut moved to the two next on either side."""
+    if math.comb(cuts[-1] - 1, len(cuts) - 2) <= most:
+        yield from ((0, *inner, cuts[-1]) for inner in combinations(range(1, cuts[-1]), len(cuts) - 2))
+        return
     for at, (before, cut, behind) in enumerate(zip(cuts, cuts[1:], cuts[2:], strict=False), 1):
         for other in range(max(before + 1, cut - 2), min(behind, cut + 3)):
-            if other != cut:
-                yield (*cuts[:at], other, *cuts[at + 1 :])
+            yield (*cuts[:at], other, *cuts[at + 1 :])
 
 
 def _rows(steps: _Steps, most_replicas: int, below: float) -> Iterator[tuple[_Stage, ...]]:
