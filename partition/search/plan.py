@@ -217,7 +217,6 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
-
     def unequal(below: float) -> Iterator[Layout]:
         for find in more:
             yield from (each for each in find(below=below) if runs(each[1]) and not each[1].is_plain)
