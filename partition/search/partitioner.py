@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,7 +168,10 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
         found.append(one)
         why_not += [reason] if reason is not None else []
     if options.num_microbatches is not None and not why_not:
-        found += _of_layouts(evaluator, model, found, options, schedule, profile.microbatch_size or 1)
+        search = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted)
+        sizes = profile.microbatch_size or 1, options.num_microbatches
+        more = partial(layouts, search, model, schedule, sizes, straight=options.straight)
+        found = search.improved(found, more)
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))
@@ -185,30 +187,6 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
         num_runners_up=wanted - 1,
         notes=(*model.notes, *notes, *dict.fromkeys(why_not)),
     )
-
-
-def _of_layouts(
-    evaluator: PlanEvaluator,
-    model: Model,
-    found: Sequence[Evaluated],
-    options: PartitionOptions,
-    schedule: str,
-    microbatch_size: int,
-) -> list[Evaluated]:
-    """Of few devices' layouts those that may be faster than what was found, with their cuts moved."""
-    search = PlanSearch(evaluator, wanted=1, max_simulated=8 * options.num_candidates)
-    best = min((each.simulated_seconds for each in found), default=math.inf)
-    find = partial(
-        layouts,
-        model,
-        evaluator.topology,
-        schedule=schedule,
-        microbatch_size=microbatch_size,
-        num_microbatches=options.num_microbatches or 1,
-        beside=search.least.beside(schedule, model),
-        straight=options.straight,
-    )
-    return search.run((), (), lambda below: find(below=min(below, best)))
 
 
 def _evaluated(evaluator: PlanEvaluator, c: Configuration, ends: Ends) -> tuple[Evaluated, str | None]:

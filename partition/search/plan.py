@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
-from .layouts import Layout, layouts
+from .layouts import layouts
 from .model import Model
 from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
@@ -210,20 +210,21 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
             brought.append((search.least.of_any(name, model, num_microbatches), find))
-            beside = search.least.beside(name, model)
-            more.append(partial(layouts, model, evaluator.topology, schedule=name, beside=beside, **sizes))
+            more.append(partial(layouts, search, model, name, (size, num_microbatches)))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
     if not all(map(_alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
-    def unequal(below: float) -> Iterator[Layout]:
-        for find in more:
-            yield from (each for each in find(below=below) if runs(each[1]) and not each[1].is_plain)
+    def layouts_below(below: float) -> Iterator[tuple[float, Configuration, Ends]]:
+        for least, c, ends in chain.from_iterable(find(below) for find in more):
+            if runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices):
+                yield least, c, ends
 
-    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought, unequal) or search.run(
+    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
         filter(runs, _in_all_orders(every, cluster)), []
     )
+    found = search.improved(found, layouts_below)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
@@ -322,7 +323,9 @@ def _unequal(
             has_work = max(configuration.counts) <= configuration.batch
             is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
             if has_work and is_short and runs(configuration):
-                yield replace(configuration, ranks=None) if configuration.is_plain else configuration, ends
+                plain = replace(configuration, ranks=None)
+                same = configuration.is_equal and tuple(map(tuple, plain.stage_ranks)) == configuration.ranks
+                yield plain if same else configuration, ends
 
 
 def _listed(values: Sequence[int] | None) -> str:

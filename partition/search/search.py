@@ -28,7 +28,7 @@ from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
-_LAYOUT_ACTIONS = 100_000  # of all simulations of layouts with unequal replicas
+_LOOKS = 4  # at layouts, for each configuration that may be simulated
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
@@ -84,17 +84,11 @@ class PlanSearch:
         self._least_left = math.inf  # of those that were not simulated
         self._numbers, self._brought_numbers = count(), count(-1, -1)
 
-    def run(
-        self,
-        configurations: Iterable[Configuration],
-        brought: Sequence[tuple[float, Brought]],
-        layouts: Layouts = lambda below: (),
-    ) -> list[Evaluated]:
+    def run(self, configurations: Iterable[Configuration], brought: Sequence[tuple[float, Brought]]) -> list[Evaluated]:
         """Simulated configurations, the best first; empty where nothing fits.
 
         Arguments:
             brought: each with the seconds that none of its configurations falls below [s].
-            layouts: looked at behind all others; at most `max_simulated` of them.
         """
         queue: list[_Entry] = []
         for c in configurations:
@@ -119,30 +113,23 @@ class PlanSearch:
         while own and own[0][0] < _least_seconds(found):
             self._look(heappop(own), own, found)
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
-        if not (found and self._is_late()):
-            self._look_at_layouts(layouts(_least_seconds(found)), found)
         if not found:
             self._find_miss()
-        found.sort(key=_rank)
-        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
-        for each in found:
-            best.setdefault(each.configuration, each)
-        return self._refined(list(best.values()))
+        return self._refined(found)
 
-    def _look_at_layouts(self, layouts: Iterable[tuple[float, Configuration, Ends]], found: list[Evaluated]) -> None:
-        queue: list[_Entry] = [
-            (least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])) for least, c, ends in layouts
-        ]
-        heapify(queue)
+    def improved(self, found: Sequence[Evaluated], layouts: Layouts) -> list[Evaluated]:
+        """With layouts that may be faster than all of them looked at as well, so many times at most."""
+        queue, more, best = list[_Entry](), list[Evaluated](), _least_seconds(found)
+        for least, c, ends in layouts(best) if not (found and self._is_late()) else ():
+            queue.append((least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
         self._counts["considered"] += len(queue)
-        left, most = float(_LAYOUT_ACTIONS), len(found) + self.max_simulated
-        while queue and queue[0][0] < _least_seconds(found) and len(found) < most and left > 0:
-            if found and self._is_late():
+        heapify(queue)
+        for _ in range(_LOOKS * self.max_simulated):
+            if not queue or queue[0][0] >= min(best, _least_seconds(more)) or (found and self._is_late()):
                 break
-            item = queue[0][-1]
-            left -= num_actions(item[0].configuration) if isinstance(item, list) else 0
-            self._look(heappop(queue), queue, found)
-        self._least_left = min([self._least_left, *(entry[0] for entry in queue[:1])])
+            self._look(heappop(queue), queue, more)
+        self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
+        return sorted([*found, *self._refined(more, most=1)], key=_rank)
 
     def _is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
@@ -332,16 +319,17 @@ class PlanSearch:
             self._note_miss(choice.configuration, error)
             return []
 
-    def _refined(self, found: list[Evaluated]) -> list[Evaluated]:
-        """The best few with their cuts moved for as long as that helps, with equal replicas and with others."""
-        better = []
-        for is_equal in (True, False):
-            alike, left = [each for each in found if each.configuration.is_equal == is_equal], float(_REFINED_ACTIONS)
-            for each in alike[:_REFINED]:
-                refined, left = self._move_cuts(each, left)
-                better.append(refined)
-            better += alike[_REFINED:]
-        return sorted(better, key=_rank)
+    def _refined(self, found: list[Evaluated], most: int = _REFINED) -> list[Evaluated]:
+        """Of each configuration its best cuts; the best few with their cuts moved for as long as that helps."""
+        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
+        for each in sorted(found, key=_rank):
+            best.setdefault(each.configuration, each)
+        left = float(_REFINED_ACTIONS)
+        better, others = [], [*best.values()]
+        for each in others[:most]:
+            refined, left = self._move_cuts(each, left)
+            better.append(refined)
+        return sorted(better + others[most:], key=_rank)
 
     def _move_cuts(self, start: Evaluated, budget: float) -> tuple[Evaluated, float]:
         best, c = start, start.configuration

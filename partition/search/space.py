@@ -6,7 +6,7 @@ rank = (p D + d) T + t        tensor ranks t < T are neighbours, then data repli
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, permutations, product
 
 from ...schedules.families.registry import family
@@ -84,11 +84,6 @@ class Configuration:
     def is_equal(self) -> bool:
         """True where all stages have D replicas, each with as many microbatches: then one replica stands for all."""
         return len(set(self.counts)) == 1 and self.batch % self.counts[0] == 0
-
-    @property
-    def is_plain(self) -> bool:
-        """True where equal replicas stand in a row from the first device on, whether `ranks` says so or not."""
-        return self.is_equal and self.ranks in (None, tuple(map(tuple, replace(self, ranks=None).stage_ranks)))
 
     @property
     def batch(self) -> int:
