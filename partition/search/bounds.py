@@ -116,7 +116,6 @@ class LeastSeconds:
         return max(one, num_microbatches * seconds / devices) + self.beside(schedule, model)
 
     def beside(self, schedule: str, model: Model) -> float:
-        """Seconds around the actions of a batch [s]."""
         return model.profile.around_seconds + (0.0 if family(schedule).rule.is_asynchronous else self.norm)
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:

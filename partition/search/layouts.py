@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -37,31 +38,21 @@ _StepOf = Callable[[_Stage], Floats]
 
 
 def layouts(
-    search: PlanSearch, model: Model, schedule: str, sizes: tuple[int, int], below: float, *, straight: bool = False
+    search: PlanSearch, model: Model, below: float, **sizes: Any
 ) -> Iterator[tuple[float, Configuration, Ends]]:
-    """Those whose least step is `below`, with that [s]; with `straight` without replicas.
-
-    `sizes`: of a microbatch, and their number.
-    """
-    (size, m), topology, beside = sizes, search.evaluator.topology, search.least.beside(schedule, model)
-    cluster, most, ends = topology.cluster, topology.num_devices, thinned(model.cuts, _MOST_CUTS)
+    """Those whose least step is `below`, with that [s]; `sizes`: what is given of a `Configuration`."""
+    topology, schedule, m = search.evaluator.topology, sizes["schedule"], sizes["num_microbatches"]
+    beside, most, ends = search.least.beside(schedule, model), topology.num_devices, thinned(model.cuts, _MOST_CUTS)
     if most > MOST_DEVICES or 2 * m * most > MOST_ACTIONS:
         return
-    for order in node_orders(cluster)[0]:
-        costs = range_costs(model, cluster.reordered(order), schedule, m, memory_limit=topology.memory_limit)
+    for order in node_orders(topology.cluster)[0]:
+        cluster = topology.cluster.reordered(order)
+        costs = range_costs(model, cluster, schedule, m, memory_limit=topology.memory_limit)
         step_of = _steps(model, costs, ends)
-        for stages in _rows(step_of, costs, len(ends), 1 if straight else m, below - beside):
-            ranks = [range(most - begin - replicas, most - begin) for begin, replicas, _ in stages]
-            c = Configuration(
-                pipeline=len(stages),
-                data=stages[0][1],
-                tensor=1,
-                schedule=schedule,
-                num_chunks=1,
-                microbatch_size=size,
-                num_microbatches=m,
-                ranks=tuple(own_ranks(order, topology.level_sizes[0], own) for own in ranks),
-            )
+        for stages in _rows(step_of, costs, len(ends), below - beside):
+            rows = [range(most - begin - replicas, most - begin) for begin, replicas, _ in stages]
+            ranks = tuple(own_ranks(order, topology.level_sizes[0], row) for row in rows)
+            c = Configuration(pipeline=len(stages), data=stages[0][1], tensor=1, num_chunks=1, ranks=ranks, **sizes)
             steps = [step_of(stage) for stage in stages]
             for cuts in _ways(steps):
                 least = max(float(step[i, j - i - 1]) for step, (i, j) in zip(steps, pairwise(cuts), strict=True))
@@ -70,20 +61,15 @@ def layouts(
 
 
 def _ways(steps: Sequence[Floats]) -> Iterator[tuple[int, ...]]:
-    """Every way to cut where these are few; else the evenest of the least step, and with one cut moved a little."""
+    """Every way to cut where these are few; else the evenest of the least step."""
     last = len(steps[0]) - 1
     if math.comb(last - 1, len(steps) - 1) <= _MOST_WAYS:
         yield from ((0, *inner, last) for inner in combinations(range(1, last), len(steps) - 1))
     elif even := even_stages(steps.__getitem__, len(steps), last + 1):
-        yield (cuts := even[0])
-        for at in range(1, len(steps)):
-            for other in {*range(cuts[at] - 2, cuts[at] + 3)} & {*range(cuts[at - 1] + 1, cuts[at + 1])} - {cuts[at]}:
-                yield (*cuts[:at], other, *cuts[at + 1 :])
+        yield even[0]
 
 
-def _rows(
-    step_of: _StepOf, costs: RangeCosts, num_cuts: int, most_replicas: int, below: float
-) -> Iterator[tuple[_Stage, ...]]:
+def _rows(step_of: _StepOf, costs: RangeCosts, num_cuts: int, below: float) -> Iterator[tuple[_Stage, ...]]:
     """Idle devices stay behind the last stage, in front of the first, and where a stage would straddle two nodes."""
     size, most = costs.topology.level_sizes[0], costs.num_devices
     idle = (1 if size == most else size) if costs.is_uniform else most
@@ -93,7 +79,7 @@ def _rows(
         behind, least_behind, end = todo.pop()
         rest = np.lib.stride_tricks.sliding_window_view(np.append(least_behind, none)[1:], num_cuts - 1)
         used, over = behind[0][2] if behind else 0, -end % size
-        for replicas in range(1, min(most_replicas, most - end) + 1):
+        for replicas in range(1, min(costs.num_microbatches or 1, most - end) + 1):
             straddles = 0 < over < replicas <= min(size, most - end - over)
             for begin in (end, end + over) if straddles else (end,):
                 stage = begin, replicas, used + replicas

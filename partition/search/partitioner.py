@@ -167,11 +167,10 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
             continue
         found.append(one)
         why_not += [reason] if reason is not None else []
-    if options.num_microbatches is not None and not why_not:
-        search = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted)
-        sizes = profile.microbatch_size or 1, options.num_microbatches
-        more = partial(layouts, search, model, schedule, sizes, straight=options.straight)
-        found = search.improved(found, more)
+    if options.num_microbatches is not None and not (why_not or options.straight):
+        search, size = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted), profile.microbatch_size or 1
+        sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": options.num_microbatches}
+        found = search.improved(found, partial(layouts, search, model, schedule=schedule, **sizes))
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))

@@ -210,14 +210,14 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
             brought.append((search.least.of_any(name, model, num_microbatches), find))
-            more.append(partial(layouts, search, model, name, (size, num_microbatches)))
+            more.append(partial(layouts, search, model, schedule=name, **sizes))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
     if not all(map(_alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
     def layouts_below(below: float) -> Iterator[tuple[float, Configuration, Ends]]:
-        for least, c, ends in chain.from_iterable(find(below) for find in more):
+        for least, c, ends in chain.from_iterable(find(below=below) for find in more):
             if runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices):
                 yield least, c, ends
 
