@@ -1,10 +1,8 @@
-"""On few devices, every way to give stages replicas and places in a row, with the cuts whose step may be least.
+"""On few devices, every way to give stages replicas and places in a row, with cuts whose step may be the least.
 
-Stage by stage from the last one, as in `solve.dynamic`, but each row of replicas by itself, and of the step in place of
-the bottleneck; a row that cannot stay below the best step that is known is not carried on:
-
-    least[i] = min over j of max{ step(i, j), least of the stages behind [j] }
-    step(i, j) = F of all in front of i  +  F, B of the busiest replica  +  max{ its sums and its update, B in front }
+As `solve.dynamic`, but of the step in place of the bottleneck, with the greatest of these over the stages from i to j:
+F of all in front of i, F and B of the busiest replica, and then its sums and its update, or B of all in front. A row of
+replicas that cannot stay below the best step that is known is not carried on.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from ..solve.orders import node_orders, own_ranks
 from ..solve.ranges import RangeCosts
 from ..topology import Floats
 from .cuts import range_costs
-from .evaluate import Ends
 from .model import Model
-from .search import PlanSearch
+from .search import Layout, PlanSearch
 from .space import Configuration
 
 MOST_DEVICES = 8
@@ -37,9 +34,7 @@ _Stage = tuple[int, int, int]  # first device, counted from the end; replicas; d
 _StepOf = Callable[[_Stage], Floats]
 
 
-def layouts(
-    search: PlanSearch, model: Model, below: float, **sizes: Any
-) -> Iterator[tuple[float, Configuration, Ends]]:
+def layouts(search: PlanSearch, model: Model, below: float, **sizes: Any) -> Iterator[Layout]:
     """Those whose least step is `below`, with that [s]; `sizes`: what is given of a `Configuration`."""
     topology, schedule, m = search.evaluator.topology, sizes["schedule"], sizes["num_microbatches"]
     beside, most, ends = search.least.beside(schedule, model), topology.num_devices, thinned(model.cuts, _MOST_CUTS)
@@ -80,8 +75,7 @@ def _rows(step_of: _StepOf, costs: RangeCosts, num_cuts: int, below: float) -> I
         rest = np.lib.stride_tricks.sliding_window_view(np.append(least_behind, none)[1:], num_cuts - 1)
         used, over = behind[0][2] if behind else 0, -end % size
         for replicas in range(1, min(costs.num_microbatches or 1, most - end) + 1):
-            straddles = 0 < over < replicas <= min(size, most - end - over)
-            for begin in (end, end + over) if straddles else (end,):
+            for begin in (end, end + over) if 0 < over < replicas <= min(size, most - end - over) else (end,):
                 stage = begin, replicas, used + replicas
                 least = np.maximum(step_of(stage), rest).min(axis=1)
                 if least[0] < below:
@@ -93,12 +87,8 @@ def _rows(step_of: _StepOf, costs: RangeCosts, num_cuts: int, below: float) -> I
 def _steps(model: Model, costs: RangeCosts, ends: Sequence[int]) -> _StepOf:
     """[n, w] least seconds of a batch with a stage between each cut and those behind it; infinite where it does not fit
     the memory, whatever is done about it."""
-    rows, rules, m, fastest = (
-        np.arange(len(ends))[:, None],
-        model.rules,
-        costs.num_microbatches or 1,
-        costs.topology.fastest,
-    )
+    rows, m, rules = np.arange(len(ends))[:, None], costs.num_microbatches or 1, model.rules
+    fastest = costs.topology.fastest
     lasts = rows + np.arange(1, len(ends))
     first, last = np.asarray(ends)[rows], np.asarray(ends)[np.minimum(lasts, len(ends) - 1)]
     inside, sums = model.cuts.inside[first, last] & (lasts < len(ends)), model.cuts.stages(first, last)

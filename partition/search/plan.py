@@ -29,7 +29,7 @@ from .evaluate import Ends, Evaluated, PlanEvaluator
 from .layouts import layouts
 from .model import Model
 from .result import as_plan, distinct, label
-from .search import PlanSearch, Progress
+from .search import Layout, PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import MeasuredProfiles, ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
@@ -216,7 +216,7 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
-    def layouts_below(below: float) -> Iterator[tuple[float, Configuration, Ends]]:
+    def layouts_below(below: float) -> Iterator[Layout]:
         for least, c, ends in chain.from_iterable(find(below=below) for find in more):
             if runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices):
                 yield least, c, ends

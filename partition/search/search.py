@@ -40,8 +40,7 @@ _Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key
 Progress = Callable[[Searched, float | None], None]
 # Configurations that bring their own cuts (unequal replicas), found when they may win.
 Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
-# The same, each with seconds that it does not fall below, of those that may be faster than so many seconds.
-Layouts = Callable[[float], Iterable[tuple[float, Configuration, Ends]]]
+Layout = tuple[float, Configuration, Ends]
 
 
 class _WithCuts(NamedTuple):
@@ -117,22 +116,20 @@ class PlanSearch:
             self._find_miss()
         return self._refined(found)
 
-    def improved(self, found: Sequence[Evaluated], layouts: Layouts) -> list[Evaluated]:
-        """With layouts that may be faster than all of them looked at as well, so many times at most."""
+    def improved(self, found: Sequence[Evaluated], layouts: Callable[[float], Iterable[Layout]]) -> list[Evaluated]:
+        """With those layouts as well that may be faster, each with seconds that it does not fall below [s]."""
         queue, more, best = list[_Entry](), list[Evaluated](), _least_seconds(found)
-        for least, c, ends in layouts(best) if not (found and self._is_late()) else ():
+        for least, c, ends in layouts(best):
             queue.append((least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
         self._counts["considered"] += len(queue)
         heapify(queue)
         for _ in range(_LOOKS * self.max_simulated):
-            if not queue or queue[0][0] >= min(best, _least_seconds(more)) or (found and self._is_late()):
+            late = found and self.deadline is not None and time.monotonic() > self.deadline
+            if not queue or queue[0][0] >= min(best, _least_seconds(more)) or late:
                 break
             self._look(heappop(queue), queue, more)
         self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
-        return sorted([*found, *self._refined(more, most=1)], key=_rank)
-
-    def _is_late(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
+        return sorted([*found, *self._refined(more, most=1)], key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
     def _least(self, c: Configuration) -> float:
         """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
@@ -181,7 +178,7 @@ class PlanSearch:
 
     def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
-        if found and self._is_late():
+        if found and self.deadline is not None and time.monotonic() > self.deadline:
             return True
         done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
