@@ -67,7 +67,7 @@ class LeastSeconds:
 
     def of(self, c: Configuration, model: Model) -> float:
         """No cuts of this configuration, recomputed or not, take fewer seconds a batch [s]."""
-        return self._of_actions(c, model) + self._beside(c.schedule, model)
+        return self._of_actions(c, model) + self.beside(c.schedule, model)
 
     def _of_actions(self, c: Configuration, model: Model) -> float:
         """Seconds of a batch without what the runtime takes around the step [s]."""
@@ -113,9 +113,9 @@ class LeastSeconds:
         """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s]."""
         devices, known, seconds = self.topology.num_devices, family(schedule), model.seconds / self.topology.fastest
         one = 0.0 if known.rule.is_asynchronous or known.splits_backward else seconds  # through all stages and back
-        return max(one, num_microbatches * seconds / devices) + self._beside(schedule, model)
+        return max(one, num_microbatches * seconds / devices) + self.beside(schedule, model)
 
-    def _beside(self, schedule: str, model: Model) -> float:
+    def beside(self, schedule: str, model: Model) -> float:
         return model.profile.around_seconds + (0.0 if family(schedule).rule.is_asynchronous else self.norm)
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:

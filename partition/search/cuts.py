@@ -202,6 +202,21 @@ class TooLargeError(ValueError):
     """Too many cuts and devices for the dynamic program."""
 
 
+def range_costs(
+    model: Model, cluster: Cluster, schedule: str, num_microbatches: int | None, *, memory_limit: float | None
+) -> RangeCosts:
+    return RangeCosts(
+        model.cuts,
+        cluster,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        memory_limit=memory_limit,
+        beside=certain(model.profile.device),
+        optimizer_ratio=model.rules.optimizer_ratio,
+        action_seconds=model.profile.action_seconds,
+    )
+
+
 def candidates(
     model: Model,
     cluster: Cluster,
@@ -224,16 +239,7 @@ def candidates(
     bounds, notes, every = [], [], (len(model.cuts), 1)
     orders, note = node_orders(cluster)
     for order in orders:
-        costs = RangeCosts(
-            model.cuts,
-            cluster.reordered(order),
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            memory_limit=memory_limit,
-            beside=certain(model.profile.device),
-            optimizer_ratio=model.rules.optimizer_ratio,
-            action_seconds=model.profile.action_seconds,
-        )
+        costs = range_costs(model, cluster.reordered(order), schedule, num_microbatches, memory_limit=memory_limit)
         grain = grain_of(costs, straight=straight)
         if grain != every and not costs.is_uniform:
             raise TooLargeError(

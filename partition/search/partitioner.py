@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...schedules.families.registry import FAMILIES, family
@@ -23,9 +24,11 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import candidates
 from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
+from .layouts import layouts
 from .model import Model
 from .plan import plan
 from .result import as_plan, distinct
+from .search import PlanSearch
 from .simulated import SizesError, num_actions
 from .space import Configuration
 
@@ -164,6 +167,10 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
             continue
         found.append(one)
         why_not += [reason] if reason is not None else []
+    if options.num_microbatches is not None and not (why_not or options.straight):
+        search, size = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted), profile.microbatch_size or 1
+        sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": options.num_microbatches}
+        found = search.improved(found, partial(layouts, search, model, schedule=schedule, **sizes))
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))

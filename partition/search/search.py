@@ -28,6 +28,7 @@ from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
+_LOOKS = 4  # at layouts, for each configuration that may be simulated
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
@@ -39,6 +40,7 @@ _Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key
 Progress = Callable[[Searched, float | None], None]
 # Configurations that bring their own cuts (unequal replicas), found when they may win.
 Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
+Layout = tuple[float, Configuration, Ends]
 
 
 class _WithCuts(NamedTuple):
@@ -112,11 +114,22 @@ class PlanSearch:
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
         if not found:
             self._find_miss()
-        found.sort(key=_rank)
-        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
-        for each in found:
-            best.setdefault(each.configuration, each)
-        return self._refined(list(best.values()))
+        return self._refined(found)
+
+    def improved(self, found: Sequence[Evaluated], layouts: Callable[[float], Iterable[Layout]]) -> list[Evaluated]:
+        """With those layouts as well that may be faster, each with seconds that it does not fall below [s]."""
+        queue, more, best = list[_Entry](), list[Evaluated](), _least_seconds(found)
+        for least, c, ends in layouts(best):
+            queue.append((least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
+        self._counts["considered"] += len(queue)
+        heapify(queue)
+        for _ in range(_LOOKS * self.max_simulated):
+            late = found and self.deadline is not None and time.monotonic() > self.deadline
+            if not queue or queue[0][0] >= min(best, _least_seconds(more)) or late:
+                break
+            self._look(heappop(queue), queue, more)
+        self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
+        return sorted([*found, *self._refined(more, most=1)], key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
     def _least(self, c: Configuration) -> float:
         """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
@@ -303,14 +316,17 @@ class PlanSearch:
             self._note_miss(choice.configuration, error)
             return []
 
-    def _refined(self, found: list[Evaluated]) -> list[Evaluated]:
-        """The best few with their cuts moved for as long as that helps."""
+    def _refined(self, found: list[Evaluated], most: int = _REFINED) -> list[Evaluated]:
+        """Of each configuration its best cuts; the best few with their cuts moved for as long as that helps."""
+        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
+        for each in sorted(found, key=_rank):
+            best.setdefault(each.configuration, each)
         left = float(_REFINED_ACTIONS)
-        better = []
-        for each in found[:_REFINED]:
+        better, others = [], [*best.values()]
+        for each in others[:most]:
             refined, left = self._move_cuts(each, left)
             better.append(refined)
-        return sorted(better + found[_REFINED:], key=_rank)
+        return sorted(better + others[most:], key=_rank)
 
     def _move_cuts(self, start: Evaluated, budget: float) -> tuple[Evaluated, float]:
         best, c = start, start.configuration
