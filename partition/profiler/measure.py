@@ -310,9 +310,11 @@ def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 
 def _gradient(module: nn.Module, inputs: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient to step with: of an embedding that makes sparse ones, as many rows as the inputs name at most."""
+    """A gradient to step with: what backwards have added up, since a step may take twice as long where that is 0 (AdamW
+    behind a ReLU); of an embedding that makes sparse ones, as many rows as the inputs name at most."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    dense = torch.full_like(parameter, 1e-3)
+    known = parameter.grad
+    dense = torch.full_like(parameter, 1e-3) if known is None or known.is_sparse else known.detach().clone()
     if not any(module.weight is parameter for module in embeddings):
         return dense
     named = sum(x.numel() for x in inputs if not x.is_floating_point())
