@@ -65,6 +65,23 @@ class RankProgram:
     def __post_init__(self) -> None:
         object.__setattr__(self, "fused", frozenset(_fused(self.steps)))
 
+    def last_backwards(self) -> dict[Action, Collective]:
+        """By backward, the sum of its stage's gradients alone that is begun right behind it, or behind its fused W.
+
+        Its first tensors may leave within: nothing else that other ranks take part in begins between.
+        """
+        found: dict[Action, Collective] = {}
+        before: Work | None = None
+        for step in self.steps:
+            if isinstance(step, Transfer):
+                continue
+            if isinstance(step, Collective) and step.op is Op.REDUCE_GRAD and isinstance(before, Action):
+                backward = before._replace(op=Op.I) if before.op is Op.W else before
+                if step.stages == (before.stage,) and (backward.op is Op.B or backward in self.fused):
+                    found[backward] = step
+            before = step
+        return found
+
 
 def _fused(steps: Sequence[Step]) -> Iterator[Action]:
     """Each I with its W behind it, and no more between them than receives that are posted:

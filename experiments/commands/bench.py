@@ -40,6 +40,7 @@ CASES = {
     "sleep-interleaved": "stages that sleep, interleaved: within 1.03 of the ideal, not behind torch",
     "prediction": "the simulator beside measured steps: 2% where stages sleep, 3% on the GPT",
     "gpt": "a GPT with AdamW on two ranks: at least as fast as torch, schedule by schedule",
+    "gpt-4": "the same on four ranks: counts where there are four cores",
     "async-sleep": "throughput of 2bw, stages that sleep: 1.68 (P=4) and 1.8 (P=8) times 1F1B, ours and torch's",
     "async-gpt": "throughput of 2bw, a GPT with AdamW, M=2: 1.42 times torch's 1F1B, 1.22 times its interleaved",
     "receive-bytes": "receives posted and not consumed: the same for M=8 and M=64",

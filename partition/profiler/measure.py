@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
 from .clock import Clock, Estimate, clock_for, typical
 from .memory import bytes_of, peaks
-from .optimizers import OptimizerFactory, make_optimizers_of_copies
+from .optimizers import OptimizerFactory, optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled
 from .slices import slice_shares
 
@@ -133,7 +132,11 @@ def profile_model(
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         is_open = given.tensor == 1 and is_sequential(model)
         ways = {i: "any" if is_open and passes.by_samples(i) else "divided" for i in passes.firsts}
-        updates = {i: _update(passes.samples[i], given.optimizer, names, clock) for i in passes.firsts}
+        made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if given.optimizer is not None and made:
+            torch._foreach_zero_(made)
+            passes.run_whole(keep=False)  # gradients as a step makes them, zeros where it makes none
+        updates = {i: _update(passes.samples[i], given.optimizer, names, made, clock) for i in passes.firsts}
         kv_share = 0.0 if given.sequence_dim is None else passes.kv_share()
     measured = updates if given.optimizer else None
     found = _profile(model, passes, workspaces, measured, device=device, autocast=given.autocast)
@@ -273,52 +276,34 @@ def _workspaces(passes: Passes, device: torch.device) -> dict[int, int]:
 _Update = tuple[float, int, int]  # seconds, bytes of state and of parameters
 
 
-def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[int, str], clock: Clock) -> _Update:
-    """The optimizers' steps on copies of a unit's parameters."""
+def _update(
+    sample: Sample,
+    optimizer: OptimizerFactory | None,
+    names: Mapping[int, str],
+    gradients: list[torch.Tensor],
+    clock: Clock,
+) -> _Update:
+    """The optimizers' steps on copies of a unit's parameters, each behind work on all of a model's `gradients`: a step
+    finds caches as a backward leaves them."""
     if optimizer is None or not sample.parameters:
         return 0.0, 0, 0
     called = [(names.get(id(own), f"parameter {number}"), own) for number, own in enumerate(sample.parameters)]
     made = optimizers_of_copies(optimizer, called, sample.stage.module, sample.inputs, where=f"unit {sample.unit.name}")
     marks = []
     for _ in range(1 + UPDATES):
+        torch._foreach_mul_(gradients, 1.0)
+        begin = clock.stamp()
         for one in made:
             one.step()
-        marks.append(clock.stamp())
+        marks.append((begin, clock.stamp()))
     clock.settle()
-    spans = [clock.between(a, b) for a, b in pairwise(marks)]
+    spans = [clock.between(*span) for span in marks[1:]]
     return Estimate.of(spans).seconds, state_bytes(made), bytes_of(sample.parameters)
-
-
-def optimizers_of_copies(
-    factory: OptimizerFactory,
-    named: Sequence[tuple[str, nn.Parameter]],
-    module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    *,
-    where: str,
-) -> list[torch.optim.Optimizer]:
-    """Optimizers of copies of a module's parameters, which have gradients to step with."""
-    called = [(name, own, nn.Parameter(own.detach().clone())) for name, own in named]
-    for _, own, copy in called:
-        copy.grad = _gradient(module, inputs, own)
-    return make_optimizers_of_copies(factory, called, where=where)
 
 
 def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     states = [state for one in optimizers for state in one.state.values()]
     return bytes_of(value for each in states for value in each.values() if isinstance(value, torch.Tensor))
-
-
-def _gradient(module: nn.Module, inputs: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient to step with: of an embedding that makes sparse ones, as many rows as the inputs name at most."""
-    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    dense = torch.full_like(parameter, 1e-3)
-    if not any(module.weight is parameter for module in embeddings):
-        return dense
-    named = sum(x.numel() for x in inputs if not x.is_floating_point())
-    rows = dense[: max(1, min(len(dense), named))]
-    at = torch.arange(len(rows), device=rows.device)[None]
-    return torch.sparse_coo_tensor(at, rows, dense.shape, check_invariants=True)
 
 
 def _profile(

@@ -107,6 +107,35 @@ def make_optimizers_of_copies(
     return made
 
 
+def optimizers_of_copies(
+    factory: OptimizerFactory,
+    named: Sequence[tuple[str, nn.Parameter]],
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    where: str,
+) -> list[torch.optim.Optimizer]:
+    """Optimizers of copies of a module's parameters, which have gradients to step with."""
+    called = [(name, own, nn.Parameter(own.detach().clone())) for name, own in named]
+    for _, own, copy in called:
+        copy.grad = _gradient(module, inputs, own)
+    return make_optimizers_of_copies(factory, called, where=where)
+
+
+def _gradient(module: nn.Module, inputs: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient to step with: what backwards have added up, since a step may take twice as long where that is 0 (AdamW
+    behind a ReLU); of an embedding that makes sparse ones, as many rows as the inputs name at most."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    known = parameter.grad
+    dense = torch.full_like(parameter, 1e-3) if known is None or known.is_sparse else known.detach().clone()
+    if not any(module.weight is parameter for module in embeddings):
+        return dense
+    named = sum(x.numel() for x in inputs if not x.is_floating_point())
+    rows = dense[: max(1, min(len(dense), named))]
+    at = torch.arange(len(rows), device=rows.device)[None]
+    return torch.sparse_coo_tensor(at, rows, dense.shape, check_invariants=True)
+
+
 @contextmanager
 def _hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within, hooks may be registered on these; afterwards they have those that they had."""

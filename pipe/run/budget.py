@@ -32,8 +32,9 @@ from ...partition.model.calls import Calls
 from ...partition.model.units import MODEL_INPUT
 from ...partition.model.untouched import untouched
 from ...partition.profiler.clock import Stamp, clock_for
-from ...partition.profiler.measure import optimizers_of_copies, state_bytes
+from ...partition.profiler.measure import state_bytes
 from ...partition.profiler.memory import LiveBytes, bytes_of, storage_bytes
+from ...partition.profiler.optimizers import optimizers_of_copies
 from ...partition.profiler.passes import profiled
 from ...partition.topology import Floats
 from ...schedules import Op

@@ -8,7 +8,7 @@ that hold a parameter are in this process, its gradients add up by themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -51,6 +51,11 @@ class FlushPrograms:
 
     def ordered(self, schedule: Schedule) -> FlushPrograms:
         return replace(self, schedule=schedule, programs=batch_programs(schedule, self.sharing))
+
+    @cached_property
+    def last_backwards(self) -> Sequence[Mapping[Action, Collective]]:
+        """By rank: see `RankProgram.last_backwards`."""
+        return [program.last_backwards() for program in self.programs]
 
     @cached_property
     def warm_up(self) -> WarmUp:
@@ -130,8 +135,9 @@ class FlushUpdate(Update):
 
     def begin(self, batch: Batch) -> Programs:
         self._require_whole()
-        for rank in self.ranks.values():
+        for number, rank in self._flush_ranks.items():
             rank.enter(batch)
+            rank.behind = self._programs.last_backwards[number]
         if self.loss_scale is not None and self.loss_scale.changed_outside():
             self.loss_scale.adopt()
         self._before = [p.grad for p in self._parameters]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 from ...comm import TensorSpec
 from ...partition.model.forms import Tensors
 from ...partition.profiler.memory import bytes_of
-from ...schedules import Collective, Message, Schedule, Timeline
+from ...schedules import Action, Collective, Message, Schedule, Timeline
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
 from ...schedules.timing.records import RankRecord
@@ -114,6 +115,10 @@ class RankUpdate:
     def begin(self, collective: Collective) -> None:
         """The program has come to what ranks of several processes do together: it goes on beside compute."""
         self.shards.begin(collective)
+
+    def beside(self, action: Action) -> AbstractContextManager[None]:
+        """Around a backward: what of the update goes on beside it."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Block until what was begun is through: the program is."""

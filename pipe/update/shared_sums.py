@@ -1,6 +1,7 @@
 """All-reduces of gradients that several processes hold (replicas, tied weights), beside the backwards that follow.
 
-    worker meets REDUCE_GRAD -> begin: flags and flat buckets leave, each an all-reduce
+    a stage's last backward  -> beside: a flat bucket leaves as soon as it has all its gradients, each an all-reduce
+    worker meets REDUCE_GRAD -> begin: the others leave, and flags
     program is through       -> wait
     gradients are ready      -> finish: the sums are the gradients now
 
@@ -10,8 +11,11 @@ gradient came gives zeros; one that came nowhere is left None, since optimizers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +23,7 @@ from torch import nn
 from ...comm import Collectives, LinkCodecs, TensorSpec
 from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
 from ...partition.profiler.clock import Stamp
-from ...schedules import Collective, Op, Schedule
+from ...schedules import Action, Collective, Op, Schedule
 from ..batch.batches import Batch
 from ..shards.split import ShardedParameter
 from .gradients import Flat, FlatGradients, flatten, scale_gradients, unflatten
@@ -61,9 +65,52 @@ class SharedSum:
         self._compare = compare
         self._device = collectives.device
         self._flags = torch.empty(0)
-        self._totals: list[torch.Tensor] = []  # by bucket
+        # One order on all ranks, whenever a bucket leaves on each: backwards make gradients of last parameters first.
+        self._order = sorted(range(len(self._flat.buckets)), key=lambda at: -min(self._flat.buckets[at]))
+        self._holder = {i: at for at, bucket in enumerate(self._flat.buckets) for i in bucket}
+        self._made_once: bool | None = None  # whether a backward makes each gradient at once; None: nobody has looked
+        self._totals: dict[int, torch.Tensor] = {}  # by bucket
         self._waits: list[Callable[[], None]] = []
         self._buffers: dict[int, torch.Tensor] = {}  # by bucket
+
+    @contextmanager
+    def beside(self, factor: float) -> Iterator[None]:
+        """Within, the last backward in front of `begin`, with the same factor: gradients leave as they are made.
+
+        Not in the first one, which shows whether it adds to a gradient more than once; nor parts, what is packed or
+        compared, and what CUDA makes: these all leave in `begin`.
+        """
+        together = bool(self._parts) or self._is_packed or self._compare is not None or self._device.type != "cpu"
+        if together or self._made_once is False:
+            yield
+            return
+        parameters, counts = self._flat.parameters, Counter[int]()
+        missing = [set(bucket) for bucket in self._flat.buckets]
+
+        def made(number: int, parameter: torch.Tensor) -> None:
+            counts[number] += 1
+            if self._made_once is None or parameter.grad is None or parameter.grad.is_sparse:
+                return
+            if self._holder[number] in self._totals:
+                raise ValueError(
+                    f"the gradient of {self._flat.names[number]!r} was made twice in a backward, and replicas began to "
+                    f"add it up behind the first: expected once, as with checkpoint(..., use_reentrant=False)"
+                )
+            missing[self._holder[number]].discard(number)
+            while len(self._totals) < len(self._order) and not missing[self._order[len(self._totals)]]:
+                self._leave(factor)
+
+        hooks: list[Any] = [
+            parameters[i].register_post_accumulate_grad_hook(partial(made, i))  # type: ignore[no-untyped-call]
+            for i in self._holder
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._made_once is None:
+            self._made_once = max(counts.values(), default=0) < 2
 
     def begin(self, factor: float, options: Mapping[int, int], *, on_through: Callable[[], None]) -> None:
         """This rank's gradients leave, times `factor`, and must not be touched before `wait`.
@@ -75,31 +122,45 @@ class SharedSum:
         parameters = self._flat.parameters
         if self._compare is not None:
             self._compare({name: p.grad for name, p in zip(self._flat.names, parameters, strict=True)})
-        scale_gradients([p.grad for p in parameters], factor)
         numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
         self._flags = torch.cat([self._flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
-        begin = partial(self._collectives.begin_all_reduce, what=self._what, ranks=self._ranks)
-        self._waits = [begin(self._flags)]
+        together = bool(self._parts) or self._is_packed
+        if together:
+            scale_gradients([p.grad for p in parameters], factor)
+        while not together and len(self._totals) < len(self._order):
+            self._leave(factor)
+        self._waits.append(self._begin_sum(self._flags, None if together else on_through))  # the last of all
         if self._parts:
             self._waits.append(
                 begin_sum(self._parts, self._ranks, self._collectives, what=self._what, on_through=on_through)
             )
-            return
-        buckets, codecs = self._flat.buckets, self._codecs
-        if codecs is not None and codecs.data is not None and not codecs.is_paused:
+        elif self._is_packed:
+            buckets, codecs = self._flat.buckets, self._codecs
+            assert codecs is not None
             gradients = [torch.zeros_like(p.detach()) if p.grad is None else p.grad for p in parameters]
             named = dict(zip(self._flat.names, gradients, strict=True))
             wait = begin_packed_sum(codecs, named, self._collectives, ranks=self._ranks, what=self._what)
 
             def take() -> None:
                 sums = wait()
-                self._totals = [flatten([sums[i] for i in bucket]) for bucket in buckets]
+                self._totals = {at: flatten([sums[i] for i in bucket]) for at, bucket in enumerate(buckets)}
 
             self._waits.append(take)
-            return
-        self._totals = [self._flatten(at, [parameters[i] for i in bucket]) for at, bucket in enumerate(buckets)]
-        for total in self._totals:
-            self._waits.append(begin(total, on_through=on_through if total is self._totals[-1] else None))
+
+    @property
+    def _is_packed(self) -> bool:
+        return self._codecs is not None and self._codecs.data is not None and not self._codecs.is_paused
+
+    def _begin_sum(self, total: torch.Tensor, on_through: Callable[[], None] | None = None) -> Callable[[], None]:
+        return self._collectives.begin_all_reduce(total, what=self._what, ranks=self._ranks, on_through=on_through)
+
+    def _leave(self, factor: float) -> None:
+        """The next bucket's gradients, times `factor`."""
+        at = self._order[len(self._totals)]
+        parameters = [self._flat.parameters[i] for i in self._flat.buckets[at]]
+        scale_gradients([p.grad for p in parameters], factor)
+        total = self._totals[at] = self._flatten(at, parameters)
+        self._waits.append(self._begin_sum(total))
 
     def wait(self) -> None:
         """Block until all is added up. Raises PipelineTimeout or PeerLost, with the ranks that it is waited for."""
@@ -117,13 +178,13 @@ class SharedSum:
         for part, count in zip(self._parts, there, strict=False):
             if not count:
                 part.parameter.grad = None
-        for bucket, total in zip(self._flat.buckets, self._totals, strict=False):  # none where they are divided
-            self._put_back(bucket, total, there)
-        self._totals = []
+        for at, total in self._totals.items():  # none where they are divided
+            self._put_back(self._flat.buckets[at], total, there)
+        self._totals = {}
         return {name for name, count in zip(self._flat.names, there, strict=True) if count}
 
     def drop(self) -> None:
-        self._waits, self._totals = [], []
+        self._waits, self._totals = [], {}
 
     def _put_back(self, bucket: Sequence[int], total: torch.Tensor, there: Sequence[float]) -> None:
         parameters = [self._flat.parameters[i] for i in bucket]
@@ -248,7 +309,8 @@ class FlushRank(RankUpdate):
         self._collectives = parts.run.collectives
         self._recorder = parts.recorders[rank]
         self._device = parts.device
-        self._begun: dict[Collective, list[Stamp]] = {}  # when it began, and when it was through
+        self.behind: Mapping[Action, Collective] = {}  # by the last backward of a stage, the sum right behind it
+        self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was through
         # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
         self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
         self._factor = 1.0
@@ -278,6 +340,14 @@ class FlushRank(RankUpdate):
         stamps = self._begun[collective] = [stamp()]
         for each in self.sums[collective]:
             each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
+
+    def beside(self, action: Action) -> AbstractContextManager[None]:
+        """See `SharedSum.beside`; where there are two sums, their order would be that of the gradients."""
+        sums = self.sums.get(self.behind[action], ()) if action in self.behind else ()
+        if len(sums) != 1:
+            return nullcontext()
+        self._count_samples()
+        return sums[0].beside(self._factor)
 
     def settle(self) -> None:
         self._count_samples()

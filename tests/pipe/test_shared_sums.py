@@ -7,15 +7,17 @@ first and rank 1 with stage 3, so that 1+2 and 0+3 are ready in opposite orders.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import ALONE_BYTES, BUCKET_BYTES, buckets_of
+from support.inside import ALONE_BYTES, BUCKET_BYTES, SharedSum, buckets_of
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
+from stagewright.comm import Collectives
 from stagewright.pipe import NonFiniteLossError, PipelineModule
 from stagewright.schedules import simulate
 
@@ -191,6 +193,121 @@ def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
     for answer in answers:
         assert answer[1] is None
         assert [x for x in answer if x is not None] == pytest.approx([x for x in wanted if x is not None], abs=1e-11)
+
+
+WIDE = 182  # so that a matrix has a bucket of its own
+
+
+class Wide(nn.Module):
+    """A layer that leaves its matrix alone where the first sample is below zero; biases share a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.always = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.always(x) + (self.layer(x) if bool(x[0, 0] > 0) else 0.0))
+
+
+def wide_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Wide(), nn.Tanh(), nn.Linear(WIDE, WIDE)).double()
+
+
+def wide_batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Above zero, but on replica 1 in steps 1 and 2: in step 2 on none."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, y = (torch.randn(4 + replica, WIDE, generator=generator, dtype=torch.float64) for _ in range(2))
+    x[:, 0] = x[:, 0].abs() * (-1 if (step, replica) in ((1, 1), (2, 0), (2, 1)) else 1)
+    return x, y
+
+
+def wide_sums() -> list[tuple[dict[str, Tensor | None], list[Any]]]:
+    """By step this replica's gradients, and sizes of its sums in order, with "begin" where REDUCE_GRAD stands."""
+    replica, told = torch.distributed.get_rank(), []
+    all_reduce, begin = Collectives.begin_all_reduce, SharedSum.begin
+
+    def sums(self: Any, tensor: Tensor, **options: Any) -> Any:
+        if options["what"].startswith("summing"):
+            told.append(tensor.numel())
+        return all_reduce(self, tensor, **options)
+
+    def begins(self: Any, *given: Any, **options: Any) -> None:
+        told.append("begin")
+        begin(self, *given, **options)
+
+    found = []
+    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
+    with (
+        mock.patch.object(Collectives, "begin_all_reduce", sums),
+        mock.patch.object(SharedSum, "begin", begins),
+        PipelineModule(wide_model(), schedule="1f1b", **options) as pipe,
+    ):
+        for step in range(4):
+            pipe.forward_backward(*wide_batch(step, replica))
+            found.append(({n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}, [*told]))
+            told.clear()
+            for parameter in pipe.parameters():
+                parameter.grad = None
+    return found
+
+
+@pytest.mark.gloo
+def test_buckets_leave_within_the_last_backward_in_one_order(gloo: Pool) -> None:
+    """Exact whoever has no gradient: then what stands behind it waits for the end, and nobody for anybody."""
+    answers = gloo.run(wide_sums, ranks=2)
+    for step in range(4):
+        model, parts = wide_model(), [wide_batch(step, replica) for replica in range(2)]
+        whole = sum(y.numel() for _, y in parts)
+        for x, y in parts:
+            for some, wanted in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+                (F.mse_loss(model(some), wanted, reduction="sum") / whole).backward()
+        matrix, flags = WIDE * WIDE, 3 * 6
+        for replica, answer in enumerate(answers):
+            gradients, told = answer[step]
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-13)
+            assert [each for each in told if each != "begin"] == [matrix, matrix, 3 * WIDE, matrix, flags]
+            lacks = step == 2 or (step, replica) == (1, 1)  # the first matrix and its bias
+            assert told.index("begin") == (0 if step == 0 else 2 if lacks else 4)
+
+
+class Twice(nn.Module):
+    """Adds to its weight's gradient in a backward within the backward, too, if it is asked to."""
+
+    asked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = lambda y: torch.utils.checkpoint.checkpoint(self.layer, y, use_reentrant=True)  # noqa: E731
+        return run(self.layer(x)) if self.asked else self.layer(x)
+
+
+def added_twice(late: bool) -> str:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Twice()).double(), torch.randn(4, WIDE, dtype=torch.float64)
+    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
+    with PipelineModule(model, schedule="1f1b", **options) as pipe:
+        for step in range(3):
+            Twice.asked = step > 0 or not late
+            try:
+                pipe.forward_backward(x, x)
+            except ValueError as error:
+                return str(error)
+            finally:
+                Twice.asked = False
+    return ""
+
+
+@pytest.mark.gloo
+def test_a_gradient_that_is_made_twice_never_leaves_early(gloo: Pool) -> None:
+    assert gloo.run(added_twice, ranks=2, args=(False,)) == ["", ""]
+    for error in gloo.run(added_twice, ranks=2, args=(True,)):
+        assert "the gradient of '0.layer." in error
+        assert "use_reentrant=False" in error
 
 
 def test_in_one_process_nothing_is_summed() -> None:

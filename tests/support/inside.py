@@ -186,7 +186,7 @@ _NAMES = {
     "pipe.update.local": "Averaging next_interval",
     "pipe.update.optimizers": "StageOptimizers separable",
     "pipe.update.options": "SameOptions",
-    "pipe.update.shared_sums": "begin_packed_sum",
+    "pipe.update.shared_sums": "SharedSum begin_packed_sum",
     "pipe.update.stream_rank": "StreamRank",
     "pipe.verify.compare": "differs first_difference graph_of tolerance_of",
     "pipe.verify.regions": "Regions",
