@@ -217,6 +217,7 @@ _NAMES = {
     "schedules.search.incumbent": "Budget",
     "schedules.search.joint": "_neighbours",
     "schedules.search.listing": "Lister changed first_policies",
+    "schedules.search.portfolio": "Portfolio",
     "schedules.search.problem": "Objective Problem SPLIT_OPS fits",
     "schedules.search.request": "Request",
     "schedules.search.search": "OrderingSearch",
