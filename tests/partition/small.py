@@ -152,8 +152,11 @@ def stage_seconds(
     kept = weights * copies + sum(node.buffer_bytes for node in own)
     held = kept + sum(depth * node.stash_bytes for node in own)
     held += max(node.workspace_bytes for node in own) + before + behind  # gradients of output and input, while B runs
-    # Four receives ahead on either side, two gradients sent, and an activation sent for each microbatch in flight.
-    held += before * (4 + 2) + behind * (4 + depth)
+    # Receives ahead on either side, two gradients sent, and an activation sent for each microbatch in flight.
+    for size in (before, behind):
+        ahead = 4 if M is None else min(max(4, 2**24 / max(size, 1)), math.ceil(M / r) + (schedule != "1f1b"))
+        held += size * ahead
+    held += before * 2 + behind * depth
     # Gradients that are being summed: behind a flush a bucket; in a stream copies sent and received.
     bucket = (min(weights, 2.0**24) if schedule == "1f1b" else 2 * weights) if r > 1 else 0.0
     held = max(held, kept + bucket) if schedule == "1f1b" else held + bucket
