@@ -291,7 +291,8 @@ def _update(
     made = optimizers_of_copies(optimizer, called, sample.stage.module, sample.inputs, where=f"unit {sample.unit.name}")
     marks = []
     for _ in range(1 + UPDATES):
-        torch._foreach_mul_(gradients, 1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0)
         begin = clock.stamp()
         for one in made:
             one.step()

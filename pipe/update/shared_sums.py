@@ -68,7 +68,9 @@ class SharedSum:
         # One order on all ranks, whenever a bucket leaves on each: backwards make gradients of last parameters first.
         self._order = sorted(range(len(self._flat.buckets)), key=lambda at: -min(self._flat.buckets[at]))
         self._holder = {i: at for at, bucket in enumerate(self._flat.buckets) for i in bucket}
-        self._made_once: bool | None = None  # whether a backward makes each gradient at once; None: nobody has looked
+        # Whether a backward makes each gradient at once, and nothing changes it until `begin`; None: nobody has looked.
+        self._made_once: bool | None = None
+        self._made: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter, as the backward, or `_leave`, has left it
         self._totals: dict[int, torch.Tensor] = {}  # by bucket
         self._waits: list[Callable[[], None]] = []
         self._buffers: dict[int, torch.Tensor] = {}  # by bucket
@@ -77,8 +79,8 @@ class SharedSum:
     def beside(self, factor: float) -> Iterator[None]:
         """Within, the last backward in front of `begin`, with the same factor: gradients leave as they are made.
 
-        Not in the first one, which shows whether it adds to a gradient more than once; nor parts, what is packed or
-        compared, and what CUDA makes: these all leave in `begin`.
+        Not in the first one, which shows whether it adds to a gradient more than once, or a hook of a module changes it
+        then; nor parts, what is packed or compared, and what CUDA makes: these all leave in `begin`.
         """
         together = bool(self._parts) or self._is_packed or self._compare is not None or self._device.type != "cpu"
         if together or self._made_once is False:
@@ -89,7 +91,10 @@ class SharedSum:
 
         def made(number: int, parameter: torch.Tensor) -> None:
             counts[number] += 1
-            if self._made_once is None or parameter.grad is None or parameter.grad.is_sparse:
+            if parameter.grad is None or parameter.grad.is_sparse:
+                return
+            if self._made_once is None:
+                self._made[number] = parameter.grad, parameter.grad._version
                 return
             if self._holder[number] in self._totals:
                 raise ValueError(
@@ -97,8 +102,10 @@ class SharedSum:
                     f"add it up behind the first: expected once, as with checkpoint(..., use_reentrant=False)"
                 )
             missing[self._holder[number]].discard(number)
-            while len(self._totals) < len(self._order) and not missing[self._order[len(self._totals)]]:
+            while len(self._totals) < len(self._order) and not missing[at := self._order[len(self._totals)]]:
                 self._leave(factor)
+                left = [(i, parameters[i].grad) for i in self._flat.buckets[at]]
+                self._made |= {i: (gradient, gradient._version) for i, gradient in left if gradient is not None}
 
         hooks: list[Any] = [
             parameters[i].register_post_accumulate_grad_hook(partial(made, i))  # type: ignore[no-untyped-call]
@@ -109,8 +116,24 @@ class SharedSum:
         finally:
             for hook in hooks:
                 hook.remove()
-        if self._made_once is None:
-            self._made_once = max(counts.values(), default=0) < 2
+        if self._made_once is None and max(counts.values(), default=0) > 1:
+            self._made_once = False
+
+    def _check_unchanged(self) -> None:
+        """Nothing may have changed gradients that left; where none did yet, none will be early if something has."""
+        parameters = self._flat.parameters
+        for number, (gradient, version) in self._made.items():
+            if parameters[number].grad is gradient and gradient._version == version:
+                continue
+            if self._totals:
+                raise ValueError(
+                    f"the gradient of {self._flat.names[number]!r} was changed behind its backward, when replicas had "
+                    f"begun to add it up: expected such a hook from the first step on, or one of the parameter"
+                )
+            self._made_once = False
+        if self._made and self._made_once is None:
+            self._made_once = True
+        self._made = {}
 
     def begin(self, factor: float, options: Mapping[int, int], *, on_through: Callable[[], None]) -> None:
         """This rank's gradients leave, times `factor`, and must not be touched before `wait`.
@@ -119,6 +142,7 @@ class SharedSum:
             options: by id of a parameter, a number of what its optimizer does with it: the same on all ranks.
             on_through: is called when all ranks' gradients are added up.
         """
+        self._check_unchanged()
         parameters = self._flat.parameters
         if self._compare is not None:
             self._compare({name: p.grad for name, p in zip(self._flat.names, parameters, strict=True)})
@@ -184,7 +208,7 @@ class SharedSum:
         return {name for name, count in zip(self._flat.names, there, strict=True) if count}
 
     def drop(self) -> None:
-        self._waits, self._totals = [], {}
+        self._waits, self._totals, self._made = [], {}, {}
 
     def _put_back(self, bucket: Sequence[int], total: torch.Tensor, there: Sequence[float]) -> None:
         parameters = [self._flat.parameters[i] for i in bucket]

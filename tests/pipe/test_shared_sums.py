@@ -310,6 +310,45 @@ def test_a_gradient_that_is_made_twice_never_leaves_early(gloo: Pool) -> None:
         assert "use_reentrant=False" in error
 
 
+def masked_behind(first: int) -> list[str | dict[str, list[float]]]:
+    """Gradients by step; from step `first` on a hook of a module masks its weight's gradient behind a backward."""
+    torch.manual_seed(0)
+    model, step = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)).double(), 0
+    x = torch.randn(4, WIDE, dtype=torch.float64)
+
+    def mask(module: nn.Module, *_: object) -> None:
+        weight: Any = module.weight
+        if step >= first and weight.grad is not None:
+            weight.grad.mul_(torch.arange(WIDE) % 2)
+
+    model[1].register_full_backward_hook(mask)
+    found: list[Any] = []
+    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
+    with PipelineModule(model, schedule="1f1b", **options) as pipe:
+        for step in range(3):  # noqa: B007 - the hook reads it
+            try:
+                pipe.forward_backward(x, x)
+            except ValueError as error:
+                return [*found, str(error)]
+            found.append({name: p.grad.flatten().tolist() for name, p in pipe.named_parameters() if p.grad is not None})
+            for parameter in pipe.parameters():
+                parameter.grad = None
+    return found
+
+
+@pytest.mark.gloo
+def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(gloo: Pool) -> None:
+    """From the first step on it is summed as it then is; later it ends by name, since its sum is under way."""
+    for found in gloo.run(masked_behind, ranks=2, args=(0,)):
+        assert len(found) == 3
+        for gradients in found:
+            assert isinstance(gradients, dict)
+            assert not any(gradients["1.weight"][0::2])
+            assert all(gradients["1.weight"][1::2])
+    for found in gloo.run(masked_behind, ranks=2, args=(2,)):
+        assert "the gradient of '1.weight' was changed behind its backward" in found[-1]
+
+
 def test_in_one_process_nothing_is_summed() -> None:
     """Replicas share their Parameters: backwards add up by themselves, as the gradients of one process."""
     pipe = make_pipe(F.mse_loss)
