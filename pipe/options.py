@@ -30,11 +30,11 @@ from ..schedules.transform import schedule_without
 from .batch.agreement import describe
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss, read_loss_option
+from .batch.results import StepRecord
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.compiled import read_compile
 from .stage.recompute import RecomputeLike
-from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback, read_delay_correction
 from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
 from .update.optimizers import SchedulerFactory

@@ -29,8 +29,7 @@ from .actions import (
     Relation,
 )
 from .rules.weight_rules import RULES, WeightRule
-from .shown import Displayable
-from .wording import count
+from .wording import Displayable, count
 
 __all__ = [
     "BACKWARD_OPS",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from ..schedules import Idle, Span, Timeline, attribute_idle
 from ..schedules.timing.attribution import find_gaps
 from .palette import CAUSE_HUES, IDLE_FILL, IDLE_HATCH, OTHER_HUE, RGB, mixed, rgb
-from .scale import TOP, Scale, corners, style_rows
+from .rows import TOP, Scale, corners, style_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..schedules import Idle, MemoryPart, MessageKind, Op
 from .gantt import PATH_INK, draw_path, draw_timeline, name_rows, path_words, plan_labels, shows_versions
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
-from .memory_panel import LINE_INK, LINE_STYLES, MemoryPanel, ceiling_of, lines_of, parts_of
 from .palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
@@ -38,9 +37,8 @@ from .palette import (
     OTHER_HUE,
     box_colour,
 )
-from .panels import Panel, TimelinePanel, time_unit
-from .rows import collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches
-from .scale import UNITS_AN_INCH, Scale, style_rows
+from .panels import LINE_INK, LINE_STYLES, MemoryPanel, Panel, TimelinePanel, ceiling_of, lines_of, parts_of, time_unit
+from .rows import UNITS_AN_INCH, Scale, collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches, style_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

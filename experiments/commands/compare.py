@@ -19,7 +19,7 @@ from ...partition import Plan
 from ...schedules import Change, Difference, Timeline, compare
 from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, FigureStyle
-from ...viz.headline import HeadFigure, headline
+from ...viz.exhibit import HeadFigure, headline
 from ..options import check_out, plain_help, read
 from ..training.run_folder import RUNS, find_run
 from ..training.same_run import read_manifest

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...schedules.ir import Schedule
-from ...schedules.shown import Displayable
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
-from ...schedules.wording import count, duration
+from ...schedules.wording import Displayable, count, duration
 from ..memory import MemoryUse
 from ..stage_cost import message_overheads
 from ..strict import Fields, number, parse_object, read_text

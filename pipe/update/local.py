@@ -26,7 +26,7 @@ from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.checksum import checksum
 from ..batch.given import Given, check_batch
 from ..batch.results import EvalResult, Known
-from ..shards.sharding import ADAPTIVE
+from ..shards.shard import ADAPTIVE
 from .flush import FlushPrograms, FlushUpdate
 from .gradients import buckets_of, flatten, unflatten
 from .interface import Programs

@@ -18,8 +18,8 @@ from ..program import run_as_one
 from .attribution import find_gaps
 from .costs import COST_OF_OP, Costs
 from .inputs import Cause, Input, action_input, around_actions
+from .links import Taken, seconds_left
 from .records import launches
-from .sharing import Taken, seconds_left
 from .timeline import Span, Timeline
 
 

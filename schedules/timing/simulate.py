@@ -5,7 +5,7 @@ leave (arriving latency later; with links, when those have carried them), whoeve
 starts its next action as soon as its inputs have arrived. A rank runs its program in order, so an action's start is the
 maximum of when its lane became free and when its last input arrived. Events come in the order of time, of equal ones
 the lowest rank's first: so links serve whatever is ready first. An action that runs beside a sum which keeps its rank
-busy ends later (`sharing`): where such a sum began meanwhile, the event is put off.
+busy ends later (`links`): where such a sum began meanwhile, the event is put off.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from operator import attrgetter
 from ..ir import BESIDE_OPS, COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
-from .links import Links, Route
-from .sharing import Processor, Taken
+from .links import Links, Processor, Route, Taken
 from .timeline import RankTrace, Span, Timeline
 from .wiring import OPS, Meeting, Output, ScheduleWiring
 

@@ -29,8 +29,7 @@ from ...schedules.messages import STAGE_KINDS, Message
 from ...schedules.rules.versions import derive_versions
 from ...schedules.timing.links import wire_bytes
 from ...schedules.traces.clocks import clock_note
-from ..exhibit import Exhibit
-from ..headline import headline
+from ..exhibit import Exhibit, headline
 from ..idle import idle_shares, idle_stretches, is_window
 from ..palette import (
     CAUSE_HUES,
