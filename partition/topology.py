@@ -201,11 +201,9 @@ class Topology:
         )
 
     def small_sum(self, ranks: Sequence[int]) -> float:
-        """Seconds of the sum of a number or two over these ranks, as of the global norm.
-
-        By levels as an empty `ring`. A flat ring has one part for all members, which goes round twice, less two hops:
-        each takes its own link's latency and keeps both ends busy, and the others wait for their turn.
-        """
+        """Seconds of the sum of a number or two over these ranks, as of the global norm. By levels as an empty `ring`.
+        A flat ring has one part for all members, which goes round twice, less two hops: each takes its own link's
+        latency and keeps both ends busy, and the others wait for their turn."""
         members = np.unique(_indices(ranks))
         if not self.is_flat or len(members) == 1:
             return self.ring(ranks).latency

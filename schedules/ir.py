@@ -17,17 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from .actions import (
-    BACKWARD_OPS,
-    BESIDE_OPS,
-    COMPUTE_OPS,
-    LAST_USES,
-    MOVE_OPS,
-    Action,
-    Collective,
-    Op,
-    Relation,
-)
+from .actions import BACKWARD_OPS, BESIDE_OPS, COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Relation
 from .rules.weight_rules import RULES, WeightRule
 from .wording import Displayable, count
 

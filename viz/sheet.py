@@ -279,13 +279,10 @@ class Sheet:
             axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
 
     def _draw_bars(self, bars: Axes, panel: TimelinePanel) -> None:
-        draw_idle_bars(bars, panel.timeline, self.scale, limit=self._bar_limit())
+        longest = max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
+        draw_idle_bars(bars, panel.timeline, self.scale, limit=125 * longest)  # in per cent, with room for the numbers
         of = "time" if is_window(panel.timeline) else "makespan"
         self._time_axis(bars, f"idle [% of {of}]", is_last=panel.timeline is self.timelines[-1])
-
-    def _bar_limit(self) -> float:
-        """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
-        return 100 * 1.25 * max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
 
 
 def _in_order(kinds: Iterable[T], found: Iterable[Collection[T]]) -> list[T]:

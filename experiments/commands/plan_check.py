@@ -34,8 +34,6 @@ from .tables import table as new_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .checked_run import CheckedRun
-
 _MOST_ROWS = 24  # of a table: of more inputs those with the most seconds, of more ranks the first and last ones
 _OF_LINKS = ("message", "sum", "held", "gather")
 _FAR = 1_000  # times as long as predicted: more says nothing

@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import StepSamples
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
 from ..options import check_out, plain_help, read
@@ -142,15 +141,9 @@ def _facts(exhibit: Exhibit) -> dict[str, object]:
     found: dict[str, object] = {"name": exhibit.name}
     for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
         if timeline is not None:
-            figures = {
-                "step_seconds": timeline.batch_seconds,
-                "makespan": timeline.makespan,
-                "bubble": timeline.bubble,
-            }
-            varied = {} if sampled is None or name != "predicted" else _of_samples(sampled)
+            figures = {"step_seconds": timeline.batch_seconds, "makespan": timeline.makespan, "bubble": timeline.bubble}
+            varied: dict[str, object] = {}
+            if sampled is not None and name == "predicted":
+                varied = {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}
             found[name] = figures | varied
     return found
-
-
-def _of_samples(sampled: StepSamples) -> dict[str, object]:
-    return {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}

@@ -22,7 +22,7 @@ from ..host import num_cores, package_versions, processor
 from .same_run import Resume, read_manifest, refuse_other_options
 
 if TYPE_CHECKING:
-    from ...pipe.checkpoint.files import FolderLock
+    from ...pipe.checkpoint.lock import FolderLock
 
 RUNS = Path("runs")
 LATEST = "latest"  # a link beside the runs, to the newest of them
@@ -61,10 +61,7 @@ class Manifest:
             config=dict(config),
             corpus_source=corpus_source,
             corpus_sha256=corpus_sha256,
-            versions={
-                "python": platform.python_version(),
-                **package_versions("stagewright", "torch", "numpy"),
-            },
+            versions={"python": platform.python_version(), **package_versions("stagewright", "torch", "numpy")},
             host={
                 "name": platform.node(),
                 "system": platform.platform(),
@@ -288,7 +285,7 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
 
 
 def _locked(path: Path) -> FolderLock:
-    from ...pipe.checkpoint.files import FolderLock  # torch, which a mistake in the options need not wait for
+    from ...pipe.checkpoint.lock import FolderLock  # torch, which a mistake in the options need not wait for
 
     return FolderLock(path)
 

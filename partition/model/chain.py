@@ -151,10 +151,8 @@ def given_stages(
 
 
 def given_units(stage: nn.Module) -> dict[str, nn.Module]:
-    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under "".
-
-    An nn.Sequential with hooks of its own is run whole, since they stand around all of it.
-    """
+    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under "". An nn.Sequential
+    with hooks of its own is run whole, since they stand around all of it."""
     is_opened = type(stage) is nn.Sequential and "forward" not in vars(stage) and not any(hook_tables(stage))
     children = stage._modules if is_opened else {}  # a subclass may have its own forward
     return {name: child for name, child in children.items() if child is not None} or {"": stage}
@@ -178,12 +176,8 @@ def _chain_cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChainPiece:
-    """Units of a chain that stand on one stage.
-
-    Arguments:
-        first: the number of the first of them in the whole model.
-        spread: whether a tuple is passed on as several arguments (stages of the user's own) or as one (nn.Sequential).
-    """
+    """Units of a chain that stand on one stage. `first`: the number of the first of them in the whole model. `spread`:
+    whether a tuple is passed on as several arguments (stages of the user's own) or as one (nn.Sequential)."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]

@@ -38,10 +38,8 @@ def model_units(
     device: torch.device | None = None,
 ) -> ModelUnits:
     """The children of an nn.Sequential; of any other module, its own modules with the code between them recorded.
-
     Raises ValueError, with the user's source line, for a model that cannot be recorded, for arguments that it does not
-    take, and for an empty nn.Sequential.
-    """
+    take, and for an empty nn.Sequential."""
     run_on = device if device is not None else example.tensors[0].device
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)

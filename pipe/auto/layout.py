@@ -99,10 +99,7 @@ class AutoLayout:
         self._runtime: tuple[float, float] | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
         self._collectives = Collectives(
-            MeshPlace.line(world),
-            device=settings.device,
-            timeout=settings.timeout,
-            guard=guard,
+            MeshPlace.line(world), device=settings.device, timeout=settings.timeout, guard=guard
         )
         guard.on_failure(self._collectives.abort)
 

@@ -30,8 +30,8 @@ import torch
 from ...comm import PipelineTimeout
 from ...comm.store_exchange import exchanges
 from ..update.optimizers import parameters_of
-from .files import FolderLock
 from .host_copy import HostCopy
+from .lock import FolderLock
 from .persist import SaveResult
 from .snapshot import HasState, Snapshot
 from .state import State

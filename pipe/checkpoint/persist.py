@@ -22,17 +22,8 @@ from typing import NamedTuple
 
 from ...comm import Collectives
 from ...comm.store_exchange import Alone, StoreExchange
-from .files import (
-    OwnCheckpoints,
-    begin,
-    checked_name,
-    complete,
-    discard,
-    is_begun,
-    new_name,
-    refuse_other_writer,
-    write_file,
-)
+from .files import OwnCheckpoints, begin, checked_name, complete, discard, is_begun, new_name, write_file
+from .lock import refuse_other_writer
 from .manifest import FileRecord, Manifest, TensorPiece, TensorRecord, records_as_json, records_from_json
 from .snapshot import HeldPiece, Snapshot
 from .tensor_file import Entry

@@ -7,14 +7,7 @@ from functools import partial
 
 import torch
 
-from ...comm import (
-    InProcessTransport,
-    Mailbox,
-    PartsTransport,
-    TensorSpec,
-    Transport,
-    link_lanes,
-)
+from ...comm import InProcessTransport, Mailbox, PartsTransport, TensorSpec, Transport, link_lanes
 from ...comm.links import ping_pong, waking_seconds
 from ...comm.process_group import Link
 from ...partition.model.forms import Arguments, Tensors

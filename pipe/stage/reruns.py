@@ -48,13 +48,7 @@ _aten = torch.ops.aten
 # Long to compute and small beside what stands between them. The products inside an attention (bmm, or fused) are not
 # among them: their results grow with the square of the length, or are cheap beside it (Korthikanti et al. 2022, 5).
 PRODUCTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.linear.default,
-        _aten._scaled_mm.default,
-        _aten.convolution.default,
-    }
+    {_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default, _aten.convolution.default}
 )
 
 # Of these runs may have different numbers, with casts that autocast keeps and memory that slices of a sequence have.

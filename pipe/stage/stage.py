@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...partition.model.calls import Calls
 from ...partition.model.forms import Tensors
@@ -28,7 +29,7 @@ from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
-from .moving import Activations, tensors_of
+from .moving import Activations
 from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions
 
@@ -175,7 +176,8 @@ class Stage:
         return module.detached(outputs), None
 
     def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
-        staying = [*self._module.parameters(), *self._module.buffers(), *tensors_of(target)]
+        targets = (leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor))
+        staying = [*self._module.parameters(), *self._module.buffers(), *targets]
         name = f"microbatch {key} of {self._described}"
         device = next((x.device for x in (*leaves, *staying)), torch.device("cpu"))
         return Activations(name, leaves=leaves, staying=staying, device=device)

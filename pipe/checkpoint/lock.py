@@ -1,0 +1,96 @@
+"""The right to write into a folder: of one process at a time, until it gives it back or ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+_NAME = ".writer"
+_PATIENCE = 5.0  # [s] for a process that was killed to be gone
+_POLL = 0.1  # [s]
+
+
+class FolderLock:
+    """Held by this process; the operating system gives it back when the process ends, killed or not.
+
+    A lock of POSIX's kind: children that were forked have no part in it, and it holds over most network file systems.
+    In one process the first holder has it for all.
+
+    Raises ValueError where another process holds it, with its number and host.
+    """
+
+    def __init__(self, folder: Path, *, patience: float = _PATIENCE) -> None:
+        self._key: str | None = None
+        if fcntl is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        key = os.path.realpath(folder)
+        if key not in _held:
+            _held[key] = _locked(folder, patience)
+            self._key = key
+
+    def release(self) -> None:
+        if self._key is not None:
+            os.close(_held.pop(self._key))  # which unlocks
+            self._key = None
+
+
+def refuse_other_writer(folder: Path) -> None:
+    if (folder / _NAME).is_file():
+        FolderLock(folder).release()
+
+
+_held: dict[str, int] = {}  # descriptor by folder: closing any other descriptor of its file would unlock it
+
+
+def _locked(folder: Path, patience: float) -> int:
+    """A descriptor of the file that says who writes, locked."""
+    descriptor = _opened(folder / _NAME)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
+                break
+            if time.monotonic() > until:
+                holder = _holder(descriptor)
+                os.close(descriptor)
+                raise ValueError(
+                    f"{folder} is being written by another run{holder}: expected a folder for each run, or wait "
+                    f"until that one has ended"
+                ) from None
+        time.sleep(_POLL)
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    return descriptor
+
+
+def _opened(path: Path) -> int:
+    """The file itself, which will be written: never what a link, symbolic or hard, leads to."""
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise ValueError(f"{path} is a link, or no plain file: expected it to be removed")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        known = json.loads(os.pread(descriptor, 4096, 0))
+        return f" (process {known['process']} on {known['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
