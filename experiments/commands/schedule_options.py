@@ -8,8 +8,8 @@ from typing import Literal
 import tyro
 
 from ...schedules import FAMILIES, Costs, Schedule, build, check, family
-from ...schedules.custom.user_schedules import FORMS
-from ..options import is_file, plain_help, read_schedule
+from ...schedules.custom.user_schedules import FORMS, is_own
+from ..options import plain_help, read_schedule
 
 NAMES = ", ".join(FAMILIES)
 NAME_HELP = tyro.conf.arg(
@@ -59,12 +59,8 @@ class BuildOptions:
 
     def make(self, name: str, *, command: str, costs: Costs | None = None) -> Schedule:
         """The checked schedule of this name or file; ValueError where that says too little, or clashes with options.
-
-        Arguments:
-            command: what to add sizes to, behind "stagewright".
-            costs: for a schedule that is made for some.
-        """
-        if is_file(name):
+        `command`: what to add sizes to, behind "stagewright". `costs`: for a schedule that is made for some."""
+        if is_own(name):
             return self.read_file(name)
         if self.ranks is None or self.microbatches is None:
             raise ValueError(

@@ -14,9 +14,9 @@ import tyro
 
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
-from ...schedules.custom.user_schedules import FORMS
+from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.wording import count
-from ..options import GptOptions, given, is_file, is_function, plain_help, read_schedule, read_tensor_parallel
+from ..options import GptOptions, given, is_function, plain_help, read_schedule, read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def make_schedule(options: TrainOptions) -> Schedule:
     """The schedule that the options mean, checked."""
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
-    if is_file(name):
+    if is_own(name):
         for option in () if is_function(name) else ("chunks", "slices", "microbatches"):
             if getattr(options, option) is not None:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")

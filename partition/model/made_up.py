@@ -87,10 +87,8 @@ def call_for_shapes(
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A function that gives sizes which follow from values: in the place of fake tensors it takes made-up ones.
-
-    No made-up lengths fit each other as ctc_loss expects: the place of its result takes one of that shape and history.
-    """
+    """A function that gives sizes which follow from values: in the place of fake tensors it takes made-up ones. No
+    made-up lengths fit each other as ctc_loss expects: the place of its result takes one of that shape and history."""
 
     function: Callable[..., Any]
 

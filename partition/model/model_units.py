@@ -66,10 +66,8 @@ def _refuse_arguments(model: nn.Module, example: Arguments) -> None:
 
 
 class RecordedUnits:
-    """Modules of a model as it stands (its training flags decide), and runs of the code between them.
-
-    Raises RecordingError, with the user's source line, for a model whose code between its units cannot be recorded.
-    """
+    """Modules of a model as it stands (its training flags decide), and runs of the code between them. Raises
+    RecordingError, with the user's source line, for a model whose code between its units cannot be recorded."""
 
     def __init__(
         self,

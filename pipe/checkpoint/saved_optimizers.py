@@ -52,10 +52,7 @@ class _Joined:
 
 
 class SavedOptimizers:
-    """Optimizers of all stages of a checkpoint.
-
-    Raises ValueError for what `take_snapshot` does not make.
-    """
+    """Optimizers of all stages of a checkpoint. Raises ValueError for what `take_snapshot` does not make."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

@@ -79,10 +79,8 @@ def header_hash(path: Path) -> str:
 
 
 class MappedFile:
-    """A file of tensors mapped into memory; what it gives are views that nobody may write to.
-
-    Raises ValueError, without the file's name, for what is no such file.
-    """
+    """A file of tensors mapped into memory; what it gives are views that nobody may write to. Raises ValueError,
+    without the file's name, for what is no such file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

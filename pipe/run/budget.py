@@ -242,10 +242,8 @@ class _Stay(NamedTuple):
 
 
 class Budgets:
-    """Decides, for a batch to train on, what runs again of this process's stages under a budget.
-
-    Raises ValueError beside what has memory that is not counted here.
-    """
+    """Decides, for a batch to train on, what runs again of this process's stages under a budget. Raises ValueError
+    beside what has memory that is not counted here."""
 
     def __init__(self, run: Run, mode: Mode, ranks: Ranks, ownership: Ownership) -> None:
         self._run, self._mode, self._ranks, self._ownership = run, mode, ranks, ownership

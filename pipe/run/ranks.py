@@ -88,11 +88,8 @@ class RankLinks:
 
 
 class Ranks:
-    """Makes stages, engines and readers, once the model is cut and the ranks are connected.
-
-    Attributes:
-        stages: by local rank and number; in one process each replica of a stage is one of its own.
-    """
+    """Makes stages, engines and readers, once the model is cut and the ranks are connected. `stages`: by local rank and
+    number; in one process each replica of a stage is one of its own."""
 
     def __init__(self, run: Run, parts: CutModel, links: RankLinks, update: Update) -> None:
         self._run = run

@@ -47,11 +47,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recogniser:
-    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once.
-
-    Arguments:
-        model, example: its modules are called as it calls them with such arguments; else with one tensor.
-    """
+    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once. `model` and
+    `example`: its modules are called as it calls them with such arguments; else with one tensor."""
 
     def __init__(self, count: int, model: nn.Module | None = None, example: Arguments | None = None) -> None:
         self._count, self._model = count, model or nn.Module()

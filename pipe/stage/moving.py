@@ -46,11 +46,8 @@ class _Wrapped:
 
 
 class Activations:
-    """Tensors that one stage keeps of one microbatch from its forward to its backward.
-
-    Arguments:
-        staying: tensors that are there in any case: parameters, buffers, the target.
-    """
+    """Tensors that one stage keeps of one microbatch from its forward to its backward. `staying`: tensors that are
+    there in any case: parameters, buffers, the target."""
 
     def __init__(
         self, name: str, *, leaves: Sequence[torch.Tensor], staying: Iterable[torch.Tensor], device: torch.device

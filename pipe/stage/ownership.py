@@ -26,11 +26,8 @@ BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be
 
 
 class Ownership:
-    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
-
-    Arguments:
-        by_name: whether tensors stand in the order of their names, since processes have them in other orders.
-    """
+    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed. `by_name`: whether
+    tensors stand in the order of their names, since processes have them in other orders."""
 
     def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
         self.group = group

@@ -253,11 +253,8 @@ def _entered(mode: _Attending) -> Iterator[None]:
 
 
 class _Resumed:
-    """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode.
-
-    Attributes:
-        caller: the module that called the checkpoint: nobody else is there to be found when it runs again.
-    """
+    """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode. `caller`: the
+    module that called the checkpoint: nobody else is there to be found when it runs again."""
 
     def __init__(self, run: Callable[..., Any], mode: _Attending, *, is_called_first: bool) -> None:
         self.caller = _caller(sys._getframe(1))

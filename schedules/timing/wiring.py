@@ -29,10 +29,8 @@ _FREE = Link()
 
 
 class MessageRoute(NamedTuple):
-    """The way of messages of one size from rank `sender` to rank `receiver`.
-
-    They take the latency of `stage`, which sends, on top of that of the way; `channels` by number.
-    """
+    """The way of messages of one size from rank `sender` to rank `receiver`. They take the latency of `stage`, which
+    sends, on top of that of the way; `channels` by number."""
 
     sender: int
     receiver: int

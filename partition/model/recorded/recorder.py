@@ -53,10 +53,7 @@ _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "d
 
 class ForwardRecorder:
     """Recorder of one forward: calls of units and of functions, their values, what they share and what they check.
-
-    Attributes:
-        unit: the unit's call that is under way, or that has raised an error, by name.
-    """
+    `unit`: the unit's call that is under way, or that has raised an error, by name."""
 
     def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
         self._roles = roles
