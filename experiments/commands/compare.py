@@ -20,11 +20,11 @@ from ...schedules import Change, Difference, Timeline, compare
 from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, FigureStyle
 from ...viz.exhibit import HeadFigure, headline
-from ..options import check_out, plain_help, read
+from ..options import plain_help, read
 from ..training.run_folder import RUNS, find_run
 from ..training.same_run import read_manifest
 from .exhibits import read_exhibits
-from .outputs import writer_of
+from .outputs import check_output, write_output
 from .schedule_options import CostOptions
 
 _WIDTH = 22  # of the first column
@@ -103,13 +103,12 @@ def run(argv: Sequence[str]) -> int:
             f"what was measured: `stagewright compare runs/gpt runs/gpt-2`"
         )
     for path in options.out:
-        writer_of(path)
-        check_out("-o", path)
+        check_output(path)
     command = "compare" if len(options.inputs) > 1 else "compare gpipe"
     exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)
     for path in options.out:
-        writer_of(path)(exhibits, path, FigureStyle())
+        write_output(exhibits, path, FigureStyle())
     if options.json:
         print(json.dumps(as_json(comparison) | {"written": list(map(str, options.out))}))
         return 0
@@ -355,7 +354,7 @@ def _peaks(exhibit: Exhibit, timeline: Timeline) -> tuple[tuple[float, ...] | No
 
 
 def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:
-    """Figures of what stands behind one of the sources of `read_exhibit`. Of any one the schedule's; of a plan, or a
+    """Figures of what stands behind one of the sources of `read_exhibits`. Of any one the schedule's; of a plan, or a
     run with one, its cuts and what is done about memory; of a run its options, versions and machine. Raises ValueError
     for a manifest or plan that cannot be read."""
     found = _of_schedule(timeline)

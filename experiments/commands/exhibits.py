@@ -44,11 +44,10 @@ _RANK = re.compile(r"[._-]?rank[._-]?\d+")
 def read_exhibits(
     sources: Sequence[str], options: CostOptions | None = None, *, command: str = "timeline"
 ) -> list[Exhibit]:
-    """`read_exhibit` of each, under names that differ. Schedules of different numbers of stages do equal work: costs
-    are those of a stage where there are fewest, or of as many pieces of the model as there are numbers.
-
-    Raises ValueError as that does, and for costs and sizes that nothing here takes.
-    """
+    """The exhibits of these files, folders, names of runs and of schedules, under names that differ. A file is told by
+    what stands in it. Schedules of different numbers of stages do equal work: costs are those of a stage where there
+    are fewest, or of as many pieces of the model as there are numbers. Raises ValueError that names the source, the
+    place in it, and what was expected; and for costs and sizes that nothing here takes."""
     options = CostOptions() if options is None else options
     if not sources:
         raise ValueError(f"nothing to show: expected {EXPECTED}")
@@ -110,21 +109,6 @@ def _of_group(group: Sequence[str]) -> Exhibit:
     paths = [Path(source) for source in group]
     name = _RANK.sub("", paths[0].name).split(".")[0] or paths[0].resolve().parent.name
     return exhibit_of_traces(paths, name=name)
-
-
-def read_exhibit(source: str, options: CostOptions | None = None) -> Exhibit:
-    """The exhibit of one name.
-
-    Arguments:
-        source: a file, a folder, the name of a run, or of a schedule; see above. A file is told by what
-            stands in it.
-        options: sizes and costs of schedules; the number of microbatches of a plan that leaves it open.
-
-    Raises ValueError that names the source, the place in it, and what was expected.
-    """
-    options = CostOptions() if options is None else options
-    read = _read(source, options, f"timeline {source}")
-    return _simulated(read, None, options) if isinstance(read, _Made) else read
 
 
 def _read(source: str, options: CostOptions, command: str) -> Exhibit | _Made:

@@ -40,7 +40,7 @@ _NAMES = {
     "experiments.commands.bench": "BenchOptions CASES DECLARATION lines_of parts_for",
     "experiments.commands.checked_run": "_fits check_run",
     "experiments.commands.compare": "compare_exhibits",
-    "experiments.commands.exhibits": "read_exhibit read_exhibits",
+    "experiments.commands.exhibits": "read_exhibits",
     "experiments.commands.experiment": "RunOptions",
     "experiments.commands.profile": "folded summary",
     "experiments.commands.profile_ranks": "measured_links",
