@@ -17,12 +17,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .cut import cut_evenly, forbid, starts_at
 from .fakes import on_fakes
 from .fingerprint import module_form
-from .forms import Arguments, Form, FormError
+from .forms import Arguments, Form, FormError, tensors_in
 from .made_up import call_for_shapes
 from .memory import Operations, written
 from .modes import hook_tables
@@ -364,7 +363,7 @@ class _Watch:
 
     def takes(self, value: object) -> None:
         """The unit under way works on the tensors in a value, or returns them."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             maker = self._maker.get(id(tensor), self.unit)
             if maker != self.unit:
                 what = f"a tensor of shape {tuple(tensor.shape)}"
@@ -373,13 +372,13 @@ class _Watch:
     def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         changed = list(written(function, args, kwargs))
         changed_ids = set(map(id, changed))  # whom a counter's value concerns reads it
-        self.takes([tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in changed_ids])
+        self.takes([tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in changed_ids])
         result = function(*args, **kwargs)
         self._makes((result, changed))
         return result
 
     def _makes(self, value: object) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self._maker.setdefault(id(tensor), self.unit)
             self._kept.append(tensor)
 
@@ -392,7 +391,3 @@ def _numbers(unit: nn.Module) -> dict[tuple[int, str], object]:
         for name, value in vars(part).items()
         if isinstance(value, bool | int | float | str)
     }
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

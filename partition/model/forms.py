@@ -209,10 +209,13 @@ def copied(value: object) -> object:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
+def tensors_in(*values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def counted_changes(value: object) -> list[int]:
     """By tensor of a nested value, how often it was changed in place so far; those of inference mode do not count."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
 def argument_name(path: Sequence[str]) -> str:

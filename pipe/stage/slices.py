@@ -41,6 +41,10 @@ class TokenSpan(NamedTuple):
     end: int
     total: int
 
+    def part(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """Its part of a tensor, contiguous, as a microbatch is for shape inference; all of one without tokens."""
+        return x if dim is None else x.narrow(dim, self.start, self.end - self.start).contiguous()
+
 
 def first_position() -> int:
     """Position in its sequence of the first token that a module is given; above 0 for later slices of a microbatch.

@@ -21,10 +21,9 @@ from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ...partition.model.calls import Calls
-from ...partition.model.forms import Tensors
+from ...partition.model.forms import Tensors, tensors_in
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from .autocast import Autocast
@@ -176,8 +175,7 @@ class Stage:
         return module.detached(outputs), None
 
     def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
-        targets = (leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor))
-        staying = [*self._module.parameters(), *self._module.buffers(), *targets]
+        staying = [*self._module.parameters(), *self._module.buffers(), *tensors_in(target)]
         name = f"microbatch {key} of {self._described}"
         device = next((x.device for x in (*leaves, *staying)), torch.device("cpu"))
         return Activations(name, leaves=leaves, staying=staying, device=device)
