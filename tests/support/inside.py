@@ -44,7 +44,7 @@ _NAMES = {
     "experiments.commands.experiment": "RunOptions",
     "experiments.commands.profile": "folded summary",
     "experiments.commands.profile_ranks": "measured_links",
-    "experiments.commands.schedule_options": "BuildOptions CostOptions",
+    "experiments.commands.schedule_options": "CostOptions",
     "experiments.commands.synthesis": "_progress",
     "experiments.commands.timeline": "shape_notes",
     "experiments.host": "MemoryMeter PORTS free_ports",
