@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NOT_OF_THE_METHOD = ("rate", "seed", "updates")  # the last: of a point of a curve
-_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+_OPTIMIZERS = {"adamw": "AdamW", "nadam": "NAdam", "muon": "Muon"}
 _CORRECTIONS = {FEEDBACK: "feedback"}
 
 

@@ -175,7 +175,7 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
     ("values", "message"),
     [
         ({"schedule": "3bw"}, "schedule='3bw': expected 1f1b, 2bw"),
-        ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, muon"),
+        ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, nadam, muon"),
         (
             {"schedule": "pipedream", "total_updates": 25},
             "total_updates=25, evaluate_every=50: expected multiples of 10",
