@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -119,12 +120,18 @@ class Setting:
 
 
 def loss(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Validation loss [nats a byte] of a setting behind its updates, in one process; the seed stands as repetition."""
+    """Validation loss [nats a byte] of a setting behind its updates; the seed stands as repetition.
+
+    Over processes also the seconds of the updates: in one process nobody asks for them.
+    """
     setting = _setting(case)
     place = Case(tuple((key, value) for key, value in case.items if key != "seed"))
     for point in losses(setting):
         name, at = (FINAL, place) if point.whole else (CURVE, place.also(updates=point.updates))
-        yield Figure(case=at, name=name, value=point.loss, unit="nats", how=How.MEASURED, repetition=setting.seed)
+        figure = partial(Figure, case=at, how=How.MEASURED, repetition=setting.seed)
+        yield figure(name=name, value=point.loss, unit="nats")
+        if point.whole and dist.is_initialized():
+            yield figure(name=SECONDS, value=point.seconds, unit="s")
 
 
 def speed(case: Case, repetitions: int) -> Iterator[Figure]:

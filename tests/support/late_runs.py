@@ -194,16 +194,16 @@ class Batch:
                 for kind, gradient in zip(used, gradients, strict=True):
                     self._step(kind, gradient.unflatten(1, (-1, self.every)).mean(2), g)
                     self.history[kind][(g + 1) % self.R].copy_(self.w[kind])
-            ends = torch.tensor([run["updates"] == g + 1 for run in self.runs])
-            if ends.any():
-                lasts[ends] = self.evaluate(self.w).cpu()[ends]
+            ends = [n for n, run in enumerate(self.runs) if run["updates"] == g + 1]
+            if ends:
+                lasts[ends] = self.evaluate({kind: w[:, ends] for kind, w in self.w.items()}).cpu()
         return lasts.tolist()
 
     @torch.no_grad()
     def evaluate(self, w: Weights) -> Tensor:
         assert self.corpus is not None
         batches = self.corpus.validation_batches(num_batches=16, batch_size=32, length=T)
-        shown = (len(self.runs), -1, -1)
+        shown = (w["pos"].shape[1], -1, -1)
         losses = [forward(w, *(one.to(self.device).expand(shown) for one in pair)) for pair in batches]
         return torch.stack(losses).mean(0)
 
