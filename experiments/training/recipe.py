@@ -52,13 +52,13 @@ def make_optimizer(
             {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        adam = partial(AdamW, lr=rate, betas=(beta1, BETA2))
+        adam: Callable[..., Optimizer] = AdamW
         if name == "nadam":
-            adam = partial(NAdam, lr=rate, betas=(beta1, BETA2), momentum_decay=_SETTLED, decoupled_weight_decay=True)
+            adam = partial(NAdam, momentum_decay=_SETTLED, decoupled_weight_decay=True)
         muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY, ns_steps=ns_steps)
         return [
             muon(inner, adjust_lr_fn="match_rms_adamw") if inner else None,
-            adam(groups) if groups else None,
+            adam(groups, lr=rate, betas=(beta1, BETA2)) if groups else None,
         ]
 
     return named(make)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -206,7 +206,7 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
     torch.manual_seed(setting.seed)
     schedule = setting.make_schedule()
     momentum = setting.momentum
-    by_optimizer = {
+    by_optimizer: dict[str, dict[str, Any]] = {
         "adamw": {"beta1": momentum or 0.9},
         "nadam": {"beta1": momentum or NESTEROV},
         "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends, "ns_steps": setting.ns_steps},
