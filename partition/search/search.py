@@ -91,8 +91,11 @@ class PlanSearch:
         """
         queue: list[_Entry] = []
         for c in configurations:
-            queue.append((self._least(c), 0, c.key, len(queue), c))
-        self._counts["considered"] += len(queue)
+            self._counts["considered"] += 1
+            if self._is_hopeless(c):
+                self._counts["unfit"] += 1
+            else:
+                queue.append((self._least(c), 0, c.key, len(queue), c))
         self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
         queue += [(least, 0, (), next(self._brought_numbers), find) for least, find in brought]
         self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
@@ -197,7 +200,7 @@ class PlanSearch:
     def _cut(self, c: Configuration) -> tuple[_WithCuts | None, float]:
         """A configuration's cuts, and the least seconds of any of them; None where it can't be cut so that it fits."""
         self._counts["cut"] += 1
-        every = [] if self._is_hopeless(c) else self._ends(c)
+        every = self._ends(c)
         if not every:
             self._counts["unfit"] += 1
             return None, math.inf
