@@ -24,7 +24,7 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import candidates
 from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
-from .layouts import layouts
+from .layouts import is_small, layouts, moved
 from .model import Model
 from .plan import plan
 from .result import as_plan, distinct
@@ -170,7 +170,12 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
     if options.num_microbatches is not None and not (why_not or options.straight):
         search, size = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted), profile.microbatch_size or 1
         sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": options.num_microbatches}
-        found = search.improved(found, partial(layouts, search, model, schedule=schedule, **sizes))
+        moves = (
+            partial(moved, topology=topology, cuts=model.cuts)
+            if is_small(topology, sizes["num_microbatches"])
+            else None
+        )
+        found = search.improved(found, partial(layouts, search, model, schedule=schedule, **sizes), moves)
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))

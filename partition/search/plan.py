@@ -26,7 +26,7 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
-from .layouts import layouts
+from .layouts import is_small, layouts, moved
 from .model import Model
 from .result import as_plan, distinct, label
 from .search import Layout, PlanSearch, Progress
@@ -216,15 +216,21 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
+    def is_new(c: Configuration) -> bool:
+        return runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices)
+
     def layouts_below(below: float) -> Iterator[Layout]:
-        for least, c, ends in chain.from_iterable(find(below=below) for find in more):
-            if runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices):
-                yield least, c, ends
+        return (each for each in chain.from_iterable(find(below=below) for find in more) if is_new(each[1]))
+
+    def moves(e: Evaluated) -> Iterator[tuple[Configuration, Ends]]:
+        if more and is_small(evaluator.topology, e.configuration.batch):
+            cuts = evaluator.model(e.configuration).cuts
+            yield from (each for each in moved(e, evaluator.topology, cuts) if is_new(each[0]))
 
     found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
         filter(runs, _in_all_orders(every, cluster)), []
     )
-    found = search.improved(found, layouts_below)
+    found = search.improved(found, layouts_below, moves)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
