@@ -227,8 +227,8 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             cuts = evaluator.model(e.configuration).cuts
             yield from (each for each in moved(e, evaluator.topology, cuts) if is_new(each[0]))
 
-    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
-        filter(runs, _in_all_orders(every, cluster)), []
+    found = search.run(filter(runs, in_all_orders(space, cluster)), brought) or search.run(
+        filter(runs, in_all_orders(every, cluster)), []
     )
     found = search.improved(found, layouts_below, moves)
     if not found:
@@ -288,7 +288,7 @@ def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
         )
 
 
-def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
+def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
     """Every configuration, and the same along other orders of unequal nodes; of many orders the slow ones last."""
     size = cluster.levels[0].size
     given = tuple(range(len(cluster.nodes or ())))
