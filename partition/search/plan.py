@@ -26,7 +26,7 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
-from .layouts import layouts
+from .layouts import is_small, layouts, moved
 from .model import Model
 from .result import as_plan, distinct, label
 from .search import Layout, PlanSearch, Progress
@@ -216,15 +216,21 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
-    def layouts_below(below: float) -> Iterator[Layout]:
-        for least, c, ends in chain.from_iterable(find(below=below) for find in more):
-            if runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices):
-                yield least, c, ends
+    def is_new(c: Configuration) -> bool:
+        return runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices)
 
-    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
-        filter(runs, _in_all_orders(every, cluster)), []
+    def layouts_below(below: float) -> Iterator[Layout]:
+        return (each for each in chain.from_iterable(find(below=below) for find in more) if is_new(each[1]))
+
+    def moves(e: Evaluated) -> Iterator[tuple[Configuration, Ends]]:
+        if more and is_small(evaluator.topology, e.configuration.batch):
+            cuts = evaluator.model(e.configuration).cuts
+            yield from (each for each in moved(e, evaluator.topology, cuts) if is_new(each[0]))
+
+    found = search.run(filter(runs, in_all_orders(space, cluster)), brought) or search.run(
+        filter(runs, in_all_orders(every, cluster)), []
     )
-    found = search.improved(found, layouts_below)
+    found = search.improved(found, layouts_below, moves)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
@@ -282,7 +288,7 @@ def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
         )
 
 
-def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
+def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
     """Every configuration, and the same along other orders of unequal nodes; of many orders the slow ones last."""
     size = cluster.levels[0].size
     given = tuple(range(len(cluster.nodes or ())))
