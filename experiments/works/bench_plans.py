@@ -95,7 +95,7 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
     """
     problem, name = planned_problem(case), f"{case.text('case')} {_described(case)}"
     say(f"{name}: profiling and planning")
-    restrictions = {} if case.text("replicas") == "free" else {"data_sizes": (1,)}
+    restrictions: dict[str, Any] = {} if case.text("replicas") == "free" else {"data_sizes": (1,)}
     plan = plan_by_measuring(problem, num_microbatches=case.count("microbatches"), **restrictions)
     predicted = plan.simulated_step_time
     assert predicted is not None
@@ -259,7 +259,7 @@ def _equal_cut(problem: WholeProblem, num_stages: int, samples: int) -> list[int
         cut = partition(profile, Cluster.from_levels([(num_stages, 1e12)]), straight=True, num_microbatches=8)
         found = [[int(stage.nodes[0]) for stage in cut.stages]]
     dist.broadcast_object_list(found)
-    return [*found[0], len(problem.make_model())]
+    return [*found[0], sum(1 for _ in problem.make_model().children())]
 
 
 def _in_stages(problem: WholeProblem, cut: Sequence[int]) -> StagesProblem:
