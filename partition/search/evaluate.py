@@ -106,7 +106,7 @@ class Evaluated:
     @property
     def links(self) -> Links:
         c = self.configuration
-        links = self.seconds.links(self.sums.behind, self.placement.outward, positions=c.positions)
+        links = self.seconds.links(self.sums.behind, self.placement, positions=c.positions)
         return replace(links, index_factors=c.parts or None)
 
 
@@ -389,7 +389,8 @@ class PlanEvaluator:
             return simulated_batch(c, costs, evaluated.links, self.schedules, num_microbatches, leaving=leaving)
 
         costs, leaving = evaluated.costs, evaluated.leaving
-        long = long_batch(batch, c, m) if c.is_equal and not leaving else None
+        alike = c.is_equal and not leaving and not evaluated.placement.cards
+        long = long_batch(batch, c, m) if alike else None
         if long is None:
             whole = batch(m)
             memories = self._as_simulated(evaluated, whole) if leaving else evaluated.memories
@@ -413,19 +414,18 @@ class PlanEvaluator:
         key, positions = (c.pipeline, c.data, c.tensors, c.positions, c.ranks), c.positions
         if key not in self._placements:
             topology, ranks, sizes = self.topology, c.stage_ranks, c.tensors
-            ways = dict.fromkeys(pairwise(positions), NO_TRANSFER)  # a rank sends itself nothing
-            for a, b in ways:
-                if a != b:
-                    fewest = min(sizes[a], sizes[b])
-                    ends = (ranks[a], ranks[b]) if c.sizes is None else (ranks[a][:fewest], ranks[b][:fewest])
-                    way = topology.between(*ends, tensor=fewest)
-                    ways[a, b] = replace(way, seconds_a_byte=way.seconds_a_byte / fewest)
-            between = [ways[pair] for pair in pairwise(positions)]
+            owns = [*zip(ranks, sizes, strict=True)]
+            pairs = [*pairwise(positions)]
+            out = {pair: _way(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
+            back = out
+            if topology.cluster.ways:
+                back = {(a, b): _way(topology, owns[b], owns[a]) for a, b in {*pairs}}
             self._placements[key] = Placement(
-                inward=(NO_TRANSFER, *between),
-                outward=(*between, NO_TRANSFER),
-                rings=tuple(topology.ring(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
-                exchanges=tuple(topology.exchange(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
+                inward=(NO_TRANSFER, *(back[pair] for pair in pairs)),
+                outward=(*(out[pair] for pair in pairs), NO_TRANSFER),
+                rings=tuple(topology.ring(own[::size], tensor=size) for own, size in owns),
+                exchanges=tuple(topology.exchange(own[::size], tensor=size) for own, size in owns),
+                cards=tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else (),
                 speeds=tuple(map(topology.speed, ranks)),
                 limits=tuple(map(topology.memory, ranks)),
                 hosts=tuple(map(topology.to_host, ranks)),
@@ -447,5 +447,18 @@ class PlanEvaluator:
         key = (c.pipeline, c.data, c.tensors, places, c.ranks)
         if key not in self._sums:
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
-            self._sums[key] = self.topology.ring(ranks)
+            self._sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))
         return self._sums[key]
+
+
+def _way(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
+    """Of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks sends a
+    share."""
+    if src == dst:
+        return NO_TRANSFER  # a rank sends itself nothing
+    fewest = min(src[1], dst[1])
+    ends = (
+        own if size == fewest else [r for at, r in enumerate(own) if at % size < fewest] for own, size in (src, dst)
+    )
+    way = topology.between(*ends, tensor=fewest)
+    return replace(way, seconds_a_byte=way.seconds_a_byte / fewest)
