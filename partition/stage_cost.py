@@ -111,6 +111,7 @@ class StageSums:
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
+        experts: of the weights, those that fewer replicas sum [bytes].
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
         by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others, also
             of "layer+keep_less", which begins with "keep_less".
@@ -133,6 +134,7 @@ class StageSums:
     weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
     apart: Floats = field(default_factory=lambda: np.zeros(1))
     small_apart: Floats = field(default_factory=lambda: np.zeros(1))
+    experts: Floats = field(default_factory=lambda: np.zeros(1))
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -142,7 +144,7 @@ class StageSums:
     @property
     def summed(self) -> Floats:
         """Weights whose gradients replicas of the stage alone sum [bytes]."""
-        own = self.weights - self.apart
+        own = self.weights - self.apart - self.experts
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
@@ -343,6 +345,7 @@ class Placement:
         limits: [P] memory of its smallest device [bytes].
         hosts: [P] of the slowest link of its devices to their hosts [bytes/s]; 0: none is known.
         cards: [P] by replica, of cards that devices share; none where each has its own.
+        expert_rings: [P] as `rings`, over those with the same experts; none where all have them.
     """
 
     inward: tuple[TransferTime, ...]
@@ -353,6 +356,7 @@ class Placement:
     limits: tuple[float, ...]
     hosts: tuple[float, ...]
     cards: tuple[tuple[int, ...], ...] = ()
+    expert_rings: tuple[TransferTime, ...] = ()
 
 
 def stage_seconds(
@@ -377,6 +381,10 @@ def stage_seconds(
     outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
     links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
     whole, parts = (round_seconds(sums, [ways[p] for p in positions]) for ways in (place.rings, place.exchanges))
+    if place.expert_rings:
+        held = zip((place.expert_rings[p] for p in positions), sums.experts.tolist(), strict=True)
+        experts = np.array([ring.seconds(each) if each else 0.0 for ring, each in held])
+        whole, parts = whole + experts, parts + experts
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
     message, back = (
         np.array([way.latency for way in ways]) + sent for ways, sent in ((outward, sent_out), (place.inward, sent_in))

@@ -24,6 +24,7 @@ from .model import Model
 from .paces import least_step, rank_paces
 from .simulated import (
     BuiltSchedules,
+    SizesError,
     by_place,
     long_batch,
     microbatches_of,
@@ -414,7 +415,11 @@ class PlanEvaluator:
         key, positions = (c.pipeline, c.data, c.tensors, c.positions, c.ranks), c.positions
         if key not in self._placements:
             topology, ranks, sizes = self.topology, c.stage_ranks, c.tensors
-            owns = [*zip(ranks, sizes, strict=True)]
+            owns, profile = [*zip(ranks, sizes, strict=True)], self.model(c).profile
+            groups = [size // profile.context for size in sizes]  # that hold different weights
+            holders = [(own[::t], t) for own, t in zip(ranks, groups, strict=True)]
+            if any(len(own) % profile.expert for own, _ in holders):
+                raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert} with context")
             pairs = [*pairwise(positions)]
             out = {pair: _way(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
             back = out
@@ -423,8 +428,11 @@ class PlanEvaluator:
             self._placements[key] = Placement(
                 inward=(NO_TRANSFER, *(back[pair] for pair in pairs)),
                 outward=(*(out[pair] for pair in pairs), NO_TRANSFER),
-                rings=tuple(topology.ring(own[::size], tensor=size) for own, size in owns),
-                exchanges=tuple(topology.exchange(own[::size], tensor=size) for own, size in owns),
+                rings=tuple(topology.ring(own, tensor=t) for own, t in holders),
+                exchanges=tuple(topology.exchange(own, tensor=t) for own, t in holders),
+                expert_rings=tuple(topology.ring(own[:: profile.expert], tensor=t) for own, t in holders)
+                if profile.expert > 1
+                else (),
                 cards=tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else (),
                 speeds=tuple(map(topology.speed, ranks)),
                 limits=tuple(map(topology.memory, ranks)),

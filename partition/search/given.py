@@ -68,7 +68,9 @@ class KindProfiles(NamedTuple):
             every = [self._of(kind, microbatch_size, groups) for kind in kinds]
             first = first or every[0]
             for kind, each in zip(kinds, every, strict=True):
-                if (differs := difference(first, replace(each, device=first.device))) is not None:
+                if (
+                    differs := difference(first, replace(each, device=first.device, tensor=first.tensor + 1))
+                ) is not None:
                     raise ValueError(f"profile of {kind!r}: {differs}: expected profiles of one model")
             by_name = [{node.name: node for node in each.nodes} for each in every]
             nodes |= {name: _slowest([each[name] for each in by_name]) for name in names if name in by_name[0]}
