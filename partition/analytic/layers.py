@@ -327,6 +327,8 @@ class TransformerSource:
         (1, 2, 3)
         """
         model, c = self.transformer, self.context
+        if self.expert > 1:
+            raise ValueError(f"plans over expert={self.expert}: expected 1, or evaluate(), which takes plans with it")
         most = model.heads * c if limit is None else count("limit", limit)
         if self.cluster is not None:
             most = min(most, self.cluster.levels[0].size)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -21,10 +20,9 @@ from ..recompute import one_from_each, with_hosts
 from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
 from .model import Model
-from .paces import least_step, rank_paces
+from .paces import least_step, place, rank_paces
 from .simulated import (
     BuiltSchedules,
-    SizesError,
     by_place,
     long_batch,
     microbatches_of,
@@ -412,32 +410,9 @@ class PlanEvaluator:
 
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
-        key, positions = (c.pipeline, c.data, c.tensors, c.positions, c.ranks), c.positions
+        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks)
         if key not in self._placements:
-            topology, ranks, sizes = self.topology, c.stage_ranks, c.tensors
-            owns, profile = [*zip(ranks, sizes, strict=True)], self.model(c).profile
-            groups = [size // profile.context for size in sizes]  # that hold different weights
-            holders = [(own[::t], t) for own, t in zip(ranks, groups, strict=True)]
-            if any(len(own) % profile.expert for own, _ in holders):
-                raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert} with context")
-            pairs = [*pairwise(positions)]
-            out = {pair: _way(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
-            back = out
-            if topology.cluster.ways:
-                back = {(a, b): _way(topology, owns[b], owns[a]) for a, b in {*pairs}}
-            self._placements[key] = Placement(
-                inward=(NO_TRANSFER, *(back[pair] for pair in pairs)),
-                outward=(*(out[pair] for pair in pairs), NO_TRANSFER),
-                rings=tuple(topology.ring(own, tensor=t) for own, t in holders),
-                exchanges=tuple(topology.exchange(own, tensor=t) for own, t in holders),
-                expert_rings=tuple(topology.ring(own[:: profile.expert], tensor=t) for own, t in holders)
-                if profile.expert > 1
-                else (),
-                cards=tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else (),
-                speeds=tuple(map(topology.speed, ranks)),
-                limits=tuple(map(topology.memory, ranks)),
-                hosts=tuple(map(topology.to_host, ranks)),
-            )
+            self._placements[key] = place(c, self.topology, self.model(c).profile)
         return self._placements[key]
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:
@@ -457,16 +432,3 @@ class PlanEvaluator:
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
             self._sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))
         return self._sums[key]
-
-
-def _way(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
-    """Of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks sends a
-    share."""
-    if src == dst:
-        return NO_TRANSFER  # a rank sends itself nothing
-    fewest = min(src[1], dst[1])
-    ends = (
-        own if size == fewest else [r for at, r in enumerate(own) if at % size < fewest] for own, size in (src, dst)
-    )
-    way = topology.between(*ends, tensor=fewest)
-    return replace(way, seconds_a_byte=way.seconds_a_byte / fewest)

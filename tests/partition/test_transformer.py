@@ -528,7 +528,7 @@ def test_replicas_sum_what_they_share() -> None:
     source = TransformerSource(
         transformer=ROUTED, device=COUNTER, context=2, expert=4, cluster=Cluster.parse("8:net=1B/s")
     )
-    assert source.tensor_sizes() == (2, 4)
+    assert replace(source, expert=1).tensor_sizes() == (2, 4)
     nodes = source.profile(microbatch_size=1, tensor=2).nodes
     stages = [GivenStage([node.name for node in nodes], range(8), 2)]
     assert source.cluster is not None
@@ -556,3 +556,10 @@ def test_replicas_sum_what_they_share() -> None:
 def test_mistakes_of_later_models(changes: dict[str, object], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         transformer_profile(replace(FEW, **changes), microbatch_size=1, device=COUNTER, **options)  # type: ignore[arg-type]
+
+
+def test_plans_are_not_made_of_divided_experts() -> None:
+    cluster = Cluster.parse("8:net=1B/s")
+    source = TransformerSource(transformer=ROUTED, device=COUNTER, expert=4, cluster=cluster)
+    with pytest.raises(ValueError, match=r"plans over expert=4: expected 1, or evaluate\(\)"):
+        plan(source, cluster, global_batch=8)
