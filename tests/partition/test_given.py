@@ -151,7 +151,8 @@ def test_each_kind_of_device_has_a_profile() -> None:
     assert step(two_hosts(), HALVES) == 2 * 6 + 2 * 2
     assert step(two_hosts(), HALVES, source={"A": QUICK, "B": PROFILE}) == 2.5 + 6 + 2 * 2
     over_both = [GivenStage("ab", [0, 2]), GivenStage("cd", [1, 3])]
-    assert step(two_hosts(), over_both, source={"A": QUICK, "B": PROFILE}) > 2 * 6  # at the pace of the slower
+    slower = step(two_hosts(), over_both, 2, source={"A": QUICK, "B": PROFILE})
+    assert slower == step(two_hosts(), over_both, 2) == pytest.approx(12 + 2 * 2 / 1000 + 8)
 
 
 @pytest.mark.parametrize(
