@@ -280,7 +280,7 @@ class PlanRecord:
         if lacking:
             raise ValueError(f"no route between the places {min(lacking)}: expected one in the network of the links")
         for each in self.links.sums:
-            if not 0 <= each.stage < len(self.stages) or self.stages[each.stage].replicas == 1:
+            if not 0 <= each.stage < len(self.stages) or len(self.stages[each.stage].ranks) == 1:
                 raise ValueError(f"a sum of {each.seconds} s of stage {each.stage}: expected a stage with replicas")
 
     @property

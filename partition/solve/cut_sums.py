@@ -86,6 +86,7 @@ class Cuts:
             largest=np.asarray(self._parameters[first, last]),
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
             apart=self.apart(first, last),
+            experts=_between(total(self.members, np.array([node.expert_bytes for node in self.nodes])), first, last),
             small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
             by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),

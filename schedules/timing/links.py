@@ -35,6 +35,8 @@ from ..dependencies import Wire
 from ..ir import Schedule
 from ..messages import MessageKind
 
+ON_CARD = "card"
+
 
 def _check(**numbers: float) -> None:
     for name, value in numbers.items():
@@ -50,12 +52,14 @@ class Link:
         latency: of a message, after its last byte has left [s].
         seconds_per_byte: of the slowest part of the way; 0: no limit.
         sending, receiving: network cards on the way out and in, which it shares with all ways that name them.
+        blocks: whether a rank computes on only when its message has left.
     """
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
     sending: Hashable = None
     receiving: Hashable = None
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
@@ -124,26 +128,44 @@ class PlaceNetwork:
 
     Arguments:
         places: [P] ranks of each.
-        routes: of messages between two places, the lower one first, whichever of their ranks share a microbatch.
+        routes: of messages between two places, the lower one first, whichever of their ranks share a microbatch; those
+            back take the route with the higher one first where there is one. ON_CARD as `sending`: they take `cards`.
+        cards: [P] by rank of each, the card of its host, which other places may share; sums over several take these.
     """
 
     places: tuple[tuple[int, ...], ...]
     routes: Mapping[tuple[int, int], Link]
+    cards: tuple[tuple[int, ...], ...] = ()
     _place: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         places = {rank: place for place, ranks in enumerate(self.places) for rank in ranks}
         object.__setattr__(self, "_place", places)
+        if any(way.sending for way in self.routes.values()) and [*map(len, self.cards)] < [*map(len, self.places)]:
+            raise ValueError(f"cards={self.cards!r:.60}: expected one for each rank of {len(self.places)} places")
 
     def pair(self, src: int, dst: int) -> tuple[int, int] | None:
-        """The two places of these ranks, the lower one first; None where there is no route between them."""
+        """The two places of these ranks as their route has them; None where there is none between them."""
         here, there = self._place.get(src, -1), self._place.get(dst, -1)
-        pair = (min(here, there), max(here, there))
-        return pair if pair in self.routes else None
+        pairs = (here, there), (min(here, there), max(here, there))
+        return next((pair for pair in pairs if pair in self.routes), None)
 
     def way(self, src: int, dst: int) -> Link | None:
         pair = self.pair(src, dst)
-        return None if pair is None else replace(self.routes[pair], sending=src, receiving=dst)
+        if pair is None:
+            return None
+        route = self.routes[pair]
+        card = self._card if route.sending is not None else int
+        return replace(route, sending=card(src), receiving=card(dst))
+
+    def _card(self, rank: int) -> Hashable:
+        place = self._place[rank]
+        return (ON_CARD, self.cards[place][self.places[place].index(rank)])
+
+    def cards_of_sum(self, ranks: Sequence[int]) -> list[Hashable]:
+        """Those that a sum of a place's ranks takes, whether all of these are simulated or one for all."""
+        own = self.cards[self._place[ranks[0]]] if self.cards else ()
+        return [*ranks, *((ON_CARD, card) for card in dict.fromkeys(own) if len({*own}) > 1)]
 
 
 Network = Link | Sequence[LinkLevel] | Mapping[tuple[int, int], Link] | PlaceNetwork
@@ -223,7 +245,9 @@ class Links:
     def channels_of_sum(self, each: AllReduce, ranks: Iterable[int]) -> list[Hashable]:
         """Names of what a sum of these ranks occupies, and the weights that are gathered after it."""
         if each.ways is None:
-            return [(side, rank) for rank in dict.fromkeys(ranks) for side in ("out", "in")]
+            own = list(dict.fromkeys(ranks))
+            cards = self.network.cards_of_sum(own) if isinstance(self.network, PlaceNetwork) else own
+            return [(side, card) for card in cards for side in ("out", "in")]
         return list(dict.fromkeys(name for src, dst in each.ways for name in self.channels(src, dst)))
 
 
@@ -258,13 +282,16 @@ class Route:
     """A way of messages of one size. Each of the channels, by number, carries one message at a time; `free_at` says
     when it is free [s]."""
 
-    __slots__ = ("_channels", "_free_at", "latency", "seconds")
+    __slots__ = ("_channels", "_free_at", "blocks", "latency", "seconds")
 
-    def __init__(self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float]) -> None:
+    def __init__(
+        self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float], blocks: bool = False
+    ) -> None:
         self.seconds, self.latency, self._channels, self._free_at = seconds, latency, channels, free_at
+        self.blocks = blocks
 
     def slower(self, times: float) -> Route:
-        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at)
+        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
 
     def free_from(self, now: float) -> float:
         """The time at which all channels are free, at or after `now` [s]."""

@@ -189,7 +189,10 @@ class ScheduleWiring:
     def _post_receives(self) -> None:
         """As `lower` does, where a link would stand idle for want of them (see `links`)."""
         ahead = receives_ahead(max((each.num_bytes for each in self.passages), default=0.0))
-        slow = [0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency for *_, size, way, _ in self.passages]
+        slow = [
+            0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks
+            for *_, size, way, _ in self.passages
+        ]
         sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
         used: dict[int, int] = {}
         for codes, indices in self.programs if any(slow) and ahead < self.num_indices * len(slow) else ():
