@@ -206,7 +206,7 @@ class ChainSearch:
         orders, seconds, ends = state[2], state[4][0], state[6]
         first = [ends[own[0]] - seconds[own[0]] if self.is_span else 0.0 for own in orders]
         last = [now - start for now, start in zip(free, first, strict=True)]
-        return Arranged(*state, last, max(last), max(last) + _SIDE * (sum(last) / self.P - self.ideal))
+        return Arranged._make([*state, last, max(last), max(last) + _SIDE * (sum(last) / self.P - self.ideal)])
 
     def _carried(self, parent: Arranged, cut: Sequence[int]) -> list[float]:
         """By code, when each F and I would run if it stood where its first layer stood in the parent's time."""
