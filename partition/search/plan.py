@@ -27,7 +27,7 @@ from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
 from .layouts import is_small, layouts, moved
-from .model import Model
+from .model import Model, alike
 from .result import as_plan, distinct, label
 from .search import Layout, PlanSearch, Progress
 from .simulated import MAX_ACTIONS
@@ -212,7 +212,7 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             brought.append((search.least.of_any(name, model, num_microbatches), find))
             more.append(partial(layouts, search, model, schedule=name, **sizes))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
-    if not all(map(_alike, sizes_of.values())):
+    if not all(map(alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
@@ -234,18 +234,6 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
-
-
-def _alike(models: Sequence[Model]) -> bool:
-    """Whether their stages between any two cuts are of the same nodes."""
-    first, *others = models
-    names = [node.name for node in first.profile.nodes]
-    return all(
-        [node.name for node in each.profile.nodes] == names
-        and len(each.profile.tied) == len(first.profile.tied)
-        and np.array_equal(each.cuts.members, first.cuts.members)
-        for each in others
-    )
 
 
 def _ranked(
