@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -90,6 +90,7 @@ class RankLinks:
         return hot.latency + waking_seconds(hot, cold) if transport.rank == 0 else 0.0
 
 
+@cache  # once a process
 def keep_freed_memory() -> None:
     """From now on malloc keeps what is freed for the next batch, as torch's allocator does on CUDA.
 
