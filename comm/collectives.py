@@ -44,14 +44,7 @@ class Collectives:
         behind: the newest call that its owner made without it, for `gather`: the same in every process.
     """
 
-    def __init__(
-        self,
-        place: MeshPlace,
-        *,
-        device: torch.device,
-        timeout: float,
-        guard: Guard | None = None,
-    ) -> None:
+    def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
         self._place = place
         world = place.world
         self.rank, self.size, self.alone = world.rank, world.size, not world.distributed

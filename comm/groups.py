@@ -38,14 +38,7 @@ class Groups:
     one that does not come is known by name. A group holds threads and descriptors until `close`.
     """
 
-    def __init__(
-        self,
-        place: MeshPlace,
-        *,
-        device: torch.device,
-        timeout: float,
-        guard: Guard | None = None,
-    ) -> None:
+    def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
         self.world = world = place.world
         self._guard = guard or Guard(None)  # it knows who has failed
         self.place = place

@@ -62,12 +62,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(
-        self,
-        rank: int,
-        lanes: Mapping[Link, Sequence[Lanes]],
-        *,
-        device: torch.device,
-        timeout: float,
+        self, rank: int, lanes: Mapping[Link, Sequence[Lanes]], *, device: torch.device, timeout: float
     ) -> None:
         super().__init__(rank)
         self._lanes = lanes

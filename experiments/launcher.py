@@ -108,7 +108,8 @@ def launch(
             return _see_through(ranks, judge, grace=grace, timeout=timeout, stall=stall)
         finally:
             _end(ranks)
-            _restore_terminal()
+            if sys.stdout.isatty():  # show the cursor, which a bar that was ended from outside has left hidden
+                print("\x1b[?25h", end="", flush=True)
 
 
 def launch_command(words: Sequence[str], *, num_ranks: int, stall: float | None = None) -> int:
@@ -287,7 +288,8 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
         so = {True: "and the others went on without it", False: "after its results were out"}
         lines = [f"rank {rank.number}: {how} and was started again" for rank in ranks for how in rank.lives]
-        lines += [f"rank {rank.number}: {rank.how_it_ended} {so[rank.is_spared]}{_own_error(rank)}" for rank in odd]
+        errors = [f"; its last line: {_last_line(rank)}" if rank.failed_by_itself else "" for rank in odd]
+        lines += [f"rank {r.number}: {r.how_it_ended} {so[r.is_spared]}{e}" for r, e in zip(odd, errors, strict=True)]
         report = "\n".join(lines)
         return LaunchResult(status=0, first_failed=None, report=report)
     status = failed[0].process.returncode or 1
@@ -318,10 +320,6 @@ def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
     return "\n".join(story)
 
 
-def _own_error(rank: RankProcess) -> str:
-    return f"; its last line: {_last_line(rank)}" if rank.failed_by_itself else ""
-
-
 def _last_line(rank: RankProcess) -> str:
     line = next(reversed(rank.last_lines()), "nothing")
     return line.removeprefix(f"[rank{rank.number}]: ")  # torch puts it there, in front of tracebacks
@@ -338,13 +336,6 @@ def _end(ranks: list[RankProcess]) -> None:
             time.sleep(_POLL_S)
     for rank in ranks:
         rank.close()
-
-
-def _restore_terminal() -> None:
-    """Show the cursor, which a progress bar that was ended from outside has left hidden."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")
-        sys.stdout.flush()
 
 
 def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str, str]:

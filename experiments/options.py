@@ -21,7 +21,7 @@ import tyro
 
 from ..schedules import Schedule
 from ..schedules.custom.user_code import check_call, load
-from ..schedules.custom.user_schedules import find_user_schedule, is_own, sizes_of
+from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.wording import wrapped
 
 AUTO = "auto"
@@ -190,11 +190,6 @@ def check_out(option: str, path: Path) -> None:
     """Raise ValueError, before any work, for a file in no folder."""
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: cannot write: expected a file in a folder that exists")
-
-
-def is_file(name: str) -> bool:
-    """Whether it names a file, or a function, rather than a family of schedules."""
-    return is_own(name)
 
 
 def is_function(name: str) -> bool:

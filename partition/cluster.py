@@ -11,10 +11,11 @@ from itertools import accumulate
 from pathlib import Path
 
 from . import quantities
-from .strict import check_figures, count, fail, parse_object, printable, read_text
+from .strict import check_figures, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 RINGS = ("levels", "flat")
+SENDS = ("beside", "blocking")
 _FORM = "4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (sizes outermost first, links innermost first)"
 
 
@@ -62,6 +63,9 @@ class Level:
             where the transport's threads have no core of their own.
         partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
             devices: their rings share network cards (0 to 1). No flat ring does.
+        devices_per_card: neighbours that share one network card on their ways across this level, whose bandwidth it is
+            then; None: each has its own.
+        sends: "blocking": a rank computes on only when its message has left; "beside" compute.
     """
 
     name: str
@@ -73,6 +77,8 @@ class Level:
     message_seconds: float = 0.0
     sum_busy: float = 0.0
     partial_reduce: float = 1.0
+    devices_per_card: int | None = None
+    sends: str = "beside"
 
     def __post_init__(self) -> None:
         where = f"level {printable('level', self.name)!r}"
@@ -80,6 +86,10 @@ class Level:
         check_figures(self, where, positive=("bandwidth", "reduce_bandwidth", "partial_reduce"))
         if self.sum_busy > 1:
             fail(f"{where}: sum_busy", self.sum_busy, "a number of at least 0 and at most 1")
+        if self.devices_per_card is not None:
+            count(f"{where}: devices_per_card", self.devices_per_card)
+        if self.sends not in SENDS:
+            fail(f"{where}: sends", self.sends, f"one of {', '.join(SENDS)}")
         if self.partial_reduce > 1:
             fail(f"{where}: partial_reduce", self.partial_reduce, "a number above 0 and at most 1")
 
@@ -94,6 +104,8 @@ class Cluster:
         nodes: by node, the name of its kind; None: all of the first kind.
         rings: how sums go over several levels: "levels", inside of each group first, as NCCL does; "flat", in one ring
             of all members, as gloo does. See `topology`.
+        ways: (node, node, bandwidth [bytes/s], latency [s]) of links from one node to another, in this direction alone,
+            or within a node, that are slower than their level says.
 
     Raises ValueError for no level, an unknown kind, another number of nodes, other rings, or a level whose
     `partial_reduce` is below 1 where rings are "flat".
@@ -106,6 +118,7 @@ class Cluster:
     kinds: tuple[DeviceKind, ...] = (DeviceKind(),)
     nodes: tuple[str, ...] | None = None  # never None once made
     rings: str = "levels"
+    ways: tuple[tuple[int, int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         levels, kinds = tuple(self.levels), tuple(self.kinds)
@@ -130,7 +143,10 @@ class Cluster:
                     f"since one ring comes into a node over one card, however many of its devices are members; or "
                     f"rings='levels'"
                 )
-        for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes)):
+        ways = tuple(_way(each, num_nodes) for each in self.ways)
+        if ways and any(kind.link_speed != 1 for kind in kinds):
+            raise ValueError("ways beside kinds with a link_speed: expected one of them; ways say how fast links are")
+        for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes), ("ways", ways)):
             object.__setattr__(self, field, value)
 
     @property
@@ -162,8 +178,9 @@ class Cluster:
 
     def reordered(self, order: Sequence[int]) -> Cluster:
         """The same with the nodes in another order: node i is what node `order[i]` was."""
-        nodes = self.nodes or ()
-        return replace(self, nodes=tuple(nodes[at] for at in order))
+        nodes, place = self.nodes or (), {node: at for at, node in enumerate(order)}
+        ways = tuple((place[a], place[b], bandwidth, latency) for a, b, bandwidth, latency in self.ways)
+        return replace(self, nodes=tuple(nodes[at] for at in order), ways=ways)
 
     @classmethod
     def from_levels(
@@ -219,6 +236,7 @@ class Cluster:
             "kinds": [asdict(kind) for kind in self.kinds],
             "nodes": list(self.nodes or ()),
             "rings": self.rings,
+            "ways": self.ways,
         }
         return json.dumps(data, indent=1)
 
@@ -227,16 +245,31 @@ class Cluster:
         """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
         record = parse_object(text, source=source)
         record.version(_JSON_VERSION)
-        levels = [each.made(Level, positive=("bandwidth", "partial_reduce")) for each in record.objects("levels")]
+        figures, sends = ("bandwidth", "partial_reduce"), {"sends": SENDS}
+        levels = [each.made(Level, positive=figures, choices=sends) for each in record.objects("levels")]
         positive = ("speed", "memory_bytes", "link_speed", "host_bandwidth")
         kinds = [each.made(DeviceKind, positive=positive, needed=("name",)) for each in record.objects("kinds")]
         nodes = record.take("nodes", "a list", default=None)
         if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):
             raise ValueError(f"{record.at('nodes')}: {nodes!r}: expected the name of a kind for each node")
         given = {"levels": levels, "kinds": kinds, "nodes": None if nodes is None else tuple(nodes)}
+        given["ways"] = tuple(record.items("ways", default=[]))
         return record.made(cls, given, choices={"rings": RINGS})
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a JSON file."""
         return cls.from_json(read_text(path), source=str(path))
+
+
+def _way(given: object, num_nodes: int) -> tuple[int, int, float, float]:
+    match given:
+        case [int(src), int(dst), bandwidth, latency] if 0 <= min(src, dst) <= max(src, dst) < num_nodes:
+            where = f"way from node {src} to node {dst}"
+            return (
+                src,
+                dst,
+                number(f"{where}: bandwidth", bandwidth, positive=True),
+                number(f"{where}: latency", latency),
+            )
+    return fail("ways", given, f"(node, node, bytes/s, seconds) of nodes 0 to {num_nodes - 1}")

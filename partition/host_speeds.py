@@ -12,10 +12,8 @@ _ALIKE = 0.05  # hosts whose speeds differ by less are of one kind
 
 
 def host_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
-    """[H] speeds of hosts, of the first one, by a profile of one model on each: 1 and few others.
-
-    Hosts within 5% of an earlier one are as fast as that, or within what the steps of a profile varied by.
-    """
+    """[H] speeds of hosts, of the first one, by a profile of one model on each: 1 and few others. Hosts within 5% of an
+    earlier one are as fast as that, or within what the steps of a profile varied by."""
     alike = max([_ALIKE, *(each.step_spread for each in profiles)])
     found: list[float] = []
     for each in profiles:

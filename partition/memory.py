@@ -148,9 +148,7 @@ def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
 
 def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[Moments, ...]:
     """The closed form by stage, for stages of so many replicas, in the steady state: never less than what is counted.
-
-    Stage s holds ceil(D_s + .. + D_P-1 / D_s) microbatches, and under a flush no more than its share of the batch.
-    """
+    Stage s holds ceil(D_s + .. + D_P-1 / D_s) microbatches, and under a flush no more than its share of the batch."""
     found, rule = [], family(schedule).rule
     for at, count in enumerate(counts):
         depth = -(-sum(counts[at:]) // count)
@@ -179,10 +177,8 @@ def merged(ranks: Sequence[Moments]) -> Moments:
 
 
 def in_flight_of_turns(turns: Turns, *, num_chunks: int) -> tuple[Moments, ...]:
-    """The same of an order in figures, without its programs.
-
-    In front of a rank's forward k are k - warm-up backwards, in front of its backward j are warm-up + j + 1 forwards.
-    """
+    """The same of an order in figures, without its programs. In front of a rank's forward k are k - warm-up backwards,
+    in front of its backward j are warm-up + j + 1 forwards."""
     forwards, backwards = (
         np.array([chunk for chunk, _ in pairs], dtype=np.intp) for pairs in (turns.forwards, turns.backwards)
     )
@@ -400,10 +396,7 @@ def stage_bytes(
     streams: bool = False,
 ) -> tuple[StageBytes, ...]:
     """[S] bytes of each stage on one of its devices, as its rank treats it; memories and replicas by place, [P].
-
-    Arguments:
-        tensor: [S] ranks over which the message to the next stage is divided.
-    """
+    `tensor`: [S] ranks over which the message to the next stage is divided."""
     found, pipeline = [], len(memories)
     for stage, weights in enumerate(sums.weights.tolist()):
         chunk, memory = stage // pipeline, memories[positions[stage]]

@@ -54,6 +54,8 @@ class Node:
         way: in which the T ranks of a tensor group run it: "divided" as the profile of T ranks has it; "whole" on each
             of them; by "samples", 1/T of a microbatch's on each, with whole weights; "samples on" the same, and its
             part goes on to the next node, which is by samples too; "any" of these, as the planner chooses.
+        expert_bytes: of the parameters, those of experts, whose gradients every `Profile.expert`-th rank alone sums
+            [bytes].
         joining_seconds: of putting these parts together where a cut lies behind the node, in F, and of their gradients,
             in B of the next node [s each]; in none of the others.
 
@@ -87,6 +89,7 @@ class Node:
     keep_less_seconds: float | None = None
     way: str = "divided"
     joining_seconds: float = 0.0
+    expert_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -97,7 +100,7 @@ class Node:
             fail(f"node {self.name}: way", self.way, f"one of {', '.join(WAYS)}")
         if not isinstance(self.runs_again, bool):
             fail(f"node {self.name}: runs_again", self.runs_again, "True or False")
-        for part in ("largest_parameter_bytes", "small_parameter_bytes"):
+        for part in ("largest_parameter_bytes", "small_parameter_bytes", "expert_bytes"):
             if (getattr(self, part) or 0.0) > self.parameter_bytes:
                 expected = f"at most parameter_bytes={self.parameter_bytes}"
                 fail(f"node {self.name}: {part}", getattr(self, part), expected)
@@ -129,6 +132,8 @@ class Profile:
         origin: "measured", "published" or "formula".
         microbatch_size: samples that the figures are of; None when unknown.
         tensor: ranks over which matrices were cut; the figures are of one of them, `activation_bytes` are whole.
+        context: of the tensor ranks, groups that hold the same weights, each with a part of the sequence.
+        expert: such groups, of all replicas in a row, that have different experts.
         optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
@@ -164,6 +169,8 @@ class Profile:
     origin: str = "measured"
     microbatch_size: int | None = None
     tensor: int = 1
+    context: int = 1
+    expert: int = 1
     optimizer_ratio: float | None = None
     step_seconds: float | None = None
     step_spread: float = 0.0
@@ -183,7 +190,7 @@ class Profile:
         return f"<Profile {self.origin}: {len(self.nodes)} nodes on {self.device}, {self.dtype}{size}>"
 
     def __post_init__(self) -> None:
-        for name in ("microbatch_size", "tensor", "sequence_tokens"):
+        for name in ("microbatch_size", "tensor", "context", "expert", "sequence_tokens"):
             if getattr(self, name) is not None:
                 count(name, getattr(self, name))
         check_figures(self, positive=("step_seconds", "slowdown"))

@@ -81,12 +81,8 @@ class MemoryRules:
         return tuple(rank.memory(recompute, shards) for *_, shards, recompute in front[: EVERY if least == 0 else 1])
 
     def offloaded(self, sums: StageSums, moments: Moments, place: RankPlace, number: int) -> list[RankMemory]:
-        """Treatments where activations of its first stages wait on the host, and all else is kept.
-
-        Arguments:
-            moments: with those moves.
-            number: of these stages.
-        """
+        """Treatments where activations of its first stages wait on the host, and all else is kept. `moments`: with
+        those moves. `number`: of these stages."""
         rank = _TreatedRank(sums, moments, place, self)
         names = (OFFLOAD,) * number + ("none",) * (rank.num_chunks - number)
         return [rank.memory(names, shards) for shards in rank.shards]
@@ -267,10 +263,8 @@ class _TreatedRank:
         return found
 
     def least_seconds_again(self, shards: tuple[int, ...], names: Sequence[str]) -> float:
-        """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts.
-
-        What a backward makes again is left out, thus never more than a treatment takes that fits.
-        """
+        """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts. What
+        a backward makes again is left out, thus never more than a treatment takes that fits."""
         division, (stash, _) = self.division(shards), self.row("none")
         most, held = max(zip((self.held @ stash + division.moments).tolist(), self.held.tolist(), strict=True))
         excess = self.excess(division.fixed + most + self.messages + self.largest_workspace)

@@ -57,7 +57,7 @@ import numpy as np
 
 from ..schedules.messages import ALONE_BYTES, BUCKET_BYTES
 from ..schedules.timing.costs import Costs, Ties
-from ..schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
+from ..schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
 KEEP_LESS = "keep_less"
@@ -111,6 +111,7 @@ class StageSums:
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
+        experts: of the weights, those that fewer replicas sum [bytes].
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
         by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others, also
             of "layer+keep_less", which begins with "keep_less".
@@ -133,6 +134,7 @@ class StageSums:
     weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
     apart: Floats = field(default_factory=lambda: np.zeros(1))
     small_apart: Floats = field(default_factory=lambda: np.zeros(1))
+    experts: Floats = field(default_factory=lambda: np.zeros(1))
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -142,7 +144,7 @@ class StageSums:
     @property
     def summed(self) -> Floats:
         """Weights whose gradients replicas of the stage alone sum [bytes]."""
-        own = self.weights - self.apart
+        own = self.weights - self.apart - self.experts
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
@@ -193,10 +195,10 @@ def mixed(parts: Sequence[StageSums]) -> StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends; I and W as
-    `halves` under a schedule that has them), of the runtime around each action, and besides for the messages of an F or
-    a B, of an update (sum of gradients, optimizer's step, updated weights gathered); and the share of those sums and
-    gathers for which their ranks can't compute (0 to 1).
+    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage or back, the faster one, all that it
+    sends; I and W as `halves` under a schedule that has them), of the runtime around each action, and besides for the
+    messages of an F or a B, of an update (sum of gradients, optimizer's step, updated weights gathered); and the share
+    of those sums and gathers for which their ranks can't compute (0 to 1).
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
@@ -244,17 +246,25 @@ class StageSeconds:
             tied=tied,
         )
 
-    def links(self, message_bytes: Floats, outward: Sequence[TransferTime], *, positions: Sequence[int]) -> Links:
+    def links(self, message_bytes: Floats, place: Placement, *, positions: Sequence[int]) -> Links:
         """Likewise, one rank a place, with bytes of all T tensor ranks behind each stage; routes of several stages are
         alike."""
-        routes = {
-            (min(pair), max(pair)): Link(latency=link.latency, seconds_per_byte=link.seconds_a_byte)
-            for pair, link in zip(pairwise(positions), outward[:-1], strict=True)
-            if pair[0] != pair[1]
-        }
+        routes: dict[tuple[int, int], Link] = {}
+        for (a, b), out, back in zip(pairwise(positions), place.outward[:-1], place.inward[1:], strict=True):
+            for pair, way in (((a, b), out), ((b, a), back)):
+                link = Link(
+                    latency=way.latency,
+                    seconds_per_byte=way.seconds_a_byte,
+                    sending=ON_CARD if way.on_card else None,
+                    blocks=way.blocks,
+                )
+                if a != b and routes.get((min(pair), max(pair))) != link:
+                    routes[pair if out != back else (min(pair), max(pair))] = link
         rounds = zip(self.ring.tolist(), self.gather.tolist(), strict=True)
         return Links(
-            network=PlaceNetwork(places=tuple((p,) for p in range(max(positions) + 1)), routes=routes),
+            network=PlaceNetwork(
+                places=tuple((p,) for p in range(max(positions) + 1)), routes=routes, cards=place.cards
+            ),
             activation_bytes=message_bytes[:-1].tolist(),
             sums=tuple(
                 AllReduce(stage=s, seconds=ring, gather=gather, ways=None)
@@ -328,12 +338,14 @@ class Placement:
     """Devices and links of stages.
 
     Arguments:
-        inward, outward: [S] links to the stage in front and behind, with seconds a byte of whole messages, of which
-            each of min(T, T') tensor ranks sends a share; none at the ends.
+        inward, outward: [S] links to the stage in front, for gradients, and to the one behind, with seconds a byte of
+            whole messages, of which each of min(T, T') tensor ranks sends a share; none at the ends.
         rings, exchanges: [P] over the replicas of a stage.
         speeds: [P] of the slowest device of a stage, times that of the profile's.
         limits: [P] memory of its smallest device [bytes].
         hosts: [P] of the slowest link of its devices to their hosts [bytes/s]; 0: none is known.
+        cards: [P] by replica, of cards that devices share; none where each has its own.
+        expert_rings: [P] as `rings`, over those with the same experts; none where all have them.
     """
 
     inward: tuple[TransferTime, ...]
@@ -343,6 +355,8 @@ class Placement:
     speeds: tuple[float, ...]
     limits: tuple[float, ...]
     hosts: tuple[float, ...]
+    cards: tuple[tuple[int, ...], ...] = ()
+    expert_rings: tuple[TransferTime, ...] = ()
 
 
 def stage_seconds(
@@ -367,7 +381,16 @@ def stage_seconds(
     outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
     links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
     whole, parts = (round_seconds(sums, [ways[p] for p in positions]) for ways in (place.rings, place.exchanges))
+    if place.expert_rings:
+        held = zip((place.expert_rings[p] for p in positions), sums.experts.tolist(), strict=True)
+        experts = np.array([ring.seconds(each) if each else 0.0 for ring, each in held])
+        whole, parts = whole + experts, parts + experts
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
+    message, back = (
+        np.array([way.latency for way in ways]) + sent for ways, sent in ((outward, sent_out), (place.inward, sent_in))
+    )
+    if outward[:-1] != place.inward[1:]:
+        message[:-1] = np.minimum(message[:-1], back[1:])
     divided, again = np.array(shards, dtype=np.float64), sums.seconds_again(recompute)
     halves = None
     if apart is not None:  # both walk the same graph, and take no less than B; what runs again does so in front of I
@@ -379,7 +402,7 @@ def stage_seconds(
         halves=halves,
         forward=sums.forward / speeds,
         backward=(sums.backward + again) / speeds,
-        message=np.array([each.latency for each in outward]) + sent_out,
+        message=message,
         sending=sent_in + sent_out,
         ring=np.where(divided > 1, parts, whole),
         step=sums.update / speeds / divided,

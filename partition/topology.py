@@ -69,6 +69,8 @@ class TransferTime:
         limits: of several limits, of which the slowest says how long it takes, each one's latency, seconds a byte, and
             seconds a byte that transfers under way at once wait together; none: the first two alone.
         at_once: how many are carried out at the same time, while others wait; None: as many as there are, as one.
+        on_card: whether a message takes a card that devices share.
+        blocks: whether its sender computes on only when it has left.
     """
 
     latency: float
@@ -77,6 +79,8 @@ class TransferTime:
     busy_share: float = 0.0
     limits: tuple[tuple[float, float, float], ...] = ()
     at_once: int | None = None
+    on_card: bool = False
+    blocks: bool = False
 
     def seconds(self, num_bytes: float, *, number: int = 1) -> float:
         """Seconds of so many bytes, in so many transfers that are begun together."""
@@ -107,7 +111,13 @@ class Topology:
             )
         )
         self.links = [
-            replace(link, busy=level.message_seconds) for link, level in zip(self.links, cluster.levels, strict=True)
+            replace(
+                link,
+                busy=level.message_seconds,
+                on_card=level.devices_per_card is not None,
+                blocks=level.sends == "blocking",
+            )
+            for link, level in zip(self.links, cluster.levels, strict=True)
         ]
         kinds = cluster.used_kinds
         place = {kind.name: at for at, kind in enumerate(kinds)}
@@ -118,7 +128,9 @@ class Topology:
         self.link_speeds: Floats = np.array([kind.link_speed for kind in kinds])[which]
         self._to_hosts: Floats = np.array([kind.host_bandwidth or 0.0 for kind in kinds])[which]
         self.is_uniform = len(kinds) == 1
-        self.has_equal_links = bool((self.link_speeds == 1).all())
+        self._ways = {(a, b): self._way(a, b, *figures) for a, b, *figures in cluster.ways}
+        self.shares_cards = any(level.devices_per_card for level in cluster.levels)
+        self.has_equal_links = bool((self.link_speeds == 1).all()) and not self._ways
         self.fastest = float(self.speeds.max())
         self.total_speed = float(self.speeds.sum())
         self.largest_memory = float(self.memory_bytes.max())
@@ -129,7 +141,19 @@ class Topology:
             return self
         other = copy(self)
         other.link_speeds = np.full(len(self.link_speeds), self.link_speeds.max())
+        other._ways = {}
         return other
+
+    def _way(self, src: int, dst: int, bandwidth: float, latency: float) -> tuple[int, TransferTime]:
+        """A link of its own between two nodes, and its level; ValueError where it is faster than that."""
+        level = int(self.levels_between(*(node * self.level_sizes[0] for node in (src, dst))))
+        link = self.links[level]
+        if 1 / bandwidth < link.seconds_a_byte or latency < link.latency:
+            raise ValueError(
+                f"way from node {src} to node {dst}: {bandwidth:g} bytes/s after {latency:g} s: expected no faster one "
+                f"than its level, of {1 / link.seconds_a_byte:g} bytes/s after {link.latency:g} s: the fastest link's"
+            )
+        return level, replace(link, latency=latency, seconds_a_byte=1 / bandwidth)
 
     def speed(self, ranks: Sequence[int]) -> float:
         """Speed of the slowest of them, times that of the profile's device."""
@@ -144,36 +168,82 @@ class Topology:
         return float(self._to_hosts[0] if self.is_uniform else self._to_hosts[list(ranks)].min())
 
     def between(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
-        """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank."""
+        """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank; those
+        of one group go at the same time, over cards that they share."""
         first, last = _pairs(src, dst, tensor)
         levels = self.levels_between(first, last)
         link = self.links[int(np.max(levels))]
-        if self.has_equal_links:
+        if self.has_equal_links and not self.shares_cards:
             return link
         speeds = np.minimum(self.link_speeds[first], self.link_speeds[last])
-        per_byte = np.array([each.seconds_a_byte for each in self.links])[levels]
-        return replace(link, seconds_a_byte=float(np.max(np.where(levels > 0, per_byte / speeds, per_byte))))
+        latency, per_byte = (
+            np.array([getattr(each, name) for each in self.links])[levels] for name in ("latency", "seconds_a_byte")
+        )
+        per_byte = np.where(levels > 0, per_byte / speeds, per_byte)
+        for (a, b), (_, way) in self._ways.items():
+            own = (first // self.level_sizes[0] == a) & (last // self.level_sizes[0] == b)
+            latency, per_byte = np.where(own, way.latency, latency), np.where(own, way.seconds_a_byte, per_byte)
+        shares = np.stack([self._sharing(*row) for row in zip(first, last, levels, strict=True)])
+        return replace(link, latency=float(latency.max()), seconds_a_byte=float((per_byte * shares).max()))
 
-    def ring(self, ranks: Sequence[int]) -> TransferTime:
-        """A sum over these ranks, by the bytes that each of them holds."""
+    def _sharing(self, first: Indices, last: Indices, levels: Indices) -> Floats:
+        """How many of these messages, each itself included, go over one card at either of its ends."""
+        found = np.ones(levels.shape)
+        for number, level in enumerate(self.cluster.levels):
+            at = levels == number
+            for ends in (first[at], last[at]) if level.devices_per_card else ():
+                _, card, counts = np.unique(ends // level.devices_per_card, return_inverse=True, return_counts=True)
+                found[at] = np.maximum(found[at], counts[card])
+        return found
+
+    def cards(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The card of each of these ranks, on the lowest level where several share one; none where none do."""
+        shared = [level.devices_per_card for level in self.cluster.levels if level.devices_per_card]
+        return tuple(rank // shared[0] for rank in ranks) if shared else ()
+
+    def _rings_of(self, members: Indices, tensor: int) -> list[TransferTime]:
+        """[L] `rings` as sums of these ranks see them, of which a tensor group makes as many at the same time: with the
+        cards that they share and ways of their own."""
+        if self.has_equal_links and not self.shares_cards:
+            return self.rings
+        hosts, found = np.unique(members // self.level_sizes[0]).tolist(), []
+        hops = {*zip(hosts, [*hosts[1:], *hosts[:1]], strict=True), *((host, host) for host in hosts)}
+        ways = [self._ways[hop] for hop in hops if hop in self._ways]
+        for number, (level, ring) in enumerate(zip(self.cluster.levels, self.rings, strict=True)):
+            own, times = [way for at, way in ways if at == number], 1.0
+            if level.devices_per_card is not None:
+                counts = np.unique(members // level.devices_per_card, return_counts=True)[1]
+                times = min(level.devices_per_card, tensor * (1 if self.is_flat else float(counts.max())))
+            latency = max([ring.latency, *(way.latency for way in own)])
+            per_byte = max([ring.seconds_a_byte, *(way.seconds_a_byte for way in own)])
+            found.append(replace(ring, latency=latency, seconds_a_byte=times * per_byte))
+        return found
+
+    def ring(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
+        """A sum over these ranks, by the bytes that each of them holds.
+
+        Arguments:
+            tensor: sums of so many tensor ranks that go on at the same time.
+        """
         members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
+        rings = self._rings_of(members, tensor)
         if self.is_flat:
-            return self._flat_ring(members, slowness)
+            return self._flat_ring(members, slowness, rings)
         counts = []
         for size in self.level_sizes:
             in_group = np.unique(members // size, return_counts=True)
             members = in_group[0]
             counts.append((float(in_group[1].max()), float(in_group[1].min())))
-        latency = sum(2 * (most - 1) * ring.latency for (most, _), ring in zip(counts, self.rings, strict=True))
+        latency = sum(2 * (most - 1) * ring.latency for (most, _), ring in zip(counts, rings, strict=True))
         spanned = [level for level, (most, _) in zip(self.cluster.levels, counts, strict=True) if most > 1]
         return TransferTime(
             latency=latency,
-            seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness)),
+            seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness, rings)),
             busy_share=spanned[-1].sum_busy if spanned else 0.0,
         )
 
-    def exchange(self, ranks: Sequence[int]) -> TransferTime:
+    def exchange(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
         """Each of these ranks sends every other one its part, by the bytes of all parts together; see above."""
         members = np.unique(_indices(ranks))
         at_once = SUMS_AT_ONCE if self.is_flat else None
@@ -183,7 +253,8 @@ class Topology:
         near, per_byte, size, spanned = np.ones(len(members)), np.zeros(len(members)), 1, 0
         sharing: Floats = np.ones(len(members))  # of a host's cards
         is_partial = False
-        for number, (level, ring) in enumerate(zip(self.cluster.levels, self.rings, strict=True)):
+        rings = self._rings_of(members, tensor)
+        for number, (level, ring) in enumerate(zip(self.cluster.levels, rings, strict=True)):
             size *= level.size
             _, group, counts = np.unique(members // size, return_inverse=True, return_counts=True)
             joined = counts[group] - near
@@ -194,18 +265,16 @@ class Topology:
                 sharing, is_partial = near if self.is_flat else sharing, bool(1 < near.min() < size)
             spanned = number if joined.any() else spanned
         return TransferTime(
-            latency=self.rings[spanned].latency,
+            latency=rings[spanned].latency,
             seconds_a_byte=float(per_byte.max()) / len(members),
             busy_share=self.cluster.levels[spanned].sum_busy,
             at_once=at_once,
         )
 
     def small_sum(self, ranks: Sequence[int]) -> float:
-        """Seconds of the sum of a number or two over these ranks, as of the global norm.
-
-        By levels as an empty `ring`. A flat ring has one part for all members, which goes round twice, less two hops:
-        each takes its own link's latency and keeps both ends busy, and the others wait for their turn.
-        """
+        """Seconds of the sum of a number or two over these ranks, as of the global norm. By levels as an empty `ring`.
+        A flat ring has one part for all members, which goes round twice, less two hops: each takes its own link's
+        latency and keeps both ends busy, and the others wait for their turn."""
         members = np.unique(_indices(ranks))
         if not self.is_flat or len(members) == 1:
             return self.ring(ranks).latency
@@ -237,18 +306,21 @@ class Topology:
             most = np.where(last // size - first // size > 1, size, np.where(is_one, least, np.maximum(front, back)))
             counts.append((most, least))
             first, last = first // size, last // size
-        return self._ring_seconds_a_byte(counts, slowness)
+        return self._ring_seconds_a_byte(counts, slowness, self.rings)
 
     def levels_between(self, first: Index, last: Index) -> Indices:
         """The level that joins two devices, elementwise; 0 for a device and itself."""
         apart = [np.asarray(first) // size != np.asarray(last) // size for size in self._group_sizes]
         return np.asarray(sum(apart), dtype=np.intp) if apart else np.zeros(np.broadcast(first, last).shape, np.intp)
 
-    def _flat_ring(self, members: Indices, slowness: float) -> TransferTime:
+    def _flat_ring(self, members: Indices, slowness: float, rings: Sequence[TransferTime]) -> TransferTime:
         number, level = len(members), int(self.levels_between(members[0], members[-1]))
         if number == 1:
             return replace(NO_TRANSFER, at_once=SUMS_AT_ONCE)
-        step, per_byte = self.rings[level].latency, self.rings[level].seconds_a_byte * (slowness if level else 1.0)
+        step, per_byte = (
+            max(getattr(each, name) for each in rings[: level + 1]) for name in ("latency", "seconds_a_byte")
+        )
+        per_byte *= slowness if level else 1.0
         steps, part = 2 * (number - 1), (number - 1) / number
         large = (2 if number == 2 else 1) * part * per_byte, part * step / SEGMENT_BYTES  # sent, and waited beside it
         limits = (steps * step, per_byte, 0.0), (2 * step, 2 * part * per_byte, 0.0), (0.0, *large)
@@ -267,12 +339,14 @@ class Topology:
         per_byte = np.where(levels > 0, per_byte * slowness, per_byte)
         return np.asarray(2 * (number - 1) / number * per_byte, dtype=np.float64)
 
-    def _ring_seconds_a_byte(self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float) -> Floats:
+    def _ring_seconds_a_byte(
+        self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float, rings: Sequence[TransferTime]
+    ) -> Floats:
         """`counts`: by level, members in its largest and in its smallest group."""
         seconds, part = np.zeros(()), np.ones(())
         in_node = np.asarray(counts[0][1])
         is_partial = (in_node > 1) & (in_node < self.level_sizes[0])
-        for level, ((most, least), ring) in enumerate(zip(counts, self.rings, strict=True)):
+        for level, ((most, least), ring) in enumerate(zip(counts, rings, strict=True)):
             per_byte = ring.seconds_a_byte * (slowness if level else 1.0)
             share = self.cluster.levels[level].partial_reduce
             if level and share < 1:

@@ -3,13 +3,12 @@
 from ..partition.profiler.optimizers import named
 from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous
 from .batch.batches import NonFiniteLossError
-from .batch.results import EvalResult, StepResult
+from .batch.results import EvalResult, StepRecord, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
 from .edits import Edits, edit
 from .module import PipelineModule
 from .stage.slices import first_position
-from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback
 from .verify import Verification, VerificationError
 

@@ -253,7 +253,9 @@ def read_arguments(
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
     options |= {"split_points": given["cut"], "compile": False, "kind": None}
     model = given["model"]
-    if isinstance(model, list | tuple) or (isinstance(model, nn.ModuleList) and not _is_called(model)):
+    if isinstance(model, list | tuple) or (
+        isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward
+    ):
         options |= {"model": None, "stages": list(model)}
     options |= _mesh_options(given["mesh"]) | _schedule_options(given["schedule"])
     options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
@@ -306,10 +308,6 @@ def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
 
 def _is_torchs(kind: object) -> bool:
     return isinstance(kind, type) and kind.__module__.startswith("torch.distributed.pipelining")
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:

@@ -305,11 +305,7 @@ def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: boo
 
 
 def _divided_and_cut(
-    run: Run,
-    stack: ExitStack,
-    cut: Callable[[], CutModel],
-    undivided: Sequence[OutputSpecs | None],
-    example: Arguments,
+    run: Run, stack: ExitStack, cut: Callable[[], CutModel], undivided: Sequence[OutputSpecs | None], example: Arguments
 ) -> tuple[MemberShards, Regions | None, CutModel, Mode, Mode, str]:
     """The divided model, and how it trains and evaluates; in a line, who divides what, for `_agree`.
 

@@ -25,7 +25,7 @@ from ..schedules.transform import replicate
 from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
 from .options import AUTO, REROUTE, LayoutOptions, PlanLike, Settings
-from .shards.sharding import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
+from .shards.shard import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.recompute import Recompute, read_recompute
 

@@ -21,7 +21,7 @@ from ..schedules.kinds import at_least, one_of, option
 from .arguments import AnySchedule, Inputs, MeshLike, Precision, read_arguments
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
-from .batch.results import EvalResult, StepResult
+from .batch.results import EvalResult, StepRecord, StepResult
 from .batch.shared import share_on_host
 from .building import Building, meet
 from .context import choose_layout
@@ -32,7 +32,6 @@ from .run.fills import FillWork
 from .run.training import Training
 from .stage.recompute import RecomputeLike
 from .telling import told_if_slow
-from .trace.steps import StepRecord
 from .update.loss_scale import refuse_float16_autocast
 from .update.optimizers import SchedulerFactory
 from .verify.plain import NotVerifiableError

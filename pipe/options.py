@@ -30,11 +30,11 @@ from ..schedules.transform import schedule_without
 from .batch.agreement import describe
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss, read_loss_option
+from .batch.results import StepRecord
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
 from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.compiled import read_compile
 from .stage.recompute import RecomputeLike
-from .trace.steps import StepRecord
 from .update.delay_correction import ErrorFeedback, read_delay_correction
 from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
 from .update.optimizers import SchedulerFactory
@@ -355,7 +355,8 @@ def check_model(
     if split_points is not None and (
         not isinstance(split_points, list | tuple) or not all(isinstance(name, str) for name in split_points)
     ):
-        raise ValueError(f"cut={split_points!r:.60}: expected a list of names, such as [{_name_like(split_points)!r}]")
+        such = split_points if isinstance(split_points, str) else "layers.2"
+        raise ValueError(f"cut={split_points!r:.60}: expected a list of names, such as [{such!r}]")
     if stages is not None and (not isinstance(stages, list | tuple | nn.ModuleList) or not stages):
         shown = f"{type(stages).__name__}(...)" if isinstance(stages, nn.Module) else repr(stages)[:60]
         raise ValueError(f"PipelineModule({shown}): expected a list of modules, one a stage")
@@ -364,10 +365,6 @@ def check_model(
             such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
             raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module{such}")
         _refuse_wrapped(part)
-
-
-def _name_like(split_points: object) -> str:
-    return split_points if isinstance(split_points, str) else "layers.2"
 
 
 def _refuse_wrapped(root: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Lines for people, on rank 0: what a long decision does, and what it is that they wait for.
+"""Lines for people, on rank 0: what a long decision such as schedule="auto" does, and what it is that they wait for.
 
 To the handlers of the logger "stagewright" where there are any, else to stderr; silenced by
 logging.getLogger("stagewright").setLevel(logging.WARNING).
@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..schedules.wording import duration
+from ..partition.plans.as_text import describe
+from ..partition.plans.plan import Plan
+from ..schedules.wording import count, duration
 
 SILENT_SECONDS = 4.0  # people wait for so long without a word
 _log = logging.getLogger("stagewright")
@@ -49,3 +51,50 @@ def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Ite
     finally:
         ended.set()
         watcher.join()
+
+
+class Phases:
+    """Phases of one decision, one after the other."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._begun = self._phase_begun = time.perf_counter()
+
+    def begin(self, text: str) -> None:
+        self._begun = self._phase_begun = time.perf_counter()
+        tell(f'schedule="auto": {text}', rank=self._rank)
+
+    def ended(self, phase: str, *details: str, then: str) -> None:
+        now = time.perf_counter()
+        took = [f"{phase}: {duration(now - self._phase_begun)}", *details]
+        self._phase_begun = now
+        tell(f"{'; '.join(took)}. Next: {then}", rank=self._rank)
+
+    def decided(self, plan: Plan, predicted: Plan, *, num_samples: int) -> None:
+        took = duration(time.perf_counter() - self._begun)
+        tell(
+            "\n".join([f"plan, found in {took}:", *outline(plan, predicted, num_samples=num_samples)]), rank=self._rank
+        )
+
+
+def figure(plan: Plan, predicted: Plan) -> str:
+    """The step of a plan, measured where it was tried; what was predicted is said to be that."""
+    step = duration(predicted.simulated_step_time or 0.0)
+    if plan.tried_seconds is None:
+        return f"{step} a batch, predicted"
+    return f"{duration(plan.tried_seconds)} a batch, measured (predicted {step})"
+
+
+def outline(plan: Plan, predicted: Plan, *, num_samples: int) -> list[str]:
+    """A plan in a few lines, with what it leaves idle."""
+    busy = len({rank for stage in plan.stages for rank in stage.ranks})
+    shape = f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}"
+    lines = [f"  {shape}: {figure(plan, predicted)}", f"  ranks at work wait for {plan.bubble:.0%} of a step"]
+    if busy < plan.num_devices:
+        why = (
+            f"your batch of {count(num_samples, 'sample')} is too small"
+            if num_samples < plan.num_devices
+            else "they would gain less than sending to them takes; a larger batch, or model, would use them"
+        )
+        lines.append(f"  {plan.num_devices - busy} of {plan.num_devices} processes idle: {why}")
+    return [*lines, "  why: print(pipe.plan.explain())"]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 class Op(StrEnum):
     """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins where it stands and
-    goes on beside compute (see `moves`); or a place for background work. The others are steps that lowering inserts."""
+    goes on beside compute; or a place for background work. The others are steps that lowering inserts."""
 
     F = "F"  # forward
     B = "B"  # whole backward

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .collectives import find_cycle, latest_positions, ready_positions
-from .dependencies import Dependencies
+from .dependencies import Dependencies, find_moves
 from .ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
 from .liveness import peak_activations
 from .messages import STAGE_KINDS, Message, Transfer
-from .moves import find_moves
 from .program import GroupStep, Lowered, RankProgram
 from .progress import where_sends_wait
 from .rules.versions import check_rule, check_updates, derive_versions
@@ -189,7 +188,7 @@ def _check_complete(schedule: Schedule) -> None:
         for position, action in enumerate(program):
             stage, op, index = action
             if op in MOVE_OPS:
-                continue  # see `moves`
+                continue  # see `find_moves`
             if op not in COMPUTE_OPS and op not in (Op.U, Op.FILL):
                 raise ScheduleError(
                     f"{action} on rank {rank}, position {position}: a compute order holds F B I W U, moves of "

@@ -21,11 +21,6 @@ from heapq import heappop, heappush
 from .ir import BESIDE_OPS, LAST_USES, Collective, Op, Schedule
 
 
-def update_group_size(schedule: Schedule) -> int:
-    """Microbatches whose gradients are added up before they are shared: all of them where a flush follows."""
-    return schedule.total_indices if schedule.has_epilogue else schedule.group_size
-
-
 def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
     """The collectives that `rank` takes part in, by the position of the action before which each may begin."""
     behind_backward, first_use, behind_use = _landmarks(schedule, rank)
@@ -52,7 +47,8 @@ def latest_positions(schedule: Schedule, rank: int, collectives: Collection[Coll
 def _landmarks(schedule: Schedule, rank: int) -> tuple[dict[tuple[int, int], int], dict[int, int], dict[int, int]]:
     """Positions in a program: behind the last B or W, by (stage, update group); by stage, its first action, and behind
     its last one. Nothing where the rank has no such action."""
-    size = update_group_size(schedule)
+    # Microbatches whose gradients are added up before they are shared: all of them where a flush follows.
+    size = schedule.total_indices if schedule.has_epilogue else schedule.group_size
     backward: dict[tuple[int, int], int] = {}
     first: dict[int, int] = {}
     behind: dict[int, int] = {}

@@ -17,20 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from .actions import (
-    BACKWARD_OPS,
-    BESIDE_OPS,
-    COMPUTE_OPS,
-    LAST_USES,
-    MOVE_OPS,
-    Action,
-    Collective,
-    Op,
-    Relation,
-)
+from .actions import BACKWARD_OPS, BESIDE_OPS, COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Relation
 from .rules.weight_rules import RULES, WeightRule
-from .shown import Displayable
-from .wording import count
+from .wording import Displayable, count
 
 __all__ = [
     "BACKWARD_OPS",

@@ -26,7 +26,7 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
         program     F0  F1  B0  F2  I1  W1  B2       whether a backward is split differs by microbatch
         alive        1   2   2   2   2   2   1       one lives from its F to the end of its B or W
 
-    One that leaves the rank while it waits (see `moves`) counts up to the action that begins its way out, and again
+    One that leaves the rank while it waits counts up to the action that begins its way out, and again
     from the one that begins its way back. Here a way takes no time.
     Of a stage without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
     the beginning. The mapping is one and the same, and holds until the next step of the iteration.

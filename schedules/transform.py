@@ -243,7 +243,7 @@ def with_offload(
         stages: these instead, whole.
         costs: by which lifetimes are compared and ways hidden; F 1, B 2 where not given.
 
-    Raises ValueError for another share, ScheduleError for a schedule whose activations cannot move (see `moves`).
+    Raises ValueError for another share, ScheduleError for a schedule whose activations cannot move (see `find_moves`).
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ValueError(f"share={share!r}: expected a number from 0 to 1")

@@ -16,8 +16,7 @@ from ..schedules import Action, CriticalPath, Op, Timeline
 from ..schedules.rules.versions import derive_versions
 from .idle import IdleFill, draw_idle
 from .palette import ink
-from .rows import ActionBox, bars_of, boxes_of
-from .scale import LANES, LANES_HEIGHT, TOP, Scale, corners, points
+from .rows import LANES, LANES_HEIGHT, TOP, ActionBox, Scale, bars_of, boxes_of, corners, points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

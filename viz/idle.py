@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from ..schedules import Idle, Span, Timeline, attribute_idle
 from ..schedules.timing.attribution import find_gaps
 from .palette import CAUSE_HUES, IDLE_FILL, IDLE_HATCH, OTHER_HUE, RGB, mixed, rgb
-from .scale import TOP, Scale, corners, style_rows
+from .rows import TOP, Scale, corners, style_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,16 +60,11 @@ def draw_idle(axes: Axes, timeline: Timeline, scale: Scale, fill: IdleFill) -> N
             x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
             boxes.append(corners(x, width, rank + TOP, scale.box_height))
             causes.append(cause)
-            colours.append(idle_colour(cause) if fill == "cause" else IDLE_FILL)
+            colours.append(_mixed(cause, 0.8) if fill == "cause" else IDLE_FILL)  # pale: compute stays in front
     if boxes:
         lines = [_mixed(cause, 0.55) for cause in causes] if fill == "cause" else IDLE_HATCH
         collection = PolyCollection(boxes, facecolors=colours, edgecolors=lines, hatch="/////", linewidths=0)
         axes.add_collection(collection, autolim=False)
-
-
-def idle_colour(cause: str) -> RGB:
-    """A pale shade of the cause's hue, which leaves the boxes of compute in front."""
-    return _mixed(cause, 0.8)
 
 
 def _mixed(cause: str, white: float) -> RGB:

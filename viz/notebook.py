@@ -14,8 +14,8 @@ import webbrowser
 from pathlib import Path
 
 from ..schedules import Costs, Schedule, Timeline, simulate
-from ..schedules.shown import Displayable
 from ..schedules.timing.timeline import MeasuredStep
+from ..schedules.wording import Displayable
 from .exhibit import Exhibit
 from .explorer import explorer_html, write_explorer
 

@@ -125,7 +125,12 @@ class _Trace:
         trace = self.timeline.ranks[rank]
         yield from self._lane(rank, _COMPUTE, trace.compute, partial(self._action_args, rank, gaps))
         yield from self._lane(rank, _RECEIVE, trace.comm, self._message_args)
-        yield from self._lane(rank, _TOGETHER, trace.collectives, _collective_args)
+        yield from self._lane(
+            rank,
+            _TOGETHER,
+            trace.collectives,
+            lambda it: {"collective": str(it), "stages": list(it.stages), "update_group": it.index},
+        )
         yield from self._lane(rank, _MOVES, trace.moves, lambda move: {"stage": move.stage, **self._part(move.index)})
 
     def _lane(
@@ -211,7 +216,3 @@ class _Trace:
         if num_slices == 1:
             return {"microbatch": index}
         return {"microbatch": index // num_slices, "sequence_slice": index % num_slices}
-
-
-def _collective_args(collective: Collective) -> Event:
-    return {"collective": str(collective), "stages": list(collective.stages), "update_group": collective.index}

@@ -1,18 +1,24 @@
-"""Boxes, lanes and arrows between ranks, said once for pictures, page, terminal and trace files.
+"""Boxes, lanes and arrows between ranks, said once for all that shows them; and their scale in pictures.
 
 rank 0 |##0##|##1##|    |##0##|     boxes of compute
        |       ---- ---             lanes of messages arriving, of collectives and moves under way, beside each other
+
+In a picture the boxes of row r begin at r + TOP, and its lanes, where there are any, at r + LANES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..schedules import Action, Collective, Message, MessageKind, Op, RankTrace, Timeline
 from ..schedules.dependencies import Delivery, Dependencies
 from .palette import COLLECTIVE_HUES, MESSAGE_HUES, OTHER_HUE, RGB, box_colour
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class ActionBox(NamedTuple):
@@ -126,3 +132,68 @@ def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
 def collectives_of(timeline: Timeline) -> set[Op]:
     """Kinds of what ranks did together, and of moves of activations."""
     return {span.what.op for trace in timeline.ranks for span in trace.beside}
+
+
+TOP = 0.07  # of a row: where its boxes begin
+LANES, LANES_HEIGHT = 0.77, 0.18
+_COMPUTE_ALONE, _COMPUTE_ABOVE = 0.86, 0.66  # height of the boxes without and with lanes below
+POINTS_AN_INCH = 72
+UNITS_AN_INCH = 100  # a page is laid out in hundredths of an inch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Scale from seconds to the page, which is measured in hundredths of an inch.
+
+    Arguments:
+        unit: seconds of one unit of the x axis.
+        length: of the x axis [s].
+        width: of the axes [inch / 100].
+        row: height of one rank [inch / 100].
+        font: size of the words [points].
+        with_lanes: True where messages and collectives are drawn below the boxes.
+    """
+
+    unit: float
+    length: float
+    width: float
+    row: float
+    font: float
+    with_lanes: bool
+
+    def on_page(self, seconds: float) -> float:
+        """Width on the page [inch / 100]."""
+        return seconds / self.length * self.width
+
+    @property
+    def box_height(self) -> float:
+        """Height of a compute box, in rows."""
+        return _COMPUTE_ABOVE if self.with_lanes else _COMPUTE_ALONE
+
+    @property
+    def middle(self) -> float:
+        """Middle of a compute box, in rows below the row's top."""
+        return TOP + self.box_height / 2
+
+
+def points(size: float) -> float:
+    """Points of a size on the page [inch / 100].
+
+    >>> points(100.0)
+    72.0
+    """
+    return size * POINTS_AN_INCH / UNITS_AN_INCH
+
+
+def corners(x: float, width: float, y: float, height: float) -> list[tuple[float, float]]:
+    """Corners of a box."""
+    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+
+
+def style_rows(axes: Axes, num_rows: int, scale: Scale) -> None:
+    """Rows from the top, and a frame of the time axis alone."""
+    axes.set_ylim(num_rows, 0)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#808080")
+    axes.tick_params(axis="x", colors="#404040", labelsize=0.95 * scale.font)

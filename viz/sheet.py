@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..schedules import Idle, MemoryPart, MessageKind, Op
 from .gantt import PATH_INK, draw_path, draw_timeline, name_rows, path_words, plan_labels, shows_versions
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
-from .memory_panel import LINE_INK, LINE_STYLES, MemoryPanel, ceiling_of, lines_of, parts_of
 from .palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
@@ -38,9 +37,8 @@ from .palette import (
     OTHER_HUE,
     box_colour,
 )
-from .panels import Panel, TimelinePanel, time_unit
-from .rows import collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches
-from .scale import UNITS_AN_INCH, Scale, style_rows
+from .panels import LINE_INK, LINE_STYLES, MemoryPanel, Panel, TimelinePanel, ceiling_of, lines_of, parts_of, time_unit
+from .rows import UNITS_AN_INCH, Scale, collectives_of, message_kinds_of, num_chunks, ops_of, shows_batches, style_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -281,13 +279,10 @@ class Sheet:
             axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
 
     def _draw_bars(self, bars: Axes, panel: TimelinePanel) -> None:
-        draw_idle_bars(bars, panel.timeline, self.scale, limit=self._bar_limit())
+        longest = max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
+        draw_idle_bars(bars, panel.timeline, self.scale, limit=125 * longest)  # in per cent, with room for the numbers
         of = "time" if is_window(panel.timeline) else "makespan"
         self._time_axis(bars, f"idle [% of {of}]", is_last=panel.timeline is self.timelines[-1])
-
-    def _bar_limit(self) -> float:
-        """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
-        return 100 * 1.25 * max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
 
 
 def _in_order(kinds: Iterable[T], found: Iterable[Collection[T]]) -> list[T]:

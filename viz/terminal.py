@@ -25,7 +25,7 @@ from rich.text import Text
 from ..schedules import Idle
 from .exhibit import Exhibit
 from .idle import causes_of, idle_shares, idle_stretches
-from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, RGB, hex_of, ink
+from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, hex_of, ink
 from .panels import TimelinePanel, panels_of, time_unit
 from .rows import boxes_of, ops_of
 
@@ -277,19 +277,15 @@ def _rows(panel: TimelinePanel) -> list[_Row]:
     timeline = panel.timeline
     rows: list[_Row] = []
     for rank, (shares, idle) in enumerate(zip(idle_shares(timeline), idle_stretches(timeline), strict=True)):
-        pieces = [
-            _Piece(box.start, box.end, _Look(box.op.value[0], "-", _on(box.colour)), box.number)
-            for box in boxes_of(timeline, rank)
-        ]
+        pieces = []
+        for box in boxes_of(timeline, rank):
+            look = _Look(box.op.value[0], "-", f"{ink(box.colour)} on {hex_of(box.colour)}")
+            pieces.append(_Piece(box.start, box.end, look, box.number))
         for cause, start, end in idle:
             look = _Look(_IDLE[cause], _IDLE[cause], CAUSE_HUES[cause], _SHADE)
             pieces.append(_Piece(start - timeline.start, end - timeline.start, look))
         rows.append((pieces, None if rank in timeline.missing else shares))
     return rows
-
-
-def _on(background: RGB) -> str:
-    return f"{ink(background)} on {hex_of(background)}"
 
 
 def _words(cause: str) -> str:

@@ -28,8 +28,9 @@ class LocalBackend:
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
         self.check(nodes)
+        loopback = "lo" if "lo" in (name for _, name in socket.if_nameindex()) else ""
         starts = [
-            NodeStart(name=f"node {rank}", command=STARTER, interface=_loopback()) for rank in range(nodes.num_nodes)
+            NodeStart(name=f"node {rank}", command=STARTER, interface=loopback) for rank in range(nodes.num_nodes)
         ]
         return run_nodes(starts, work, nodes, address=_ADDRESS, say=self._say)
 
@@ -43,7 +44,3 @@ def refuse_shape(name: str, nodes: Nodes) -> None:
             f"--backend {name} cannot shape links or share out cores ({nodes.shape}): expected none of --bandwidth, "
             f"--latency, --sites, --cpu-share, or type --backend netns"
         )
-
-
-def _loopback() -> str:
-    return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else ""

@@ -240,10 +240,7 @@ def _come(meeting: Meeting, myself: Present) -> Met:
             asked = time.time()
             clock = time.monotonic()
             line.send(
-                token=meeting.token,
-                node_rank=meeting.node_rank,
-                facts=myself.facts.to_json(),
-                problem=myself.problem,
+                token=meeting.token, node_rank=meeting.node_rank, facts=myself.facts.to_json(), problem=myself.problem
             )
             theirs = float(line.receive(_TURN)["time"])
             took = time.monotonic() - clock

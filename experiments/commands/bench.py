@@ -52,6 +52,7 @@ CASES = {
     "planner": "its speed: a transformer of 100 layers on 1,024 GPUs in 60 s",
     "planning-scale": "seconds of CPU and memory of plans for 1,000 to 100,000 devices, each once",
     "planned-run": "plans carried out: step time within 10% (a GPT) and 5% (layers that sleep), memory within 10%",
+    "auto": 'schedule="auto" beside the best of torch\'s pipelines and DDP (two and four ranks, a core each)',
     "regret": "the chosen plan beside the next four, carried out (layers that sleep): within 1% of the fastest",
     "uneven-cut": "uneven models on two ranks: cut by profile, faster than equal layers or equal parameters",
 }

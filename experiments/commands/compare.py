@@ -19,12 +19,12 @@ from ...partition import Plan
 from ...schedules import Change, Difference, Timeline, compare
 from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, FigureStyle
-from ...viz.headline import HeadFigure, headline
-from ..options import check_out, plain_help, read
+from ...viz.exhibit import HeadFigure, headline
+from ..options import plain_help, read
 from ..training.run_folder import RUNS, find_run
 from ..training.same_run import read_manifest
 from .exhibits import read_exhibits
-from .outputs import writer_of
+from .outputs import check_output, write_output
 from .schedule_options import CostOptions
 
 _WIDTH = 22  # of the first column
@@ -103,13 +103,12 @@ def run(argv: Sequence[str]) -> int:
             f"what was measured: `stagewright compare runs/gpt runs/gpt-2`"
         )
     for path in options.out:
-        writer_of(path)
-        check_out("-o", path)
+        check_output(path)
     command = "compare" if len(options.inputs) > 1 else "compare gpipe"
     exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)
     for path in options.out:
-        writer_of(path)(exhibits, path, FigureStyle())
+        write_output(exhibits, path, FigureStyle())
     if options.json:
         print(json.dumps(as_json(comparison) | {"written": list(map(str, options.out))}))
         return 0
@@ -354,16 +353,12 @@ def _peaks(exhibit: Exhibit, timeline: Timeline) -> tuple[tuple[float, ...] | No
     return (None, "") if curves is None else (tuple(curve.peak for curve in curves), "of the timeline")
 
 
-def _configuration_of(source: str, timeline: Timeline, *, root: Path = RUNS) -> dict[str, str]:
-    """Figures of what stands behind one of the sources of `read_exhibit`.
-
-    Of any one the schedule's; of a plan, or a run with one, its cuts and what is done about memory; of a run its
-    options, versions and machine.
-
-    Raises ValueError for a manifest or plan that cannot be read.
-    """
+def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:
+    """Figures of what stands behind one of the sources of `read_exhibits`. Of any one the schedule's; of a plan, or a
+    run with one, its cuts and what is done about memory; of a run its options, versions and machine. Raises ValueError
+    for a manifest or plan that cannot be read."""
     found = _of_schedule(timeline)
-    folder = _folder(source, root)
+    folder = _folder(source)
     if folder is None:
         plan = _plan(Path(source)) if Path(source).is_file() else None
         return found | ({} if plan is None else _of_plan(plan))
@@ -372,13 +367,13 @@ def _configuration_of(source: str, timeline: Timeline, *, root: Path = RUNS) -> 
     return found | ({} if plan is None else _of_plan(plan)) | ({} if manifest is None else _of_run(manifest))
 
 
-def _folder(source: str, root: Path) -> Path | None:
+def _folder(source: str) -> Path | None:
     """The run's folder, where the source is one, or a file in one."""
     path = Path(source)
     if path.is_file():
         return path.parent if (path.parent / "manifest.json").is_file() else None
-    if path.is_dir() or (root / source).is_dir():
-        return find_run(path, root=root)
+    if path.is_dir() or (RUNS / source).is_dir():
+        return find_run(path)
     return None
 
 

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from ...partition import Plan
 from ...partition.plans.shown import exhibit_of_plan
 from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
-from ...schedules.custom.user_schedules import FORMS
+from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.families.registry import family
 from ...schedules.traces.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
 from ...viz.foreign.events import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
-from ..options import is_file, read_file
+from ..options import read_file
 from ..training.run_folder import RUNS, find_run
 from ..training.traces import hosts_of_runs, read_run
 from .schedule_options import CostOptions
@@ -42,18 +42,17 @@ _RANK = re.compile(r"[._-]?rank[._-]?\d+")
 
 
 def read_exhibits(
-    sources: Sequence[str], options: CostOptions | None = None, *, root: Path = RUNS, command: str = "timeline"
+    sources: Sequence[str], options: CostOptions | None = None, *, command: str = "timeline"
 ) -> list[Exhibit]:
-    """`read_exhibit` of each, under names that differ. Schedules of different numbers of stages do equal work: costs
-    are those of a stage where there are fewest, or of as many pieces of the model as there are numbers.
-
-    Raises ValueError as that does, and for costs and sizes that nothing here takes.
-    """
+    """The exhibits of these files, folders, names of runs and of schedules, under names that differ. A file is told by
+    what stands in it. Schedules of different numbers of stages do equal work: costs are those of a stage where there
+    are fewest, or of as many pieces of the model as there are numbers. Raises ValueError that names the source, the
+    place in it, and what was expected; and for costs and sizes that nothing here takes."""
     options = CostOptions() if options is None else options
     if not sources:
         raise ValueError(f"nothing to show: expected {EXPECTED}")
     sources = _folders_for_trace_files(sources)
-    hosts = _folders_of_hosts(sources, options, root)
+    hosts = _folders_of_hosts(sources, options)
     sources = [source for source in sources if hosts.get(source) != ()]
     groups = _groups(sources)
     read: list[Exhibit | _Made] = []
@@ -63,7 +62,7 @@ def read_exhibits(
         elif len(group) > 1:
             read.append(_of_group(group))
         else:
-            read.append(_read(group[0], options, root, f"{command} {' '.join(sources)}"))
+            read.append(_read(group[0], options, f"{command} {' '.join(sources)}"))
     stages = {each.schedule.num_stages for each in read if isinstance(each, _Made)}
     fewest = min(stages) if len(stages) > 1 else None
     exhibits = [_simulated(each, fewest, options) if isinstance(each, _Made) else each for each in read]
@@ -112,32 +111,17 @@ def _of_group(group: Sequence[str]) -> Exhibit:
     return exhibit_of_traces(paths, name=name)
 
 
-def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path = RUNS) -> Exhibit:
-    """The exhibit of one name.
-
-    Arguments:
-        source: a file, a folder, the name of a run below `root`, or of a schedule; see above. A file is told by what
-            stands in it.
-        options: sizes and costs of schedules; the number of microbatches of a plan that leaves it open.
-
-    Raises ValueError that names the source, the place in it, and what was expected.
-    """
-    options = CostOptions() if options is None else options
-    read = _read(source, options, root, f"timeline {source}")
-    return _simulated(read, None, options) if isinstance(read, _Made) else read
-
-
-def _read(source: str, options: CostOptions, root: Path, command: str) -> Exhibit | _Made:
+def _read(source: str, options: CostOptions, command: str) -> Exhibit | _Made:
     path = Path(source)
     if path.is_file():
         return _read_file(path, options)
-    if _is_folder(source, options, root):
-        return _read_folder(find_run(path, root=root))
+    if _is_folder(source, options):
+        return _read_folder(find_run(path))
     if _is_schedule(source):
         if source.lower() == AUTO:
             return _Made(*made_or_found(source, options, command=command)[:2])
-        return _Made(options.make(source, command=command), options.costs(), "" if is_file(source) else source)
-    names = [*FAMILIES, *(each.name for each in root.iterdir())] if root.is_dir() else list(FAMILIES)
+        return _Made(options.make(source, command=command), options.costs(), "" if is_own(source) else source)
+    names = [*FAMILIES, *(each.name for each in RUNS.iterdir())] if RUNS.is_dir() else list(FAMILIES)
     near = difflib.get_close_matches(source, names, n=2, cutoff=_NEAR)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(f"{source}: no such file, run folder or schedule: expected {EXPECTED}{hint}")
@@ -167,9 +151,9 @@ def takes_options(source: str) -> frozenset[str]:
     return _ALL_OPTIONS if not path.is_dir() and _is_schedule(source) else frozenset()
 
 
-def _is_folder(source: str, options: CostOptions, root: Path) -> bool:
+def _is_folder(source: str, options: CostOptions) -> bool:
     """Whether it is a run's folder, or its name; a schedule's name with sizes is not."""
-    is_name = (root / source).is_dir() and not (_is_schedule(source) and options.ranks is not None)
+    is_name = (RUNS / source).is_dir() and not (_is_schedule(source) and options.ranks is not None)
     return Path(source).is_dir() or (is_name and not Path(source).is_file())
 
 
@@ -187,9 +171,9 @@ def _folders_for_trace_files(sources: Sequence[str]) -> list[str]:
     return found
 
 
-def _folders_of_hosts(sources: Sequence[str], options: CostOptions, root: Path) -> dict[str, tuple[Path, ...]]:
+def _folders_of_hosts(sources: Sequence[str], options: CostOptions) -> dict[str, tuple[Path, ...]]:
     """Folders of each source; of several that hosts have left of one run all stand at the first, none at the others."""
-    folders = {find_run(Path(s), root=root): s for s in sources if _is_folder(s, options, root)}
+    folders = {find_run(Path(s)): s for s in sources if _is_folder(s, options)}
     found: dict[str, tuple[Path, ...]] = {}
     for together in hosts_of_runs(list(folders)):
         if len(together) > 1:

@@ -17,7 +17,7 @@ from ...schedules.wording import count, duration, wrapped
 from ..backends.registry import BACKENDS, Access, backend
 from ..jobs.case import Case, Value
 from ..jobs.declaration import catalog_names, find_declaration
-from ..jobs.job import Changes, Job, jobs_of, select
+from ..jobs.job import Changes, jobs_of, select
 from ..jobs.report import readme, write_report
 from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
@@ -143,12 +143,7 @@ class ReportOptions:
 
 def run(argv: Sequence[str]) -> int:
     """Run one word of the command and return its exit status."""
-    words: dict[str, Callable[[Sequence[str]], int]] = {
-        "list": _list,
-        "show": _show,
-        "run": _run,
-        "report": _report,
-    }
+    words: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "show": _show, "run": _run, "report": _report}
     if not argv or argv[0] in ("-h", "--help"):
         print(wrapped(_help()))
         return 0
@@ -218,7 +213,9 @@ def _run(argv: Sequence[str]) -> int:
     folder = options.folder / declaration.name
     with alone(folder):
         readme(declaration, "", folder / "report")  # what it refuses, it refuses before the jobs
-        intents = [_intent(job, folder, options) for job in jobs]
+        intents = [
+            intend(job, folder / "jobs" / job.name, fresh=options.fresh, any_code=options.any_code) for job in jobs
+        ]
         to_run = sum(intent.runs for intent in intents)
         progress = JobProgress(total=to_run, stream=sys.stderr)
         _tell(intents, progress.note)
@@ -243,10 +240,6 @@ def _run(argv: Sequence[str]) -> int:
         said = ", ".join(f"{number} {state.value}" for state, number in states.items()) or "nothing to run"
         print(f"{declaration.name}: {count(len(jobs), 'job')}: {said}" + (f"\n{report}" if report else ""))
     return 0 if ok else 1
-
-
-def _intent(job: Job, folder: Path, options: RunOptions) -> Intent:
-    return intend(job, folder / "jobs" / job.name, fresh=options.fresh, any_code=options.any_code)
 
 
 def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:

@@ -1,46 +1,32 @@
-"""Files that exhibits are written to, one writer a kind, told by the end of the file's name."""
+"""Files that exhibits are written to, each kind told by the end of the file's name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...viz import Exhibit, FigureStyle, comparison_figure, write_explorer, write_figure, write_perfetto
+from ..options import check_out
 
-Writer = Callable[[Sequence[Exhibit], Path, FigureStyle], None]
-
-
-def writer_of(path: Path) -> Writer:
-    """The function that writes a file of this name; ValueError where there is none."""
-    writers: dict[str, Writer] = {
-        ".html": _write_page,
-        ".png": _write_figure,
-        ".svg": _write_figure,
-        ".json": _write_perfetto,
-    }
-    for suffix, write in writers.items():
-        if path.name.lower().endswith(suffix):
-            return write
-    raise ValueError(f"-o {path}: expected a name that ends in {', '.join(reversed(writers))}")
+_SUFFIXES = (".json", ".svg", ".png", ".html")
 
 
-def how_to_look(path: Path) -> str:
-    """Words behind a file's name that say what to open it with."""
-    told = {".json": ": open it at https://ui.perfetto.dev", ".html": ": open it in a browser"}
-    return told.get(path.suffix.lower(), "")
+def check_output(path: Path) -> None:
+    """ValueError, before any work, for a file of no such kind or in no folder."""
+    if not path.name.lower().endswith(_SUFFIXES):
+        raise ValueError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}")
+    check_out("-o", path)
 
 
-def _write_page(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> None:
-    del style
-    write_explorer(exhibits, path)
-
-
-def _write_figure(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> None:
+def write_output(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> str:
+    """Write the file; the words behind its name that say what to open it with."""
+    if path.name.lower().endswith(".html"):
+        write_explorer(exhibits, path)
+        return ": open it in a browser"
+    if path.name.lower().endswith(".json"):
+        several = len(exhibits) > 1
+        named = [(f"{each.name} {c}" if several else c, t) for each in exhibits for c, t in each.timelines]
+        write_perfetto(named, path)
+        return ": open it at https://ui.perfetto.dev"
     write_figure(comparison_figure(exhibits, style=style), path)
-
-
-def _write_perfetto(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> None:
-    del style
-    several = len(exhibits) > 1
-    named = [(f"{each.name} {c}" if several else c, t) for each in exhibits for c, t in each.timelines]
-    write_perfetto(named, path)
+    return ""

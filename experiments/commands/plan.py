@@ -200,10 +200,7 @@ def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile |
 
 
 def _planned(
-    options: PlanOptions,
-    source: Sequence[Profile] | ProfileSource,
-    cluster: Cluster,
-    memory_limit: float | None,
+    options: PlanOptions, source: Sequence[Profile] | ProfileSource, cluster: Cluster, memory_limit: float | None
 ) -> Plan:
     return plan(
         source,

@@ -34,8 +34,6 @@ from .tables import table as new_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .checked_run import CheckedRun
-
 _MOST_ROWS = 24  # of a table: of more inputs those with the most seconds, of more ranks the first and last ones
 _OF_LINKS = ("message", "sum", "held", "gather")
 _FAR = 1_000  # times as long as predicted: more says nothing
@@ -177,16 +175,15 @@ def _command(each: InputCheck, found: CheckedRun) -> str | None:
         what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"
     ):
         return None  # clipping beside the latencies of the norm, and sums of tied weights: no one input
-    if what.kind == "norm" or what.kind in _OF_LINKS or (what.kind == "overhead" and _is_of_messages(each, plan)):
+    # Most of what a plan has around the actions of a stage may be what its messages keep a rank busy.
+    is_of_messages = what.kind == "overhead" and (
+        each.predicted > 2 * by_stage(plan.costs.overhead, len(plan.stages))[what.at[0]]
+    )
+    if what.kind == "norm" or what.kind in _OF_LINKS or is_of_messages:
         if len(found.ranks_by_host) > 1:
             return "torchrun ... -m stagewright profile --links --out cluster.json"
         return f"stagewright profile --links --ranks {plan.num_devices} --out cluster.json"
     return profile_command(found.config, plan, ranks=max(found.ranks_by_host, default=plan.num_devices))
-
-
-def _is_of_messages(each: InputCheck, plan: Plan) -> bool:
-    """Whether most of what a plan has around the actions of a stage is what its messages keep a rank busy."""
-    return each.predicted > 2 * by_stage(plan.costs.overhead, len(plan.stages))[each.what.at[0]]
 
 
 def profile_command(config: Mapping[str, Any], plan: Plan, *, ranks: int) -> str:

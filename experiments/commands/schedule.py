@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ...schedules import Costs, Schedule, check_lowered, lower, simulate
-from ..options import check_out, is_file, plain_help, read
+from ...schedules.custom.user_schedules import is_own
+from ..options import check_out, plain_help, read
 from .schedule_options import NAME_HELP
 from .simulate import SimulationSummary, summarise, table
 from .synthesis import SynthesisOptions, made_or_found, synthesis_data, synthesis_table
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     match options.format:
         case "grid":
             print(schedule.grid())
-            if found is not None or is_file(options.schedule):
+            if found is not None or is_own(options.schedule):
                 print(f"\n{_simulated(schedule, costs, options)}")
             if found is not None:
                 print(f"\n{synthesis_table(found)}")

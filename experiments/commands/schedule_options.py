@@ -8,8 +8,8 @@ from typing import Literal
 import tyro
 
 from ...schedules import FAMILIES, Costs, Schedule, build, check, family
-from ...schedules.custom.user_schedules import FORMS
-from ..options import is_file, plain_help, read_schedule
+from ...schedules.custom.user_schedules import FORMS, is_own
+from ..options import plain_help, read_schedule
 
 NAMES = ", ".join(FAMILIES)
 NAME_HELP = tyro.conf.arg(
@@ -21,8 +21,9 @@ NAME_HELP = tyro.conf.arg(
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOptions:
-    """Arguments of `build`; None: not given."""
+class CostOptions:
+    """A schedule as `build` takes it (None: not given) and its costs, in seconds of ONE stage action: one number, or
+    one a stage."""
 
     ranks: int | None = None
     """P, pipeline ranks."""
@@ -44,6 +45,22 @@ class BuildOptions:
     """pipedream, 2bw, paci: batches that the program spans (default: enough for a steady state)."""
     group_size: int | None = None
     """gis: microbatches that pass a chunk before the next one's turn, P/2 for half the memory (default: P)."""
+    forward: tuple[float, ...] | None = None
+    """F [s] (default: 1, the unit of all that is shown)."""
+    backward: tuple[float, ...] | None = None
+    """B [s] (default: twice the forward)."""
+    input_grad: tuple[float, ...] | None = None
+    """I [s], where the backward is split."""
+    weight_grad: tuple[float, ...] | None = None
+    """W [s], where the backward is split."""
+    latency: float = 0.0
+    """Seconds of a message between ranks."""
+    reduce_grad: tuple[float, ...] = (0.0,)
+    """Sum of a stage's gradients over its replicas [s], beside compute behind the stage's last backward."""
+    sum_busy: tuple[float, ...] = (0.0,)
+    """Share of those seconds for which the ranks can't compute, 0 to 1."""
+    index_factors: tuple[float, ...] | None = None
+    """How many times those seconds each microbatch takes, one number a microbatch (default: all take as long)."""
 
     def given(self) -> dict[str, object]:
         """The schedule's own options that were given, under `build`'s names."""
@@ -59,12 +76,8 @@ class BuildOptions:
 
     def make(self, name: str, *, command: str, costs: Costs | None = None) -> Schedule:
         """The checked schedule of this name or file; ValueError where that says too little, or clashes with options.
-
-        Arguments:
-            command: what to add sizes to, behind "stagewright".
-            costs: for a schedule that is made for some.
-        """
-        if is_file(name):
+        `command`: what to add sizes to, behind "stagewright". `costs`: for a schedule that is made for some."""
+        if is_own(name):
             return self.read_file(name)
         if self.ranks is None or self.microbatches is None:
             raise ValueError(
@@ -97,29 +110,6 @@ class BuildOptions:
             "num_slices": self.slices,
         }
         return read_schedule(name, sizes)
-
-
-@plain_help
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostOptions(BuildOptions):
-    """A schedule and its costs, in seconds of ONE stage action: one number, or one a stage."""
-
-    forward: tuple[float, ...] | None = None
-    """F [s] (default: 1, the unit of all that is shown)."""
-    backward: tuple[float, ...] | None = None
-    """B [s] (default: twice the forward)."""
-    input_grad: tuple[float, ...] | None = None
-    """I [s], where the backward is split."""
-    weight_grad: tuple[float, ...] | None = None
-    """W [s], where the backward is split."""
-    latency: float = 0.0
-    """Seconds of a message between ranks."""
-    reduce_grad: tuple[float, ...] = (0.0,)
-    """Sum of a stage's gradients over its replicas [s], beside compute behind the stage's last backward."""
-    sum_busy: tuple[float, ...] = (0.0,)
-    """Share of those seconds for which the ranks can't compute, 0 to 1."""
-    index_factors: tuple[float, ...] | None = None
-    """How many times those seconds each microbatch takes, one number a microbatch (default: all take as long)."""
 
     def costs(self) -> Costs:
         return Costs(

@@ -17,12 +17,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import StepSamples
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
-from ..options import check_out, plain_help, read
+from ..options import plain_help, read
 from .exhibits import read_exhibits
-from .outputs import how_to_look, writer_of
+from .outputs import check_output, write_output
 from .schedule_options import CostOptions
 
 _FIRST, _STYLE = "timeline", FigureStyle()
@@ -76,8 +75,7 @@ def run(argv: Sequence[str]) -> int:
     if options.terminal and options.json:
         raise ValueError("--terminal beside --json: expected one of them")
     for path in options.out:
-        writer_of(path)
-        check_out("-o", path)
+        check_output(path)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
     if options.memory:
@@ -87,8 +85,7 @@ def run(argv: Sequence[str]) -> int:
             if not each.memory
         ]
     outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
-    for path in outputs:
-        writer_of(path)(exhibits, path, style)
+    ways = [write_output(exhibits, path, style) for path in outputs]
     if options.json:
         print(json.dumps({"written": list(map(str, outputs)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
         return 0
@@ -104,8 +101,8 @@ def run(argv: Sequence[str]) -> int:
             print(f"{exhibit.name}, {caption}: {taken}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    for path in outputs:
-        print(f"{path}{how_to_look(path)}")
+    for path, how in zip(outputs, ways, strict=True):
+        print(f"{path}{how}")
     return 0
 
 
@@ -142,15 +139,9 @@ def _facts(exhibit: Exhibit) -> dict[str, object]:
     found: dict[str, object] = {"name": exhibit.name}
     for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
         if timeline is not None:
-            figures = {
-                "step_seconds": timeline.batch_seconds,
-                "makespan": timeline.makespan,
-                "bubble": timeline.bubble,
-            }
-            varied = {} if sampled is None or name != "predicted" else _of_samples(sampled)
+            figures = {"step_seconds": timeline.batch_seconds, "makespan": timeline.makespan, "bubble": timeline.bubble}
+            varied: dict[str, object] = {}
+            if sampled is not None and name == "predicted":
+                varied = {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}
             found[name] = figures | varied
     return found
-
-
-def _of_samples(sampled: StepSamples) -> dict[str, object]:
-    return {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}

@@ -30,7 +30,7 @@ from ..progress import Progress
 from ..training.run_folder import write_whole
 from .figure import read_figures
 from .job import Job, difference, read_config
-from .status import State, Status, code_version, same_code
+from .status import State, Status, code_version
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure
@@ -99,7 +99,7 @@ def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = Fals
     if changed:
         return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
     code = code_version(job.part.work)
-    if not any_code and not same_code(status.code, code):
+    if not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]:  # another source, not commit alone
         return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code}")
     return Intent(job=job, folder=folder, runs=False)
 

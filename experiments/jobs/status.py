@@ -81,11 +81,6 @@ def code_version(work: str = "") -> str:
     return f"{__version__}{f', commit {commit}' if commit else ''}, source {digest.hexdigest()[:8]}"
 
 
-def same_code(one: str, other: str) -> bool:
-    """Whether two versions are of the same source, whatever their commits."""
-    return one.rpartition(" ")[2] == other.rpartition(" ")[2]
-
-
 def _commit() -> str:
     """Commit of the folder that the package stands in; empty where it is no git work tree."""
     if not (_ROOT / ".git").exists():

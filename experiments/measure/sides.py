@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ...pipe import PipelineModule
 from ...pipe.batch.results import StepResult
@@ -154,6 +155,25 @@ class TorchSide:
         ]
         buffers = [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+class DataParallelSide:
+    """torch's DistributedDataParallel: a rank's share of the batch in one go, sums beside the backward."""
+
+    def __init__(self, problem: WholeProblem) -> None:
+        self.loss: float | None = None
+        self._model, self._loss_fn = DistributedDataParallel(problem.make_model()), problem.loss_fn
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._input, self._target = (each.tensor_split(size)[rank] for each in (problem.inputs, problem.target))
+        assert problem.optimizer is not None
+        self._optimizer = problem.optimizer(self._model.parameters())
+
+    def step(self) -> None:
+        loss = self._loss_fn(self._model(self._input), self._target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.loss = float(loss.detach())
 
 
 def check_same_work(name: str, losses: Mapping[str, float | None]) -> None:

@@ -1,19 +1,22 @@
-"""The five models of `bench suite`, small enough for a core each, and their batches: random, always the same."""
+"""Five models of `bench suite`, small enough for a core each, three in layers, and their batches: always the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..training.corpus import loss_fn
-from ..training.gpt import Attention, Embedding, GPTConfig, Head
+from ..training.gpt import Attention, Block, Embedding, GPTConfig, Head
 from .models import WholeProblem, adamw, gpt_problem, image_problem, seeded
 
 _SIZE = GPTConfig(layers=4, width=192, length=64)
+_GPT = GPTConfig(layers=12, width=256, length=128)
+_TOKENS = 8192  # T5's own 32,128 would be most of so small a step
 
 
 def make_problem(name: str, batch: int) -> tuple[WholeProblem, str, int]:
@@ -104,6 +107,73 @@ class Mixed(nn.Module):
         gate, token = gates.topk(2 * gates.shape[1] // gates.shape[0])
         made = F.gelu(flat[token] @ self.up) @ self.down * gate.unsqueeze(-1)  # [E, 2 N / E, D]
         return hidden + torch.zeros_like(flat).index_add(0, token.flatten(), made.flatten(0, 1)).view_as(hidden)
+
+
+def layered(name: str, batch: int) -> WholeProblem:
+    """`gpt`, `resnet` and `t5` as an nn.Sequential of layers, whose boundaries torch's pipelines can cut, too.
+
+    t5: source and target, 32 tokens each, go on side by side, [B, 64, 512], shaped as T5-small; resnet: ResNet-18 at
+    half its width, for images of 32 x 32.
+    """
+    torch.manual_seed(1)
+    inputs, target = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+    if name != "resnet":
+        count, length = (_GPT.vocabulary, _GPT.length) if name == "gpt" else (_TOKENS, 64)
+        inputs, target = (torch.randint(count, (batch, size)) for size in (length, length if name == "gpt" else 32))
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "gpt": lambda: nn.Sequential(Embedding(_GPT), *(Block(_GPT) for _ in range(_GPT.layers)), Head(_GPT)),
+        "resnet": _resnet,
+        "t5": lambda: nn.Sequential(
+            nn.Embedding(_TOKENS, 512), *(_T5(at < 6) for at in range(12)), _Targets(), nn.Linear(512, _TOKENS)
+        ),
+    }
+    return WholeProblem(
+        make_model=partial(seeded, makes[name]),
+        inputs=inputs,
+        target=target,
+        loss_fn=F.cross_entropy if name == "resnet" else loss_fn,
+        optimizer=adamw,
+    )
+
+
+class _T5(nn.Module):
+    """A layer of the encoder, or one of the decoder, each for its half of the tokens."""
+
+    def __init__(self, encodes: bool) -> None:
+        super().__init__()
+        kind = nn.TransformerEncoderLayer if encodes else nn.TransformerDecoderLayer
+        self.layer = kind(512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, both: Tensor) -> Tensor:
+        source, target = both.chunk(2, dim=1)
+        if isinstance(self.layer, nn.TransformerEncoderLayer):
+            return torch.cat((self.layer(source), target), dim=1)
+        return torch.cat((source, self.layer(target, source)), dim=1)
+
+
+class _Targets(nn.Module):
+    def forward(self, both: Tensor) -> Tensor:
+        return both.chunk(2, dim=1)[1]
+
+
+class _Residual(nn.Module):
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == width else 2
+        first, second = nn.Conv2d(inputs, width, 3, stride, 1), nn.Conv2d(width, width, 3, 1, 1)
+        self.body = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), second, nn.BatchNorm2d(width))
+        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(inputs, width, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.skip(x))
+
+
+def _resnet() -> nn.Sequential:
+    """He et al., 2016, two blocks of each of four widths."""
+    widths = [32, *(32 << at // 2 for at in range(8))]
+    blocks = (_Residual(*pair) for pair in pairwise(widths))
+    stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), nn.BatchNorm2d(32), nn.ReLU())
+    return nn.Sequential(stem, *blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)))
 
 
 def _mixture() -> nn.Sequential:

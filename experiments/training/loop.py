@@ -92,11 +92,6 @@ class _Record:
                 record.bubbles[at] = _Bubble(at, one.bubble, one.predicted_bubble)
         return record
 
-    @property
-    def newest_bubble(self) -> _Bubble | None:
-        """The bubble of the last step whose records were gathered."""
-        return next(reversed(self.bubbles.values()), None)
-
     def behind(self, step: int) -> tuple[list[float], list[float], list[float]]:
         """Seconds of the steps from this one on, and their bubbles, measured and predicted; where none is, of all."""
         bubbles = [each for each in self.bubbles.values() if each.step >= step] or self.bubbles.values()
@@ -208,9 +203,9 @@ class _Training:
             result = self._step(step, batch)
             self.record.step_seconds.append(time.perf_counter() - before)
             self.tracer.step()
-            if self._is_gathered(step):
+            if step % GATHER_EVERY == FIRST_TRACED or step == self.options.steps - 1:  # so that any run has a bubble
                 self._gather(step, result)
-            bubbles[step] = self.record.newest_bubble
+            bubbles[step] = next(reversed(self.record.bubbles.values()), None)  # of the last step that was gathered
             self._log(bubbles, progress)
             self.checkpoints.behind(step, partial(self._log, bubbles, progress))
         self.pipe.flush()
@@ -252,10 +247,6 @@ class _Training:
             self.tracer.write_prediction(costs)  # for a run that is ended before its end
         self.record.predicted, self.record.measured = predicted, measured
         self.record.bubbles[step] = _Bubble(step, measured.bubble, predicted.bubble)
-
-    def _is_gathered(self, step: int) -> bool:
-        """Now and then, and at the end, so that a run of any length has a bubble."""
-        return step % GATHER_EVERY == FIRST_TRACED or step == self.options.steps - 1
 
     def _validate(self, progress: Progress) -> float | None:
         """Mean loss over the held-out batches; None without any."""

@@ -14,9 +14,9 @@ import tyro
 
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
-from ...schedules.custom.user_schedules import FORMS
+from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.wording import count
-from ..options import GptOptions, given, is_file, is_function, plain_help, read_schedule, read_tensor_parallel
+from ..options import GptOptions, given, is_function, plain_help, read_schedule, read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
@@ -271,11 +271,12 @@ def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOpt
     optimizer, correction = LATE_GRADIENTS if is_late and options.model is None else FRESH_GRADIENTS
     first = round(FLUSH_FIRST * options.steps) if is_late and options.model is None else 0
     may_clip = schedule is None or schedule.rule.why_no_norm is None
+    factor = 2.0 if schedule is not None and schedule.weight_rule == "2bw" else 1.0  # trained best: docs/results.md
     return replace(
         options,
         optimizer=options.optimizer or (optimizer if options.model is None else None),
         delay_correction=options.delay_correction or correction,
-        delay_factor=options.delay_factor if options.delay_factor is not None else _delay_factor(schedule),
+        delay_factor=options.delay_factor if options.delay_factor is not None else factor,
         flush_first=first if options.flush_first is None else options.flush_first,
         clip=options.clip if options.clip is not None else DEFAULT_CLIP if may_clip else 0.0,
     )
@@ -284,11 +285,6 @@ def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOpt
 def schedule_of(what: Schedule | Plan | None) -> Schedule | None:
     """The schedule that is run; None: one that is still planned."""
     return what.build_schedule(num_microbatches=_missing(what)) if isinstance(what, Plan) else what
-
-
-def _delay_factor(schedule: Schedule | None) -> float:
-    """Factor that trained best: docs/results.md."""
-    return 2.0 if schedule is not None and schedule.weight_rule == "2bw" else 1.0
 
 
 def _missing(plan: Plan) -> int | None:
@@ -356,7 +352,7 @@ def make_schedule(options: TrainOptions) -> Schedule:
     """The schedule that the options mean, checked."""
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
-    if is_file(name):
+    if is_own(name):
         for option in () if is_function(name) else ("chunks", "slices", "microbatches"):
             if getattr(options, option) is not None:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
@@ -390,9 +386,5 @@ def model_config(options: TrainOptions) -> GPTConfig:
     from .gpt import GPTConfig  # torch, which a mistake in the options above need not wait for
 
     return GPTConfig(
-        length=options.length,
-        layers=options.layers,
-        width=options.width,
-        heads=options.heads,
-        dropout=options.dropout,
+        length=options.length, layers=options.layers, width=options.width, heads=options.heads, dropout=options.dropout
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Muon, NAdam, Optimizer
 
 from ...partition.profiler.optimizers import NamedFactory, NamedParameters, named
 
@@ -16,23 +16,32 @@ FINAL_RATE = 0.05  # of the peak learning rate
 WEIGHT_DECAY = 0.1
 BETA2 = 0.95
 MOMENTUM = 0.95  # of Muon
+NESTEROV = 0.99  # of NAdam
+_SETTLED = 1e3  # decay of torch's warm-up of NAdam's momentum: over behind one step
 ENDS = 1.0  # AdamW's rate over Muon's, beside it
 
 
 def make_optimizer(
-    name: str = "adamw", *, lr: float, beta1: float = 0.9, momentum: float = MOMENTUM, ends: float = ENDS
+    name: str = "adamw",
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    momentum: float = MOMENTUM,
+    ends: float = ENDS,
+    ns_steps: int = 5,
 ) -> NamedFactory:
     """Optimizers of a stage of the GPT, for `PipelineModule(optimizer=)`.
 
-    adamw: for all parameters. muon: Muon for the matrices of the blocks, AdamW for what is left: embedding, positions,
-    head, norms and biases. Both go by one rate: torch's "match_rms_adamw" makes Muon's step as long as AdamW's, 0.2 of
-    the rate in the root mean square, whatever the matrix's shape; that holds for the fused matrix of queries, keys and
-    values, too, which is taken whole, since torch.optim.Muon knows parameters and not parts of them.
+    adamw: for all parameters. nadam: the same with Nesterov's momentum (arXiv 2505.01099). muon: Muon for the matrices
+    of the blocks, AdamW for what is left: embedding, positions, head, norms and biases. Both go by one rate: torch's
+    "match_rms_adamw" makes Muon's step as long as AdamW's, 0.2 of the rate in the root mean square, whatever the
+    matrix's shape; that holds for the fused matrix of queries, keys and values, too, which is taken whole, since
+    torch.optim.Muon knows parameters and not parts of them.
 
     Decay pulls at matrices only (biases and norms have no scale to lose). ValueError for another name.
     """
-    if name not in ("adamw", "muon"):
-        raise ValueError(f"optimizer {name!r}: expected adamw or muon")
+    if name not in ("adamw", "nadam", "muon"):
+        raise ValueError(f"optimizer {name!r}: expected adamw, nadam or muon")
 
     rate = ends * lr if name == "muon" else lr
 
@@ -43,8 +52,14 @@ def make_optimizer(
             {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-        return [muon(inner) if inner else None, AdamW(groups, lr=rate, betas=(beta1, BETA2)) if groups else None]
+        adam: Callable[..., Optimizer] = AdamW
+        if name == "nadam":
+            adam = partial(NAdam, momentum_decay=_SETTLED, decoupled_weight_decay=True)
+        muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY, ns_steps=ns_steps)
+        return [
+            muon(inner, adjust_lr_fn="match_rms_adamw") if inner else None,
+            adam(groups, lr=rate, betas=(beta1, BETA2)) if groups else None,
+        ]
 
     return named(make)
 

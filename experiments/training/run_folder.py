@@ -61,10 +61,7 @@ class Manifest:
             config=dict(config),
             corpus_source=corpus_source,
             corpus_sha256=corpus_sha256,
-            versions={
-                "python": platform.python_version(),
-                **package_versions("stagewright", "torch", "numpy"),
-            },
+            versions={"python": platform.python_version(), **package_versions("stagewright", "torch", "numpy")},
             host={
                 "name": platform.node(),
                 "system": platform.platform(),

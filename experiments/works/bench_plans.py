@@ -3,6 +3,7 @@
 planned    profile and links measured -> plan -> the same ranks run it: predicted against measured
 regret     the best few plans of the planner, each carried out: how much slower the chosen one is than the fastest
 memory     the same plan in fresh processes: peak growth of resident memory against what the plan says
+auto       schedule="auto" beside the best of torch's pipelines and beside its DDP
 cuts       one model under one schedule, cut in three ways in turn
 """
 
@@ -10,36 +11,55 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from ...partition import Cluster, Node, Profile, plan
+from ...partition import Cluster, Node, Profile, partition, plan
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
+from ...partition.profiler import profile_model
 from ...schedules import Op, simulate
 from ...schedules.wording import size
 from ..host import MemoryMeter
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
-from ..measure.models import GPT_MICROBATCH, GPT_SIZE, WholeProblem, gpt_problem, image_problem, sleeping_layers
-from ..measure.sides import TIMEOUT, OurSide, check_same_work
+from ..measure.models import (
+    GPT_MICROBATCH,
+    GPT_SIZE,
+    Problem,
+    StagesProblem,
+    WholeProblem,
+    Workload,
+    gpt_problem,
+    image_problem,
+    sleeping_layers,
+)
+from ..measure.sides import TIMEOUT, DataParallelSide, OurSide, Side, TorchSide, check_same_work
 from ..measure.sleeping import SleepingPipe
+from ..measure.suite import layered
 from ..measure.timing import compared, in_turn, median_of, off, say, timed, typical
 from ..training.gpt import GPTConfig
+from .zero_bubble import THEIRS
 
 _WARM_UP_STEPS = 2
 _MEMORY_STEPS = 4  # the optimizer's state is there from the first on
 _BY_PROFILE = "profile"
 
 
-def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restrictions: Any) -> Plan:
-    """The plan of schedule="auto" for a given M and within `restrictions` of the planner's search.
+def plan_by_measuring(
+    problem: WholeProblem, *, num_microbatches: int | None, trials: int = 0, **restrictions: Any
+) -> Plan:
+    """The plan of schedule="auto" for a given M, or any, and within `restrictions` of the planner's search.
 
     Collective over the processes; the same plan on each.
     """
@@ -50,6 +70,7 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
         ((problem.inputs,), problem.target),
         num_microbatches=num_microbatches,
         timeout=TIMEOUT,
+        trials=trials,
         restrictions=restrictions,
         loss_fn=problem.loss_fn,
         optimizer=problem.optimizer,
@@ -74,7 +95,7 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
     """
     problem, name = planned_problem(case), f"{case.text('case')} {_described(case)}"
     say(f"{name}: profiling and planning")
-    restrictions = {} if case.text("replicas") == "free" else {"data_sizes": (1,)}
+    restrictions: dict[str, Any] = {} if case.text("replicas") == "free" else {"data_sizes": (1,)}
     plan = plan_by_measuring(problem, num_microbatches=case.count("microbatches"), **restrictions)
     predicted = plan.simulated_step_time
     assert predicted is not None
@@ -190,6 +211,65 @@ def resident_peaks(make: Callable[[], OurSide]) -> list[int]:
     dist.all_gather_object(peaks, meter.peak())
     side.pipe.close()
     return peaks
+
+
+def auto(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Steps of the best of torch's pipelines, and of its DDP, over that of schedule="auto", all in turn.
+
+    A batch has `microbatches` of so many `samples`, which the plan may cut otherwise. Torch's stages are cut by our
+    profiler's seconds.
+    """
+    P, M, samples = case.count("ranks"), case.count("microbatches"), case.count("samples")
+    problem = layered(case.text("model"), M * samples)
+    name = f"{case.text('model')} P={P} M={M}"
+    chosen = plan_by_measuring(problem, num_microbatches=None, trials=3)
+    say(f"{name}: {describe(chosen)}")
+    sides: dict[str, Side] = {"auto": OurSide.of_model(problem, schedule=chosen), "DDP": DataParallelSide(problem)}
+    cuts = {V: _equal_cut(problem, P * V, samples) for V in (1, 2)}
+    for theirs in THEIRS:
+        schedule = theirs.removeprefix("torch ")
+        V = 1 if schedule in ("gpipe", "1f1b") else 2
+        workload = Workload(model="gpt", schedule=schedule, num_ranks=P, num_microbatches=M, num_chunks=V)
+        sides[theirs] = TorchSide(workload, _in_stages(problem, cuts[V]))
+    for _ in range(_WARM_UP_STEPS):
+        for side in sides.values():
+            timed(side.step)
+    seconds = in_turn(name, {who: partial(timed, side.step) for who, side in sides.items()}, repetitions=repetitions)
+    own = seconds.pop("auto")
+    best = min((who for who in THEIRS), key=lambda who: median(seconds[who]))
+    for who in ("DDP", best):
+        yield from compared(
+            (seconds[who], own),
+            case=Case.of({"case": case.text("case"), "run": name}),
+            name=f"step, {'DDP' if who == 'DDP' else 'best of torch'} / auto",
+            how=How.MEASURED,
+            target=Target(limit=1.0, at_least=True),
+            note=f"; {who} / {chosen.schedule}, {describe(chosen)}",
+        )
+
+
+def _equal_cut(problem: WholeProblem, num_stages: int, samples: int) -> list[int]:
+    """Layers before each stage of equal seconds, the same on every rank."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        model = problem.make_model()
+        profile = profile_model(
+            model, (problem.inputs[:samples],), loss_fn=problem.loss_fn, target=problem.target[:samples]
+        )
+        cut = partition(profile, Cluster.from_levels([(num_stages, 1e12)]), straight=True, num_microbatches=8)
+        found = [[int(stage.nodes[0]) for stage in cut.stages]]
+    dist.broadcast_object_list(found)
+    return [*found[0], sum(1 for _ in problem.make_model().children())]
+
+
+def _in_stages(problem: WholeProblem, cut: Sequence[int]) -> StagesProblem:
+    model = problem.make_model()
+    assert isinstance(model, nn.Sequential)
+    return StagesProblem(
+        stages=[model[start:end] for start, end in pairwise(cut)],
+        boundary=torch.zeros(0),
+        **{each.name: getattr(problem, each.name) for each in fields(Problem)},
+    )
 
 
 def _plan_file(case: Case) -> Path:

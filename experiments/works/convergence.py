@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,14 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from ..training.corpus import Corpus, TokenBatch, load_corpus, loss_fn
 from ..training.gpt import GPT, GPTConfig
-from ..training.recipe import MOMENTUM, learning_rate_curve, make_optimizer
+from ..training.recipe import MOMENTUM, NESTEROV, learning_rate_curve, make_optimizer
 
 SCHEDULES = ("1f1b", "2bw", "pipedream", "paci")
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "nadam", "muon")
 NONE, FEEDBACK = "none", "error-feedback"
 CORRECTIONS = (NONE, FEEDBACK)
 FLUSH = "1f1b"  # the reference
-CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
+CURVE, FINAL, SPEED, SECONDS = "validation loss", "final loss", "throughput", "training time"
 
 _EACH_UPDATES = ("pipedream", "paci")
 _MICROBATCHES = 10  # under these: batches of the others
@@ -40,11 +41,12 @@ class Setting:
     Arguments:
         schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, in `update_every` parts.
         ranks: P.
-        optimizer: adamw; muon: Muon for the matrices of the blocks, AdamW for the rest.
+        optimizer: adamw; nadam; muon: Muon for the matrices of the blocks, AdamW for the rest.
         correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
             it were one: the control.
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
         ends: AdamW's rate over Muon's.
+        ns_steps: of Muon's Newton-Schulz iteration.
         warmup: share of the steps in which the rate rises.
         flush_first: so many updates, the first ones, have a flush each (`PipelineModule(flush_first=)`), corrected by
             lambda 1 if the rest is corrected.
@@ -63,6 +65,7 @@ class Setting:
     rate: float = 2e-3
     momentum: float = 0.0
     ends: float = 1.0
+    ns_steps: int = 5
     warmup: float = 0.1
     seed: int = 0
     flush_first: int = 0
@@ -117,12 +120,18 @@ class Setting:
 
 
 def loss(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Validation loss [nats a byte] of a setting behind its updates, in one process; the seed stands as repetition."""
+    """Validation loss [nats a byte] of a setting behind its updates; the seed stands as repetition.
+
+    Over processes also the seconds of the updates: in one process nobody asks for them.
+    """
     setting = _setting(case)
     place = Case(tuple((key, value) for key, value in case.items if key != "seed"))
     for point in losses(setting):
         name, at = (FINAL, place) if point.whole else (CURVE, place.also(updates=point.updates))
-        yield Figure(case=at, name=name, value=point.loss, unit="nats", how=How.MEASURED, repetition=setting.seed)
+        figure = partial(Figure, case=at, how=How.MEASURED, repetition=setting.seed)
+        yield figure(name=name, value=point.loss, unit="nats")
+        if point.whole and dist.is_initialized():
+            yield figure(name=SECONDS, value=point.seconds, unit="s")
 
 
 def speed(case: Case, repetitions: int) -> Iterator[Figure]:
@@ -141,11 +150,15 @@ def _setting(case: Case) -> Setting:
 
 
 class Point(NamedTuple):
-    """Validation loss [nats] behind so many updates; `whole`: over all validation sequences, at the end."""
+    """Validation loss [nats] behind so many updates; `whole`: over all validation sequences, at the end.
+
+    seconds: of all steps so far, without evaluation.
+    """
 
     updates: int
     loss: float
     whole: bool
+    seconds: float
 
 
 def losses(setting: Setting) -> Iterator[Point]:
@@ -154,14 +167,18 @@ def losses(setting: Setting) -> Iterator[Point]:
     validation = corpus.validation_batches(
         num_batches=max(1, setting.windows // _VALIDATED), batch_size=_VALIDATED, length=setting.length
     )
-    each = setting.updates_a_step
+    each, seconds = setting.updates_a_step, 0.0
     with make_pipe(setting, corpus) as pipe:
+        began = time.perf_counter()
         for step in range(setting.total_updates // each):
             pipe.train_step(*batch(setting, corpus, step))
             done = (step + 1) * each
             if done % setting.evaluate_every == 0 or done == setting.total_updates:
-                yield Point(done, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
-        yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True)
+                pipe.flush()
+                seconds += time.perf_counter() - began
+                yield Point(done, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False, seconds=seconds)
+                began = time.perf_counter()
+        yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True, seconds=seconds)
 
 
 def tokens_per_second(setting: Setting, *, updates: int, warm: int) -> float:
@@ -189,9 +206,10 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
     torch.manual_seed(setting.seed)
     schedule = setting.make_schedule()
     momentum = setting.momentum
-    by_optimizer = {
+    by_optimizer: dict[str, dict[str, Any]] = {
         "adamw": {"beta1": momentum or 0.9},
-        "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends},
+        "nadam": {"beta1": momentum or NESTEROV},
+        "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends, "ns_steps": setting.ns_steps},
     }
     rates = learning_rate_curve(setting.total_updates, warmup_part=setting.warmup)
     return PipelineModule(

@@ -16,8 +16,8 @@ from .convergence import CURVE, FEEDBACK, FINAL, FLUSH, NONE, SPEED, Setting
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_NOT_OF_THE_METHOD = ("rate", "seed", "updates")  # the last: of a point of a curve
-_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+_NOT_OF_THE_METHOD = ("rate", "seed", "updates", "evaluate_every")  # updates: of a point of a curve
+_OPTIMIZERS = {"adamw": "AdamW", "nadam": "NAdam", "muon": "Muon"}
 _CORRECTIONS = {FEEDBACK: "feedback"}
 
 

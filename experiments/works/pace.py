@@ -50,10 +50,12 @@ def steps_that_follow(spread: Spread, schedule: Schedule, following: int, *, see
     rows, chance = shared_ratios(spread, schedule)
     paces, shares = paces_of(rows, chance)
     steps = []
+    messages: list[Sequence[float]] = []
     for _ in range(_MADE):
         number, ahead = int(random.integers(len(rows))), int(random.integers(following)) + 1
         pace = paces[int(random.choice(len(paces), p=shares))]
         factors = pace.draw(random, ahead) / rows[number]
+        messages += spread.step_messages[number : number + 1]
         steps.append(
             {
                 op: [
@@ -63,7 +65,7 @@ def steps_that_follow(spread: Spread, schedule: Schedule, following: int, *, see
                 for op, stages in spread.steps[number].items()
             }
         )
-    return replace(spread, steps=steps)
+    return replace(spread, steps=steps, step_messages=messages)
 
 
 def shared_ratios(spread: Spread, schedule: Schedule) -> tuple[list[list[float]], float]:

@@ -113,14 +113,7 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _ran(
-    case: Case,
-    plan: Plan,
-    pipe: PipelineModule,
-    step: Callable[[], StepResult],
-    *,
-    untried: Plan,
-    steps: int,
-    how: How,
+    case: Case, plan: Plan, pipe: PipelineModule, step: Callable[[], StepResult], *, untried: Plan, steps: int, how: How
 ) -> Iterator[Figure]:
     """Figures of a plan and of the pipeline that carries it out.
 

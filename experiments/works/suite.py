@@ -36,7 +36,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
     M, ranks = case.count("microbatches"), dist.get_world_size()
     problem, unit, per_sample = make_problem(case.text("model"), M * case.count("samples"))
-    restrictions = {"pipeline_sizes": (ranks,), "data_sizes": (1,), "schedules": ("1f1b", "zb-h1")}
+    restrictions: dict[str, Any] = {"pipeline_sizes": (ranks,), "data_sizes": (1,), "schedules": ("1f1b", "zb-h1")}
     plan = plan_by_measuring(problem, num_microbatches=M, **restrictions)
     planned = expected(plan)
     assert planned is not None

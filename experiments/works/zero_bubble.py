@@ -249,11 +249,7 @@ def _measured(workload: Workload) -> Costs:
 
 
 def _figures(
-    case: Case,
-    times: Mapping[str, Sequence[float]],
-    ours: Mapping[str, Schedule],
-    costs_of_rank: Costs,
-    how: How,
+    case: Case, times: Mapping[str, Sequence[float]], ours: Mapping[str, Schedule], costs_of_rank: Costs, how: How
 ) -> Iterator[Figure]:
     for name, seconds in times.items():
         own = case.also(schedule=name)

@@ -52,6 +52,7 @@ class DeviceModel:
     Arguments:
         name: becomes the profile's device.
         peak_flops: of dense 16-bit matrix products [FLOP/s].
+        fp8_flops: of those in 8 bits; None: it has none [FLOP/s].
         memory_bandwidth: reading and writing together [bytes/s].
         memory_bytes: of the device [bytes].
         link_bandwidth: to its neighbours in the node, each direction [bytes/s]; a Cluster says it better.
@@ -84,6 +85,7 @@ class DeviceModel:
     hop_seconds: float = 0.0
     network_efficiency: float = 1.0
     partial_efficiency: float = 1.0
+    fp8_flops: float | None = None
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -92,7 +94,7 @@ class DeviceModel:
             if constant not in _MAY_BE_ZERO and not (isinstance(value, int | float) and 0 < value <= 1):
                 expected = "a number above 0 and at most 1 (a part of the data sheet's figure)"
                 fail(f"{where}: {constant}", value, expected)
-        check_figures(self, where, positive=_SHEET)
+        check_figures(self, where, positive=(*_SHEET, "fp8_flops"))
 
     @classmethod
     def preset(cls, name: str) -> DeviceModel:
@@ -111,9 +113,12 @@ class DeviceModel:
         """The part of the peak that a matrix product with so many outputs reaches."""
         return self.matrix_efficiency * outputs / (outputs + self.wave_outputs / 2)
 
-    def matrix_seconds(self, flops: float, *, outputs: float) -> float:
+    def matrix_seconds(self, flops: float, *, outputs: float, precision: str = "16-bit") -> float:
         """Seconds of a matrix product."""
-        return flops / (self.peak_flops * self.efficiency(outputs))
+        peak = self.fp8_flops if precision == "fp8" else self.peak_flops
+        if peak is None:
+            fail(f"precision on {self.name!r}", precision, "16-bit, or a device with fp8_flops")
+        return flops / (peak * self.efficiency(outputs))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds of kernels that wait for the memory; `num_bytes` as read and written together."""
@@ -162,7 +167,7 @@ class DeviceModel:
         record.version(_JSON_VERSION)
         defaults = {each.name: each.default for each in fields(cls)}
         given = {each: record.take(each, "a finite number", default=defaults[each]) for each in CONSTANTS}
-        return record.made(cls, given, positive=_SHEET)
+        return record.made(cls, given, positive=(*_SHEET, "fp8_flops"))
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceModel:
@@ -190,6 +195,7 @@ def _sxm(
         matrix_efficiency=0.664,
         wave_outputs=multiprocessors * TILE,
         link_efficiency=NVLINK_EFFICIENCY,
+        fp8_flops=2 * teraflops * 1e12 if teraflops > 500 else None,  # from H100 on
     )
 
 
@@ -212,9 +218,10 @@ PRESETS = (
         partial_efficiency=0.285,
     ),
 )
-"""SXM modules, 16-bit matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021),
-H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to Megatron-LM's Table 1, thus to
-the A100 80 GB; for the others it is an assumption, and a fit takes measurements.
+"""SXM modules, 16-bit matrix products without sparsity; twice as many in FP8. NVIDIA's data sheets: V100 (January
+2020), A100 (June 2021), H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to
+Megatron-LM's Table 1, thus to the A100 80 GB; for the others, and in FP8, it is an assumption, and a fit takes
+measurements.
 
 DGX-A100, A100 80 GB in nodes of eight with four network cards, is a device to begin a fit of others' measurements with.
 Of its constants

@@ -19,7 +19,19 @@ A layer, forward (backward):
 
 Memory traffic: each fused kernel of Megatron-LM reads its inputs and writes its outputs once. With split="sequence"
 norms, dropouts and residuals are divided by t as well (same paper, section 4.2.2); with attention="flash" the memory
-terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). The update is memory traffic, too
+terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). Beside these
+
+    style="llama"     no masks (2 n h kept less), 20 n h (24 n h) of norms and residuals; an MLP of two matrices in
+                      front keeps 6 r n h, moves 6 (10) r n h
+    kv_heads g        K and V of g/a h each: 8 n h kept over t are 4 (1 + g/a) n h
+    top_k of experts  n k tokens in the MLP; its inputs and outputs in experts' order, 4 n k h kept, 8 (8) n k h moved
+    fp8               products with weights in half the time; inputs kept as one byte less each; casts of inputs
+                      (gradients of outputs) 4 bytes a value; two bytes more a weight, since its casts are kept
+    context c         n / c tokens on a device; K and V are gathered, in B again and their gradients scattered: half a
+                      sum of 4 n g/a h / t bytes over c devices (two halves)
+    expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice)
+
+The update is memory traffic, too
 (`Transformer.update_bytes`); a tied embedding's gradient is summed over the first and the last stage. Nothing
 overlaps, but that the host starts kernels while the device computes: a part takes what the slower of the two takes.
 The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts, GeLU, copies of transposed
@@ -40,19 +52,29 @@ from .transformer import VALUE_BYTES, Transformer
 
 LAYER_KERNELS = (20, 28, 12)  # of a layer's F, I and W
 END_KERNELS = (6, 6, 3)  # of the embedding and the head
+_Products = Sequence[tuple[float, float]]
 
 
 def transformer_profile(
-    model: Transformer, *, microbatch_size: int, tensor: int = 1, device: DeviceModel, cluster: Cluster | None = None
+    model: Transformer,
+    *,
+    microbatch_size: int,
+    tensor: int = 1,
+    device: DeviceModel,
+    cluster: Cluster | None = None,
+    context: int = 1,
+    expert: int = 1,
 ) -> Profile:
     """Costs of each part on one of `tensor` devices that compute a microbatch together.
 
     Arguments:
         microbatch_size: b [sequences].
-        tensor: t; divides the heads.
+        tensor: t c; t divides the heads.
         device: how fast it computes.
         cluster: whose groups of `tensor` neighbouring devices compute so, at the pace of the slowest; None: one
             node of t devices, `device.link_bandwidth`.
+        context: c, parts of a sequence, each on t neighbours.
+        expert: e, of such groups and of replicas in a row that divide the experts among themselves.
 
     The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
     1/t of it each and gather it behind the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
@@ -60,8 +82,16 @@ def transformer_profile(
 
     Raises ValueError for sizes that do not divide or fit.
     """
-    model.refuse_tensor(tensor)
-    layers = LayerFormulas(model, microbatch_size=microbatch_size, tensor=tensor, device=device, cluster=cluster)
+    for name, size, of in (("tensor", context, tensor), ("length", context, model.length)):
+        if of % count("context", size):
+            fail(name, of, f"a multiple of context={context}")
+    if model.experts % count("expert", expert):
+        fail("expert", expert, f"a divisor of the model's experts={model.experts}")
+    t = tensor // context
+    model.refuse_tensor(t)
+    layers = LayerFormulas(
+        model, microbatch_size=microbatch_size, tensor=t, device=device, cluster=cluster, split=(context, expert)
+    )
     nodes = layers.nodes()
     seconds, layer, kernels = sum(n.seconds for n in nodes), nodes[1], model.layers * sum(LAYER_KERNELS)
     pairs = min(1.0, 3 * model.layers * (layer.selective_seconds or 0.0) / seconds)  # B of scores is twice F
@@ -75,28 +105,44 @@ def transformer_profile(
         sequence_tokens=model.length,
         pair_share=pairs,
         slice_share=min(1.0 - pairs, device.kernel_seconds * kernels / seconds),  # the host starts all anew
-        kv_share=VALUE_BYTES * (4 * layers.wide / tensor + model.length**2 / 2) / layer.stash_bytes,
+        kv_share=VALUE_BYTES * (4 * layers.wide * model.kv_part / t + model.length**2 / 2) / layer.stash_bytes,
         tied=layers.tied,
+        context=context,
+        expert=expert,
     )
 
 
 class LayerFormulas:
     def __init__(
-        self, model: Transformer, *, microbatch_size: int, tensor: int, device: DeviceModel, cluster: Cluster | None
+        self,
+        model: Transformer,
+        *,
+        microbatch_size: int,
+        tensor: int,
+        device: DeviceModel,
+        cluster: Cluster | None,
+        split: tuple[int, int] = (1, 1),
     ) -> None:
         self.model, self.tensor, self.device = model, tensor, device
+        (self.context, self.expert), size = split, tensor * max(split)
         if cluster is None:
-            cluster = Cluster(levels=(Level(name="link", size=tensor, bandwidth=device.link_bandwidth),))
-        if tensor > cluster.num_devices:
-            fail("tensor", tensor, f"at most the {cluster.num_devices} devices of the cluster")
-        self.tokens = count("microbatch_size", microbatch_size) * model.length
+            cluster = Cluster(levels=(Level(name="link", size=size, bandwidth=device.link_bandwidth),))
+        if size > cluster.num_devices:
+            fail("tensor", size, f"at most the {cluster.num_devices} devices of the cluster")
+        self.tokens = count("microbatch_size", microbatch_size) * model.length // self.context
         self.wide = self.tokens * model.hidden  # values in one activation
         self.whole = self.wide / (tensor if model.split == "sequence" else 1)  # where only sequence parallelism divides
         self.scores = 0.0 if model.attention == "flash" else self.tokens * model.heads * model.length / tensor
         self.vocabulary = -(-model.vocabulary // tensor)
         # Groups are T neighbouring devices; where T does not divide a node, the slowest one stands on two.
-        rings = Topology(device.summed(cluster)).rings_of_groups(tensor)
-        self.sum_seconds = max(each.seconds(VALUE_BYTES * self.wide) for each in rings)
+        summing = Topology(device.summed(cluster))
+        self.sum_seconds = max(each.seconds(VALUE_BYTES * self.wide) for each in summing.rings_of_groups(tensor))
+        kv_bytes = 2 * VALUE_BYTES * self.wide * self.context * model.kv_part / tensor
+        gathers = summing.rings_of_groups(self.context, stride=tensor)
+        self.kv_seconds = max(each.seconds(kv_bytes) for each in gathers) / 2 if self.context > 1 else 0.0
+        ways = [summing.exchange(each) for each in summing.groups(self.expert, stride=tensor)]
+        routed = VALUE_BYTES * self.whole * model.top_k
+        self.routed_seconds = max(each.seconds(routed) for each in ways) if self.expert > 1 else 0.0
         self.topology = Topology(device.reached(cluster))
 
     @property
@@ -115,35 +161,56 @@ class LayerFormulas:
         return (embedding, *(replace(layer, name=f"layer{i}") for i in range(self.model.layers)), head)
 
     def _layer(self) -> Node:
-        model, t, mlp = self.model, self.tensor, self.tokens * self.model.mlp_width / self.tensor
-        heads = self.wide / t
+        model, t = self.model, self.tensor
+        routed, mlp = self.wide * model.top_k, self.tokens * model.top_k * model.mlp_width / self.tensor
+        heads, llama, matrices = self.wide / t, model.style == "llama", model.mlp_inputs
         # Each product with its outputs, forward and of I: Q K V, behind the attention, up, down.
-        weights = model.weight_flops(self.tokens) / t / (4 * model.hidden + 2 * model.mlp_width)
-        sizes = (3 * model.hidden, model.hidden, model.mlp_width, model.mlp_width)
-        flops = [weights * size for size in sizes]
-        forward = list(zip(flops, (3 * heads, self.wide, mlp, self.wide), strict=True))
-        inward = list(zip(flops, (self.wide, heads, self.wide, mlp), strict=True))
+        flops = [2.0 * self.tokens * model.hidden / t * width for width in model.product_widths()]
+        inputs, outputs = (
+            (self.wide, heads, routed, mlp),
+            ((1 + 2 * model.kv_part) * heads, self.wide, matrices * mlp, routed),
+        )
+        forward, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
         every_score = self.tokens * model.heads * model.length / t
-        scores = model.score_flops(self.tokens) / t
+        scores, chooser = model.score_flops(self.tokens) / t, []
         again = scores / 2 if model.attention == "flash" else 0.0
-        return self._node(
+        moved, ordered = (20, 24) if llama else (22, 34), 0.0
+        if model.experts > 1:
+            chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
+            ordered = self.whole * model.top_k
+        of_mlp = (6, 10) if llama else (4, 6)
+        reads, writes = (
+            one * self.whole + two * mlp + of_scores * self.scores + 8 * ordered
+            for one, two, of_scores in zip(moved, of_mlp, (13, 19), strict=True)
+        )
+        attention, kept = 4 * (1 + model.kv_part) * heads, (8 if llama else 10) * self.whole
+        kept += attention + (2 * matrices + 2) * mlp + 4 * ordered
+        parameters, casts = model.layer_parameters(t, self.expert), 0.0
+        if model.precision == "fp8":
+            reads, writes = reads + 4 * sum(inputs), writes + 4 * sum(outputs)
+            casts, kept = 2.0 * parameters, kept - self.whole * (1 + model.top_k) - heads - mlp
+        node = self._node(
             "layer",
             (
-                self._seconds([*forward, (scores, every_score)], 22 * self.whole + 4 * mlp + 13 * self.scores, sums=2),
-                self._seconds(
-                    [*inward, (2 * scores + again, every_score)], 34 * self.whole + 6 * mlp + 19 * self.scores, sums=2
-                ),
-                self._seconds(forward, 0),  # split along the tokens, where their own outputs are few
+                self._seconds([(scores, every_score), *chooser], reads, sums=2, weights=forward),
+                self._seconds([(2 * scores + again, every_score), *chooser], writes, sums=2, weights=inward),
+                self._seconds(chooser, 0, weights=forward),  # split along the tokens, where their own outputs are few
             ),
-            parameters=model.layer_parameters(t),
-            stash=10 * self.whole + 8 * self.wide / t + 4 * mlp + 5 * self.scores,
-            selective=(
-                10 * self.whole + 8 * self.wide / t + 4 * mlp,
-                self._seconds([(scores, every_score)], 13 * self.scores),
-            ),
+            parameters=parameters,
+            stash=kept + 5 * self.scores,
+            selective=(kept, self._seconds([(scores, every_score)], 13 * self.scores)),
             # One gradient of GeLU's or softmax's size: the next takes the place of what the product let go of.
-            workspace=max(2 * mlp, 2 * self.scores),
-            output=VALUE_BYTES * self.wide,
+            workspace=max(2 * matrices * mlp, 2 * self.scores),
+            output=VALUE_BYTES * self.wide * self.context,
+        )
+        beside, experts = 2 * self.routed_seconds, model.experts // self.expert * model.expert_parameters(t)
+        return replace(
+            node,
+            forward_seconds=node.forward_seconds + self.kv_seconds + beside,
+            backward_seconds=node.backward_seconds + 2 * self.kv_seconds + beside,
+            input_grad_seconds=node.input_grad_seconds + 2 * self.kv_seconds + beside,
+            buffer_bytes=casts,
+            expert_bytes=VALUE_BYTES * experts if self.expert > 1 else 0.0,
         )
 
     def _embedding(self) -> Node:
@@ -151,10 +218,10 @@ class LayerFormulas:
         return self._node(
             "embedding",
             (self._seconds([], 15 * self.whole, sums=1), 0.0, self._seconds([], 13 * self.whole)),
-            parameters=(self.vocabulary + self.model.length) * self.model.hidden,
+            parameters=(self.vocabulary + self.model.positions) * self.model.hidden,
             stash=self.whole,  # the dropout's mask
             workspace=VALUE_BYTES * self.whole,
-            output=VALUE_BYTES * self.wide,
+            output=VALUE_BYTES * self.wide * self.context,
         )
 
     def _head(self) -> Node:
@@ -167,16 +234,21 @@ class LayerFormulas:
                 self._seconds([(flops, self.wide)], 6 * self.whole + 14 * logits, sums=1),
                 self._seconds([(flops, logits)], 0),
             ),
-            parameters=(self.vocabulary + 2) * self.model.hidden,
+            parameters=self.vocabulary * self.model.hidden + self.model.norm_parameters,
             stash=4 * self.whole + 4 * logits,
             workspace=6 * logits,  # their gradient in float32 and in 16 bits
             output=0.0,
         )
 
-    def _seconds(self, products: Sequence[tuple[float, float]], num_bytes: float, *, sums: int = 0) -> float:
-        """Products (FLOPs and outputs), then memory traffic, then sums over the tensor ranks: nothing overlaps."""
+    def _seconds(self, products: _Products, num_bytes: float, *, sums: int = 0, weights: _Products = ()) -> float:
+        """Products (FLOPs and outputs), those with a layer's `weights` in its precision, then memory traffic, then sums
+        over the tensor ranks: nothing overlaps."""
         return (
-            sum(self.device.matrix_seconds(flops, outputs=outputs) for flops, outputs in products)
+            sum(
+                self.device.matrix_seconds(flops, outputs=outputs, precision=precision)
+                for every, precision in ((products, "16-bit"), (weights, self.model.precision))
+                for flops, outputs in every
+            )
             + self.device.memory_seconds(num_bytes)
             + sums * self.sum_seconds
         )
@@ -221,12 +293,14 @@ class TransformerSource:
     """Profiles of one model on one kind of device, by microbatch and tensor size; each is made once.
 
     Arguments:
-        transformer, device, cluster: as for `transformer_profile`.
+        transformer, device, cluster, context, expert: as for `transformer_profile`.
     """
 
     transformer: Transformer
     device: DeviceModel
     cluster: Cluster | None = None
+    context: int = 1
+    expert: int = 1
     _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
@@ -239,6 +313,8 @@ class TransformerSource:
                 tensor=tensor,
                 device=self.device,
                 cluster=self.cluster,
+                context=self.context,
+                expert=self.expert,
             )
         return self._made[key]
 
@@ -250,8 +326,12 @@ class TransformerSource:
         >>> TransformerSource(transformer=model, device=DeviceModel.preset("A100-80GB"), cluster=cluster).tensor_sizes()
         (1, 2, 3)
         """
-        most = self.transformer.heads if limit is None else count("limit", limit)
+        model, c = self.transformer, self.context
+        if self.expert > 1:
+            raise ValueError(f"plans over expert={self.expert}: expected 1, or evaluate(), which takes plans with it")
+        most = model.heads * c if limit is None else count("limit", limit)
         if self.cluster is not None:
             most = min(most, self.cluster.levels[0].size)
-        sizes = range(1, min(most, self.transformer.heads) + 1)
-        return tuple(t for t in sizes if not self.transformer.heads % t and not self.transformer.mlp_width % t)
+        sizes = range(1, min(most // c, model.heads) + 1)
+        shapes = model.heads, model.mlp_width, model.kv_heads or model.heads
+        return tuple(t * c for t in sizes if not any(shape % t for shape in shapes))

@@ -16,6 +16,8 @@ Split = Literal["tensor", "sequence"]
 Attention = Literal["stored", "flash"]
 Gradients = Literal["16-bit", "float32"]
 Recompute = Literal["none", "layer", "selective"]
+Style = Literal["gpt", "llama"]
+Precision = Literal["16-bit", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,10 @@ class Transformer:
         split: what tensor parallelism divides, see `layers.py`.
         attention: "stored": the scores are written to memory; "flash": they are not.
         gradients: of what type they are added up.
+        style: "llama": no biases, dropout or learned positions; norms without shift, three matrices to an MLP.
+        kv_heads: heads of K and V, which groups of queries share (Ainslie et al. 2023); None: a.
+        experts, top_k: MLPs of a layer, and of these how many a token takes (Jiang et al. 2024), equally many each.
+        precision: of the layers' products with weights; "fp8": their inputs are cast, and kept so.
 
     Raises ValueError for sizes that are no whole numbers of at least 1 or do not divide.
 
@@ -49,16 +55,26 @@ class Transformer:
     split: Split = "tensor"
     attention: Attention = "stored"
     gradients: Gradients = "16-bit"
+    style: Style = "gpt"
+    kv_heads: int | None = None
+    experts: int = 1
+    top_k: int = 1
+    precision: Precision = "16-bit"
 
     def __post_init__(self) -> None:
-        for size in ("layers", "hidden", "heads", "vocabulary", "length"):
+        for size in ("layers", "hidden", "heads", "vocabulary", "length", "experts", "top_k"):
             count(f"transformer: {size}", getattr(self, size))
         if self.hidden % self.heads:
             fail("transformer: hidden", self.hidden, f"a multiple of heads={self.heads}")
+        if self.heads % count("transformer: kv_heads", self.heads if self.kv_heads is None else self.kv_heads):
+            fail("transformer: kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
+        if self.top_k > self.experts:
+            fail("transformer: top_k", self.top_k, f"at most the {self.experts} experts")
         ratio = number("transformer: mlp_ratio", self.mlp_ratio, positive=True)
         if self.mlp_width < 1 or abs(ratio * self.hidden - self.mlp_width) > 1e-6 * self.hidden:
             fail("transformer: mlp_ratio", self.mlp_ratio, f"a multiple of 1/{self.hidden} (the MLP's width is whole)")
-        for name, choices in (("head", Head), ("split", Split), ("attention", Attention), ("gradients", Gradients)):
+        every = {"head": Head, "split": Split, "attention": Attention, "gradients": Gradients}
+        for name, choices in (every | {"style": Style, "precision": Precision}).items():
             if getattr(self, name) not in get_args(choices):
                 fail(f"transformer: {name}", getattr(self, name), f"one of {', '.join(get_args(choices))}")
 
@@ -68,10 +84,29 @@ class Transformer:
         return round(self.mlp_ratio * self.hidden)
 
     @property
+    def kv_part(self) -> float:
+        """Width of K, and of V, over h."""
+        return (self.kv_heads or self.heads) / self.heads
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Matrices that an MLP begins with."""
+        return 2 if self.style == "llama" else 1
+
+    @property
+    def positions(self) -> int:
+        """Of positions that are learned."""
+        return self.length if self.style == "gpt" else 0
+
+    @property
+    def norm_parameters(self) -> int:
+        return (2 if self.style == "gpt" else 1) * self.hidden
+
+    @property
     def num_parameters(self) -> int:
-        """Parameters, tied weights once: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)) + 2h for r = 4."""
-        embeddings = (self.vocabulary * (2 if self.head == "untied" else 1) + self.length) * self.hidden
-        return embeddings + self.layers * self.layer_parameters(1) + 2 * self.hidden
+        """Parameters, tied weights once: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)) + 2h for r = 4 of a GPT."""
+        embeddings = (self.vocabulary * (2 if self.head == "untied" else 1) + self.positions) * self.hidden
+        return embeddings + self.layers * self.layer_parameters(1) + self.norm_parameters
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -121,18 +156,33 @@ class Transformer:
 
     def refuse_tensor(self, tensor: int) -> None:
         """ValueError for a tensor size that does not divide the heads and the MLP."""
-        for name, size in (("heads", self.heads), ("mlp_width", self.mlp_width)):
+        sizes = {"heads": self.heads, "mlp_width": self.mlp_width, "kv_heads": self.kv_heads or self.heads}
+        for name, size in sizes.items():
             if size % count("tensor", tensor):
                 fail("tensor", tensor, f"a divisor of {name}={size}")
 
-    def layer_parameters(self, tensor: int) -> int:
-        """Parameters of a layer on one device: matrices and their columns' biases are divided, 6h others are not."""
-        h = self.hidden
-        return (4 * h * h + 2 * self.mlp_width * h + 3 * h + self.mlp_width) // tensor + 6 * h
+    def expert_parameters(self, tensor: int) -> int:
+        """Parameters of one MLP on one device: matrices and their columns' biases are divided, h others are not."""
+        biases, h = self.style == "gpt", self.hidden
+        return ((self.mlp_inputs + 1) * h + biases) * self.mlp_width // tensor + biases * h
+
+    def layer_parameters(self, tensor: int, expert: int = 1) -> int:
+        """Parameters of a layer on one device, with its share of the experts, and with what chooses among them."""
+        biases, h, kv = self.style == "gpt", self.hidden, round(self.kv_part * self.hidden)
+        attention = ((2 * h + 2 * kv) * h + biases * (h + 2 * kv)) // tensor + biases * h
+        chooser = h * self.experts if self.experts > 1 else 0
+        mlps = self.experts // expert * self.expert_parameters(tensor)
+        return attention + mlps + chooser + 2 * self.norm_parameters
+
+    def product_widths(self) -> tuple[float, float, float, float]:
+        """Columns, over all experts of a token, of Q K V, behind the attention, of the MLP's up and down."""
+        mlp = self.top_k * self.mlp_width
+        return (1 + 2 * self.kv_part) * self.hidden, self.hidden, self.mlp_inputs * mlp, mlp
 
     def weight_flops(self, tokens: int) -> float:
-        """FLOP of one layer's forward with its weights: 24 n h^2 for r = 4."""
-        return 2.0 * tokens * (4 * self.hidden + 2 * self.mlp_width) * self.hidden
+        """FLOP of one layer's forward with its weights: 24 n h^2 for r = 4 of a GPT."""
+        chooser = self.experts if self.experts > 1 else 0
+        return 2.0 * tokens * (sum(self.product_widths()) + chooser) * self.hidden
 
     def score_flops(self, tokens: int) -> float:
         """Q K^T and its product with V, not causal: what the kernels of 2021 computed, and what papers count [FLOP]."""

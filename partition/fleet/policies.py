@@ -190,11 +190,8 @@ class Shares:
         return None if found is None else found.reshape(self.rates.shape)
 
     def _solve(self, objective: Floats, *, least: tuple[Floats, Floats | float], extra: int = 0) -> Floats | None:
-        """The program's variables; None: no shares have rate >= least[0] z + least[1].
-
-        Arguments:
-            extra: 1: z is a variable behind the shares.
-        """
+        """The program's variables; None: no shares have rate >= least[0] z + least[1]. `extra`: 1: z is a variable
+        behind the shares."""
         jobs, kinds = self.rates.shape
         size = jobs * kinds
         rows = np.zeros((jobs + kinds + jobs, size + extra))

@@ -64,11 +64,9 @@ class PriceTrace:
 
     @classmethod
     def parse(cls, text: str, *, source: str = "trace") -> PriceTrace:
-        """Read CSV: seconds, kind, price a device and hour; an empty price: not to be had from then on. A row of a
-        kind "end" ends it.
-
-        Raises ValueError, with source and line, for times out of order, negative prices and whatever is no number.
-        """
+        """Read CSV: seconds, kind, price a device and hour; an empty price: not to be had from then on. A row of a kind
+        "end" ends it. Raises ValueError, with source and line, for times out of order, negative prices and whatever is
+        no number."""
         rows = list(csv.reader(io.StringIO(text)))
         if not rows or tuple(map(str.strip, rows[0])) != _HEADER:
             raise ValueError(f"{source}, line 1: {rows[:1]!r:.60}: expected {','.join(_HEADER)}")
@@ -211,9 +209,7 @@ def cheapest(
     plans: Sequence[PricedPlan], trace: PriceTrace, samples: float, charges: Charges, deadline: float | None = None
 ) -> PricedRun:
     """The least money by which the samples are made by the deadline, knowing the trace; never dearer than one plan.
-
-    Raises ValueError where no plans make them in time.
-    """
+    Raises ValueError where no plans make them in time."""
     candidates = [replay([plan] * len(trace.lengths), trace, samples, charges, deadline) for plan in plans]
     found = _solve(plans, trace, samples, charges, deadline)
     if found is not None:

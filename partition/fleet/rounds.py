@@ -61,13 +61,8 @@ def run_fleet(
     restart_seconds: float = 0.0,
     is_agnostic: bool = False,
 ) -> FleetRun:
-    """Run all jobs to their end.
-
-    Arguments:
-        is_agnostic: the policy takes all kinds of devices for alike, as schedulers do that know one speed a job.
-
-    Raises ValueError for an empty fleet, and for a restart as long as a round.
-    """
+    """Run all jobs to their end. `is_agnostic`: the policy takes all kinds of devices for alike, as schedulers do that
+    know one speed a job. Raises ValueError for an empty fleet, and for a restart as long as a round."""
     if not jobs:
         raise ValueError("a fleet without jobs: expected at least one")
     if policy == "deadline" and all(job.deadline is None for job in jobs):

@@ -56,11 +56,9 @@ def check_batch_dims(
 
 
 def with_dims(arguments: Arguments, batch_dims: BatchDims, names: Sequence[str]) -> Arguments:
-    """The arguments with the batch where `batch_dims` says; dimension 0, or none without dimensions, by default.
-
-    Keys are the name of an argument or its position; a name with a path, as in "states['x']" or "pair[0]", is of a
-    tensor in it, and goes first. ValueError for a dimension that a tensor does not have.
-    """
+    """The arguments with the batch where `batch_dims` says; dimension 0, or none without dimensions, by default. Keys
+    are the name of an argument or its position; a name with a path, as in "states['x']" or "pair[0]", is of a tensor in
+    it, and goes first. ValueError for a dimension that a tensor does not have."""
     dims = list(arguments.dims)
     for i, (path, x) in enumerate(zip(arguments.form.paths, arguments.tensors, strict=True)):
         for key in keys_of(path, names):

@@ -17,12 +17,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .cut import cut_evenly, forbid, starts_at
 from .fakes import on_fakes
 from .fingerprint import module_form
-from .forms import Arguments, Form, FormError
+from .forms import Arguments, Form, FormError, tensors_in
 from .made_up import call_for_shapes
 from .memory import Operations, written
 from .modes import hook_tables
@@ -151,10 +150,8 @@ def given_stages(
 
 
 def given_units(stage: nn.Module) -> dict[str, nn.Module]:
-    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under "".
-
-    An nn.Sequential with hooks of its own is run whole, since they stand around all of it.
-    """
+    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under "". An nn.Sequential
+    with hooks of its own is run whole, since they stand around all of it."""
     is_opened = type(stage) is nn.Sequential and "forward" not in vars(stage) and not any(hook_tables(stage))
     children = stage._modules if is_opened else {}  # a subclass may have its own forward
     return {name: child for name, child in children.items() if child is not None} or {"": stage}
@@ -178,12 +175,8 @@ def _chain_cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChainPiece:
-    """Units of a chain that stand on one stage.
-
-    Arguments:
-        first: the number of the first of them in the whole model.
-        spread: whether a tuple is passed on as several arguments (stages of the user's own) or as one (nn.Sequential).
-    """
+    """Units of a chain that stand on one stage. `first`: the number of the first of them in the whole model. `spread`:
+    whether a tuple is passed on as several arguments (stages of the user's own) or as one (nn.Sequential)."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
@@ -370,7 +363,7 @@ class _Watch:
 
     def takes(self, value: object) -> None:
         """The unit under way works on the tensors in a value, or returns them."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             maker = self._maker.get(id(tensor), self.unit)
             if maker != self.unit:
                 what = f"a tensor of shape {tuple(tensor.shape)}"
@@ -379,13 +372,13 @@ class _Watch:
     def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         changed = list(written(function, args, kwargs))
         changed_ids = set(map(id, changed))  # whom a counter's value concerns reads it
-        self.takes([tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in changed_ids])
+        self.takes([tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in changed_ids])
         result = function(*args, **kwargs)
         self._makes((result, changed))
         return result
 
     def _makes(self, value: object) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self._maker.setdefault(id(tensor), self.unit)
             self._kept.append(tensor)
 
@@ -398,7 +391,3 @@ def _numbers(unit: nn.Module) -> dict[tuple[int, str], object]:
         for name, value in vars(part).items()
         if isinstance(value, bool | int | float | str)
     }
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -29,10 +29,8 @@ def original_of(fake: torch.Tensor) -> torch.Tensor | None:
 
 @contextmanager
 def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
-    """Within a fake mode: fake tensors stand in for every parameter and buffer.
-
-    Yields a set that holds, afterwards, the ids of the real tensors that the forward would have written to.
-    """
+    """Within a fake mode: fake tensors stand in for every parameter and buffer. Yields a set that holds, afterwards,
+    the ids of the real tensors that the forward would have written to."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (table, name, value)
         for part in module.modules()
@@ -129,10 +127,8 @@ def strict_fake_mode() -> FakeTensorMode:
 def on_fakes(
     model: nn.Module, example: Arguments, *, device: torch.device, training: bool
 ) -> Iterator[tuple[Arguments, set[type], Places]]:
-    """Within, the model may be called, with arguments like those of the example, in training with a graph.
-
-    Gives these arguments, the classes of what the model reaches, and, at the end, where it left tensors.
-    """
+    """Within, the model may be called, with arguments like those of the example, in training with a graph. Gives these
+    arguments, the classes of what the model reaches, and, at the end, where it left tensors."""
     with ExitStack() as stack:
         kept = stack.enter_context(untouched(model, device=device))
         left: Places = []

@@ -65,12 +65,9 @@ def value_form(value: object) -> object:
 
 
 def lasting_digest(*values: object) -> str:
-    """Digest of what these compute, the same in each process of the same command.
-
-    Structure, plain values, forms of tensors, and the code around them: the content of all files of the user's that
-    are loaded, the arguments of the user's own command, and versions of libraries. Raises ValueError where code stands
-    in no file.
-    """
+    """Digest of what these compute, the same in each process of the same command. Structure, plain values, forms of
+    tensors, and the code around them: the content of all files of the user's that are loaded, the arguments of the
+    user's own command, and versions of libraries. Raises ValueError where code stands in no file."""
     found = hashlib.sha256()
     arguments = [] if _is_installed_command() else sys.argv  # which a run's name may stand in
     for word in (*arguments, *_users_files(), *_words(values, {})):

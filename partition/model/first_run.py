@@ -27,9 +27,7 @@ def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
 
 def first_run(piece: StageUnits, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:
     """Run a stage that nothing is known of: the stage, complete, its outputs, and the inputs that it changes in place.
-
-    The arguments keep their values. OutputError for outputs that are no tensors, and whatever the module raises.
-    """
+    The arguments keep their values. OutputError for outputs that are no tensors, and whatever the module raises."""
     module, inputs = linked
     value, changed = run_and_watch(module, arguments)
     form: Form | None = None

@@ -140,10 +140,8 @@ class Arguments:
 
     @classmethod
     def of(cls, args: Sequence[object], kwargs: Mapping[str, object] = _NOTHING) -> Arguments:
-        """From positional arguments and keywords, with the batch in dimension 0 of each tensor that has one.
-
-        Raises ValueError with the name of what is neither tensor nor constant.
-        """
+        """From positional arguments and keywords, with the batch in dimension 0 of each tensor that has one. Raises
+        ValueError with the name of what is neither tensor nor constant."""
         try:
             form, tensors = Form.of((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
         except FormError as error:
@@ -199,11 +197,9 @@ def _instead(leaf: object) -> str:
 
 
 def cut_tensor(x: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
-    """Parts of a tensor along its dimension of the batch, whose sizes differ by at most one.
-
-    They are contiguous where the batch stands first in a contiguous tensor: elsewhere copies are made, so that a
-    microbatch has the strides that shape inference gave it.
-    """
+    """Parts of a tensor along its dimension of the batch, whose sizes differ by at most one. They are contiguous where
+    the batch stands first in a contiguous tensor: elsewhere copies are made, so that a microbatch has the strides that
+    shape inference gave it."""
     parts = torch.tensor_split(x, num_parts, dim=dim)
     return list(parts) if dim == 0 or x.is_meta else [part.contiguous() for part in parts]
 
@@ -213,10 +209,13 @@ def copied(value: object) -> object:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
+def tensors_in(*values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def counted_changes(value: object) -> list[int]:
     """By tensor of a nested value, how often it was changed in place so far; those of inference mode do not count."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
 def argument_name(path: Sequence[str]) -> str:

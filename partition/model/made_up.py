@@ -49,14 +49,9 @@ def call_for_shapes(
     *,
     call: Callable[..., Any] | None = None,
 ) -> Any:
-    """Value of `module(*args, **kwargs)`; on fake tensors that is a matter of shapes.
-
-    Within a fake mode, with stand-ins in the module, code that reads values runs again, on made-up ones. What it then
-    returns, changes in place and assigns as buffers are fakes as well.
-
-    Arguments:
-        call: made in the place of the module.
-    """
+    """Value of `module(*args, **kwargs)`; on fake tensors that is a matter of shapes. Within a fake mode, with
+    stand-ins in the module, code that reads values runs again, on made-up ones. What it then returns, changes in place
+    and assigns as buffers are fakes as well. `call`: made in the place of the module."""
     run, named = call or module, dict(kwargs or {})
     if detect_fake_mode((args, named)) is None:
         return run(*args, **named)
@@ -92,10 +87,8 @@ def call_for_shapes(
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A function that gives sizes which follow from values: in the place of fake tensors it takes made-up ones.
-
-    No made-up lengths fit each other as ctc_loss expects: the place of its result takes one of that shape and history.
-    """
+    """A function that gives sizes which follow from values: in the place of fake tensors it takes made-up ones. No
+    made-up lengths fit each other as ctc_loss expects: the place of its result takes one of that shape and history."""
 
     function: Callable[..., Any]
 

@@ -10,11 +10,8 @@ MODEL = "model"  # loss_fn="model"
 
 
 def own_loss(output: object) -> object:
-    """The loss in a model's output; ValueError where there is none.
-
-    It is the output itself, a tensor without dimensions; its `loss`, as an attribute or a key; or the first of a tuple
-    or list.
-    """
+    """The loss in a model's output; ValueError where there is none. It is the output itself, a tensor without
+    dimensions; its `loss`, as an attribute or a key; or the first of a tuple or list."""
     loss: object = None
     if isinstance(output, torch.Tensor):
         loss = output

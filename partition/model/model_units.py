@@ -38,10 +38,8 @@ def model_units(
     device: torch.device | None = None,
 ) -> ModelUnits:
     """The children of an nn.Sequential; of any other module, its own modules with the code between them recorded.
-
     Raises ValueError, with the user's source line, for a model that cannot be recorded, for arguments that it does not
-    take, and for an empty nn.Sequential.
-    """
+    take, and for an empty nn.Sequential."""
     run_on = device if device is not None else example.tensors[0].device
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)
@@ -68,10 +66,8 @@ def _refuse_arguments(model: nn.Module, example: Arguments) -> None:
 
 
 class RecordedUnits:
-    """Modules of a model as it stands (its training flags decide), and runs of the code between them.
-
-    Raises RecordingError, with the user's source line, for a model whose code between its units cannot be recorded.
-    """
+    """Modules of a model as it stands (its training flags decide), and runs of the code between them. Raises
+    RecordingError, with the user's source line, for a model whose code between its units cannot be recorded."""
 
     def __init__(
         self,

@@ -120,10 +120,8 @@ class SplitBackward:
 
     @contextmanager
     def backward(self, aside: WeightGradients | None) -> Iterator[None]:
-        """Within: the backward of such a forward puts gradients of weights aside (I); None: it is whole.
-
-        A part of the forward that runs again in it, under torch.utils.checkpoint, does as it did before.
-        """
+        """Within: the backward of such a forward puts gradients of weights aside (I); None: it is whole. A part of the
+        forward that runs again in it, under torch.utils.checkpoint, does as it did before."""
         before, self._aside = self._aside, aside
         try:
             with self._mode:
@@ -133,11 +131,8 @@ class SplitBackward:
             self._casts.clear()
 
     def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> Callable[..., None] | None:
-        """`WeightGradients.put`, if the gradient of a weight is to be put aside now.
-
-        Arguments:
-            ctx: of the operation that takes it, as tensor input `number`.
-        """
+        """`WeightGradients.put`, if the gradient of a weight is to be put aside now. `ctx`: of the operation that takes
+        it, as tensor input `number`."""
         aside = self._aside
         if aside is None or not isinstance(weight, torch.nn.Parameter) or torch.is_grad_enabled():
             return None  # other leaves are inputs of the stage

@@ -49,9 +49,7 @@ class Agree(Protocol):
 
     def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
         """Whether processes differ as they are, and not in their canonical form, which all of them take then.
-
-        Collective over the processes while a pipeline is built; behind that, as it was there in the same mode.
-        """
+        Collective over the processes while a pipeline is built; behind that, as it was there in the same mode."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,8 @@ _OURS = __name__.partition(".")[0]
 @contextmanager
 def untouched(*roots: object, device: torch.device | None, buffers: bool = True) -> Iterator[StateSnapshot]:
     """Within: these modules and functions may run; afterwards they, and the random generators, are as they were.
-
-    Arguments:
-        device: of the run, whose generator counts beside the CPU's; None: all in use.
-        buffers: whether their values are kept; not needed where others stand in for them.
-    """
+    `device`: of the run, whose generator counts beside the CPU's; None: all in use. `buffers`: whether their values are
+    kept; not needed where others stand in for them."""
     kept = StateSnapshot(roots, device=device, buffers=buffers)
     try:
         yield kept

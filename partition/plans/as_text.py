@@ -19,10 +19,8 @@ ENDS = 8
 
 
 def explain(plan: PlanRecord) -> str:
-    """The choice, a table of the stages, memory by rank, the runners-up with what each loses, then the notes.
-
-    Of more than MAX_ROWS rows the first and last ENDS; `Plan.to_json` has all.
-    """
+    """The choice, a table of the stages, memory by rank, the runners-up with what each loses, then the notes. Of more
+    than MAX_ROWS rows the first and last ENDS; `Plan.to_json` has all."""
     chosen = [note.removeprefix(CHOSEN) for note in plan.notes if note.startswith(CHOSEN)]
     slowest = "slowest rank" if plan.num_chunks > 1 else "slowest stage"
     lines = [

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...schedules.ir import Schedule
-from ...schedules.shown import Displayable
 from ...schedules.timing.costs import Costs
-from ...schedules.timing.links import AllReduce, Link, Links, PlaceNetwork
+from ...schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
-from ...schedules.wording import count, duration
+from ...schedules.wording import Displayable, count, duration
 from ..memory import MemoryUse
 from ..stage_cost import message_overheads
 from ..strict import Fields, number, parse_object, read_text
@@ -114,10 +113,13 @@ def _links_as_json(links: Links) -> dict[str, object]:
     assert isinstance(links.network, PlaceNetwork)
     routes = [
         {"places": pair, "latency": way.latency, "seconds_per_byte": way.seconds_per_byte}
+        | ({"on_card": True} if way.sending else {})
+        | ({"blocks": True} if way.blocks else {})
         for pair, way in links.network.routes.items()
     ]
     sums = [{"stage": each.stage, "seconds": each.seconds, "gather": each.gather} for each in links.sums]
-    return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums}
+    cards = {"cards": links.network.cards} if links.network.cards else {}
+    return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums, **cards}
 
 
 def _links(record: Fields | None, *, num_places: int) -> Links | None:
@@ -127,7 +129,12 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
     routes: dict[tuple[int, int], Link] = {}
     for route in record.objects("routes"):
         first, second = route.whole_numbers("places", least=0, length=2)
-        routes[first, second] = Link(latency=route.number("latency"), seconds_per_byte=route.number("seconds_per_byte"))
+        routes[first, second] = Link(
+            latency=route.number("latency"),
+            seconds_per_byte=route.number("seconds_per_byte"),
+            sending=ON_CARD if route.truth("on_card", default=False) else None,
+            blocks=route.truth("blocks", default=False),
+        )
         route.done()
     sums = []
     for each in record.objects("sums"):
@@ -135,9 +142,14 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
         sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None))
         each.done()
     sizes = record.items("activation_bytes")
+    cards = [Fields({"cards": own}, where=record.where) for own in record.items("cards", default=[])]
     record.done()
     return Links(
-        network=PlaceNetwork(places=tuple((p,) for p in range(num_places)), routes=routes),
+        network=PlaceNetwork(
+            places=tuple((p,) for p in range(num_places)),
+            routes=routes,
+            cards=tuple(each.whole_numbers("cards", least=0) for each in cards),
+        ),
         activation_bytes=tuple(number(f"{record.at('activation_bytes')}[{i}]", size) for i, size in enumerate(sizes)),
         sums=tuple(sums),
     )

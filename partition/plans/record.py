@@ -280,15 +280,13 @@ class PlanRecord:
         if lacking:
             raise ValueError(f"no route between the places {min(lacking)}: expected one in the network of the links")
         for each in self.links.sums:
-            if not 0 <= each.stage < len(self.stages) or self.stages[each.stage].replicas == 1:
+            if not 0 <= each.stage < len(self.stages) or len(self.stages[each.stage].ranks) == 1:
                 raise ValueError(f"a sum of {each.seconds} s of stage {each.stage}: expected a stage with replicas")
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """[S] place of each stage: the stage of the first chunk that stands on the same ranks.
-
-        ValueError for a schedule that no plans are made for.
-        """
+        """[S] place of each stage: the stage of the first chunk that stands on the same ranks. ValueError for a
+        schedule that no plans are made for."""
         return positions_of(self.schedule, num_stages=len(self.stages), num_chunks=self.num_chunks)
 
     @property
@@ -298,11 +296,9 @@ class PlanRecord:
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """By rank of `schedule_of`, the plan's ranks that run it together: T in a row, from a multiple of T on.
-
-        Where stages have tensor sizes of their own, the groups of the stages in a row, and each idle rank alone. Fewer
-        than T at the end of a plan of one size are in none. ValueError for ranks of a group that are not in a row.
-        """
+        """By rank of `schedule_of`, the plan's ranks that run it together: T in a row, from a multiple of T on. Where
+        stages have tensor sizes of their own, the groups of the stages in a row, and each idle rank alone. Fewer than T
+        at the end of a plan of one size are in none. ValueError for ranks of a group that are not in a row."""
         size, is_even = self.tensor, len({stage.tensor for stage in self.stages}) == 1
         rows = [
             stage.ranks[begin : begin + stage.tensor]

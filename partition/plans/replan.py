@@ -67,10 +67,8 @@ class Replanner:
         return [peak_held(program, held) for program in self._own.programs]
 
     def find(self, sizes: Sequence[Size]) -> FoundOrder:
-        """The order for microbatches of these sizes, as a schedule on the plan's ranks.
-
-        Raises MemoryLimitError (a ValueError) for a microbatch that no device has room for.
-        """
+        """The order for microbatches of these sizes, as a schedule on the plan's ranks. Raises MemoryLimitError (a
+        ValueError) for a microbatch that no device has room for."""
         costs = Costs(
             forward=self._by_law("forward", sizes),
             input_grad=self._by_law("input_grad", sizes),

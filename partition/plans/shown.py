@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatches: int | None = None) -> Exhibit:
     """Its own schedule, simulated with its own costs and links; of a plan that keeps none over free ones, with a note.
-
-    Raises ValueError as `schedule_of` does.
-    """
+    Raises ValueError as `schedule_of` does."""
     from ...viz.exhibit import Exhibit
 
     timeline, costs, links = simulated(plan, num_microbatches=num_microbatches)

@@ -65,11 +65,9 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
 
 
 def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSamples | None:
-    """Steps of the plan with durations that vary as they did in its profile, which knows of single actions alone.
-
-    Fewer steps of larger batches: 200 of up to 10,000 actions, 19 of MOST_SAMPLED (105,263), so that 2 million actions
-    are simulated at most. None for larger ones, and where the profile says nothing of that.
-    """
+    """Steps of the plan with durations that vary as they did in its profile, which knows of single actions alone. Fewer
+    steps of larger batches: 200 of up to 10,000 actions, 19 of MOST_SAMPLED (105,263), so that 2 million actions are
+    simulated at most. None for larger ones, and where the profile says nothing of that."""
     microbatches = (num_microbatches or plan.num_microbatches or 0) * (len(plan.slice_lengths) or 1)
     if not any(stage.spread for stage in plan.stages) or 2 * len(plan.stages) * microbatches > MOST_SAMPLED:
         return None
@@ -103,13 +101,9 @@ def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule
 
 def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
     """The plan with what its own steps took, simulated again; a note says how far the prediction was off, and where.
-
-    Bottlenecks, runners-up and bounds, which were not measured, are corrected by the ratio of the steps.
-
-    Arguments:
-        steps: measured ones of the plan's own schedule.
-        known: costs that the same run measured itself: what goes on between actions, and whether there is a norm.
-    """
+    Bottlenecks, runners-up and bounds, which were not measured, are corrected by the ratio of the steps. `steps`:
+    measured ones of the plan's own schedule. `known`: costs that the same run measured itself: what goes on between
+    actions, and whether there is a norm."""
     predicted, _, on_ranks = simulated(plan)
     seen = measured_inputs(steps, known, planned=plan.costs)
     if not all(seconds for each, seconds in seen.items() if each.kind == "overhead"):

@@ -90,11 +90,8 @@ def at_size(profiles: Mapping[int, Profile], samples: int) -> Profile:
 
 def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[dict[str, Law]]:
     """[S] of a plan that was made with `planned_for` these profiles, each by the size of a microbatch: "forward",
-    "input_grad" and "weight_grad" [s], and "held", bytes kept from F to W.
-
-    What the plan says of a stage holds at the middle size (seconds) and at the largest (bytes); profiles say how it
-    changes with the size.
-    """
+    "input_grad" and "weight_grad" [s], and "held", bytes kept from F to W. What the plan says of a stage holds at the
+    middle size (seconds) and at the largest (bytes); profiles say how it changes with the size."""
     ordered = ascending(profiles)
     middle, largest = ordered[len(ordered) // 2], ordered[-1]
     found = []

@@ -16,17 +16,10 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Schedule:
-    """The plan's schedule; ranks that it leaves idle have an empty program.
-
-    A rank of the schedule is a rank of the plan, or, of a plan that splits tensors, a group of its ranks that run it
-    together (`tensor_groups`).
-
-    Arguments:
-        num_microbatches: M of the whole batch, where the plan leaves it open.
-
-    Raises ValueError where M is missing or contradicts the plan, for replicas that the schedule does not know, and for
-    groups that are not in a row.
-    """
+    """The plan's schedule; ranks that it leaves idle have an empty program. A rank of the schedule is a rank of the
+    plan, or, of a plan that splits tensors, a group of its ranks that run it together (`tensor_groups`).
+    `num_microbatches`: M of the whole batch, where the plan leaves it open. Raises ValueError where M is missing or
+    contradicts the plan, for replicas that the schedule does not know, and for groups that are not in a row."""
     wanted = plan.num_microbatches
     if wanted is None:
         wanted = num_microbatches
@@ -52,10 +45,8 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
 
 
 def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
-    """The schedule of one of a plan's equal replicas, its share of the microbatches, on ranks 0 to P - 1.
-
-    Raises ValueError for replicas that are not equal, or do not divide M; ScheduleError for an order that is none.
-    """
+    """The schedule of one of a plan's equal replicas, its share of the microbatches, on ranks 0 to P - 1. Raises
+    ValueError for replicas that are not equal, or do not divide M; ScheduleError for an order that is none."""
     width = len(plan.stages) // plan.num_chunks
     each = plan.stages[0].replicas
     if any(count != each for count in plan.replicas):

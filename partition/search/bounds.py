@@ -8,7 +8,8 @@ nodes that it runs (one stage or V of them):
 Over all ranks that is a mean. The same with the updates behind the work, where nothing of them can run beside it: with
 one stage a rank the sums of gradients as well, with several the optimizer's steps, and of sums the share for which they
 keep the rank busy, since those of the last stages go beside backwards of the first. Where backwards are split, what
-comes behind may be weight gradients, and the way back counts nothing.
+comes behind may be weight gradients, and the way back counts nothing. Nodes are whole, so some rank has more than the
+mean: of any k P + 1 nodes k + 1 are on one (`_fullest`).
 
 With whole backwards, no stage saves by being small what others gain by it. Of stage s and those behind it on its rank,
 none begins before a microbatch has come through the stages in front, and its gradient must go back through them:
@@ -21,6 +22,7 @@ W / (1 - (1 - 1/m)^P), where each rank has 1 - 1/m of the work of the rank in fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,6 +44,7 @@ class _Nodes:
     Arguments:
         sizes: [n] nodes in each cut, ascending.
         forward, both: [n] the least F, and F + B, of any cut with as many nodes as that or more [s].
+        seconds: of each node, F + B.
         update, parameters: of each node, seconds of its update, and bytes; what several share is updated once, and has
             no bytes.
     """
@@ -49,6 +52,7 @@ class _Nodes:
     sizes: Floats
     forward: Floats
     both: Floats
+    seconds: Floats
     update: Floats
     parameters: Floats
 
@@ -91,9 +95,9 @@ class LeastSeconds:
         nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
         around = 2 * model.profile.action_seconds
         total = m * model.seconds / speed + messages
-        stages = np.arange(c.pipeline)
+        stages, of_nodes = np.arange(c.pipeline), m * nodes.seconds / speed
         if family(c.schedule).rule.is_asynchronous:
-            return total / c.pipeline + own
+            return max(total / c.pipeline, _fullest(of_nodes, c.pipeline)) + own
         head = np.searchsorted(nodes.sizes, stages)
         speed_ahead = speed / c.least_slice
         there = own + nodes.forward[head] / speed_ahead + stages * around / 2
@@ -106,14 +110,37 @@ class LeastSeconds:
             return max(
                 least, total + float(_updates(whole.update / speed, whole.weights, c.data, rounds)[0] + there[0])
             )
-        updates = float(_updates(nodes.update / speed, nodes.parameters, c.data, rounds).sum())
-        return max(least, (total + updates + float(there.sum())) / c.pipeline)
+        updates = _updates(nodes.update / speed, nodes.parameters, c.data, rounds)
+        fullest = _fullest(of_nodes + updates[: len(of_nodes)], c.pipeline) + float(there[0])
+        return max(least, fullest, (total + float(updates.sum()) + float(there.sum())) / c.pipeline)
 
     def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
-        """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s]."""
+        """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s].
+
+        A stage of F + B u behind h seconds of others has m u / (T - h) replicas or more. Where its weights leave room
+        for no more than u = d, these are at least m times the integral of 1 / (T - max(0, h - d)) over all work.
+        """
         devices, known, seconds = self.topology.num_devices, family(schedule), model.seconds / self.topology.fastest
-        one = 0.0 if known.rule.is_asynchronous or known.splits_backward else seconds  # through all stages and back
-        return max(one, num_microbatches * seconds / devices) + self.beside(schedule, model)
+        least, beside = num_microbatches * seconds / devices, self.beside(schedule, model)
+        if known.rule.is_asynchronous or known.splits_backward or seconds <= 0:
+            return least + beside
+        most = self._most_work(model) / self.topology.fastest
+        low = max(seconds, least)  # through all stages and back
+        high = 2 * (low + least)
+        while high - low > 1e-6 * high:
+            middle = (low + high) / 2
+            needed = most / middle + math.log(middle / (middle - seconds + most))
+            low, high = (middle, high) if num_microbatches * needed > devices else (low, middle)
+        return low + beside
+
+    def _most_work(self, model: Model) -> float:
+        """F + B of any stage whose weights fit a device, at most [s]."""
+        if self.topology.largest_memory == math.inf:
+            return model.seconds
+        rules, (first, last) = model.rules, np.nonzero(model.cuts.inside)
+        copies = 2 + min(rules.optimizer_ratio, 1.0 if "full" in rules.sharding else math.inf)
+        fits = model.cuts.weights(first, last) * copies <= self.topology.largest_memory
+        return float((model.cuts.seconds[last] - model.cuts.seconds[first])[fits].max(initial=0.0))
 
     def beside(self, schedule: str, model: Model) -> float:
         return model.profile.around_seconds + (0.0 if family(schedule).rule.is_asynchronous else self.norm)
@@ -158,6 +185,17 @@ def _updates(update: Floats, parameters: Floats, data: int, rounds: tuple[float,
     return np.asarray(np.minimum(update + parameters * whole, update / data + parameters * parts), dtype=np.float64)
 
 
+def _fullest(nodes: Floats, num_ranks: int) -> float:
+    """The most that one of the ranks has of these nodes, at least.
+
+    >>> float(_fullest(np.array([2.0, 2.0, 2.0, 1.0]), 3))
+    3.0
+    """
+    sums = np.cumsum([0.0, *-np.sort(-nodes)])
+    k = np.arange((len(nodes) - 1) // num_ranks + 1)
+    return float((sums[k * num_ranks + 1] - sums[k * num_ranks - k]).max())
+
+
 def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: float) -> float:
     """Times that F + B of a microbatch go into the least seconds of a batch, whatever part of them each stage has.
 
@@ -192,6 +230,7 @@ def _nodes(model: Model) -> _Nodes:
         sizes=sizes,
         forward=forward,
         both=both,
+        seconds=np.array([node.seconds for node in model.profile.nodes]),
         update=np.array([*np.maximum(update, 0.0), *once]),
         parameters=np.array([*np.maximum(parameters, 0.0), *(0.0 for _ in once)]),
     )

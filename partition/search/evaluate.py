@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from ..recompute import one_from_each, with_hosts
 from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
 from .model import Model
-from .paces import least_step, rank_paces
+from .paces import least_step, place, rank_paces
 from .simulated import (
     BuiltSchedules,
     by_place,
@@ -106,7 +105,7 @@ class Evaluated:
     @property
     def links(self) -> Links:
         c = self.configuration
-        links = self.seconds.links(self.sums.behind, self.placement.outward, positions=c.positions)
+        links = self.seconds.links(self.sums.behind, self.placement, positions=c.positions)
         return replace(links, index_factors=c.parts or None)
 
 
@@ -389,7 +388,8 @@ class PlanEvaluator:
             return simulated_batch(c, costs, evaluated.links, self.schedules, num_microbatches, leaving=leaving)
 
         costs, leaving = evaluated.costs, evaluated.leaving
-        long = long_batch(batch, c, m) if c.is_equal and not leaving else None
+        alike = c.is_equal and not leaving and not evaluated.placement.cards
+        long = long_batch(batch, c, m) if alike else None
         if long is None:
             whole = batch(m)
             memories = self._as_simulated(evaluated, whole) if leaving else evaluated.memories
@@ -410,26 +410,9 @@ class PlanEvaluator:
 
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
-        key, positions = (c.pipeline, c.data, c.tensors, c.positions, c.ranks), c.positions
+        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks)
         if key not in self._placements:
-            topology, ranks, sizes = self.topology, c.stage_ranks, c.tensors
-            ways = dict.fromkeys(pairwise(positions), NO_TRANSFER)  # a rank sends itself nothing
-            for a, b in ways:
-                if a != b:
-                    fewest = min(sizes[a], sizes[b])
-                    ends = (ranks[a], ranks[b]) if c.sizes is None else (ranks[a][:fewest], ranks[b][:fewest])
-                    way = topology.between(*ends, tensor=fewest)
-                    ways[a, b] = replace(way, seconds_a_byte=way.seconds_a_byte / fewest)
-            between = [ways[pair] for pair in pairwise(positions)]
-            self._placements[key] = Placement(
-                inward=(NO_TRANSFER, *between),
-                outward=(*between, NO_TRANSFER),
-                rings=tuple(topology.ring(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
-                exchanges=tuple(topology.exchange(each[::size]) for each, size in zip(ranks, sizes, strict=True)),
-                speeds=tuple(map(topology.speed, ranks)),
-                limits=tuple(map(topology.memory, ranks)),
-                hosts=tuple(map(topology.to_host, ranks)),
-            )
+            self._placements[key] = place(c, self.topology, self.model(c).profile)
         return self._placements[key]
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:
@@ -447,5 +430,5 @@ class PlanEvaluator:
         key = (c.pipeline, c.data, c.tensors, places, c.ranks)
         if key not in self._sums:
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
-            self._sums[key] = self.topology.ring(ranks)
+            self._sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))
         return self._sums[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
 from ..plans.record import PlanStage
-from ..profile import Profile
+from ..profile import Node, Profile
 from ..solve.antichains import MAX_CUTS
 from ..stage_cost import OFFLOAD, count_again, kind_of
 from ..strict import count
@@ -24,7 +24,7 @@ from .evaluate import Ends, MisfitError, PlanEvaluator
 from .model import Model
 from .plan import SLICED, models_of, norm_seconds
 from .result import as_plan, label
-from .source import MeasuredProfiles, ProfileSource, as_source
+from .source import MeasuredProfiles, ProfileSource, as_source, difference
 from .space import Configuration
 
 
@@ -46,10 +46,81 @@ class GivenStage(NamedTuple):
     optimizer_shards: int = 1
 
 
+Given = GivenStage | PlanStage
+Source = Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource
+
+
+class KindProfiles(NamedTuple):
+    """Profiles of a plan's stages, each node's of the devices and over the tensor ranks that run it, whatever size is
+    asked for; of several kinds the longest seconds.
+
+    Arguments:
+        sources: by kind of device.
+        stages: (names of nodes, kinds, tensor groups) of each.
+    """
+
+    sources: Mapping[str, ProfileSource]
+    stages: Sequence[tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]]
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        first, nodes = None, dict[str, Node]()
+        for names, kinds, groups in self.stages:
+            every = [self._of(kind, microbatch_size, groups) for kind in kinds]
+            first = first or every[0]
+            for kind, each in zip(kinds, every, strict=True):
+                if (
+                    differs := difference(first, replace(each, device=first.device, tensor=first.tensor + 1))
+                ) is not None:
+                    raise ValueError(f"profile of {kind!r}: {differs}: expected profiles of one model")
+            by_name = [{node.name: node for node in each.nodes} for each in every]
+            nodes |= {name: _slowest([each[name] for each in by_name]) for name in names if name in by_name[0]}
+        assert first is not None
+        return replace(first, nodes=tuple(nodes.get(node.name, node) for node in first.nodes))
+
+    def _of(self, kind: str, size: int, groups: Sequence[Sequence[int]]) -> Profile:
+        source = self.sources[kind]
+        if isinstance(source, MeasuredProfiles):
+            source = source.decided(chooses=source.chooses is not False, groups=groups)
+        return source.profile(microbatch_size=size, tensor=len(groups[0])).typical()
+
+    def tensor_sizes(self, limit: int) -> Sequence[int]:
+        return next(iter(self.sources.values())).tensor_sizes(limit)
+
+
+def _slowest(nodes: Sequence[Node]) -> Node:
+    seconds = [name for name in Node.__dataclass_fields__ if name.endswith("_seconds")]
+    most = {name: max((getattr(node, name) or 0.0) for node in nodes) for name in seconds if getattr(nodes[0], name)}
+    return replace(nodes[0], **most)  # type: ignore[arg-type]
+
+
+def _of_kinds(source: Source | Mapping[str, Source], cluster: Cluster, stages: Sequence[Given]) -> ProfileSource:
+    """Source of what each stage's own devices take, where these have profiles or links of their own."""
+    kinds = [kind.name for kind in cluster.used_kinds]
+    given: Any = source
+    if not (isinstance(given, Mapping) and any(isinstance(key, str) for key in given)):
+        if not cluster.ways:
+            return as_source(given, cluster)
+        given = dict.fromkeys(kinds, given)
+    if lacking := sorted({*kinds} - {*given}):
+        raise ValueError(f"profiles of the kinds {', '.join(map(str, given))}: expected one of {lacking[0]!r}, too")
+    size, nodes = cluster.levels[0].size, cluster.nodes or ()
+    return KindProfiles(
+        {kind: as_source(given[kind], cluster) for kind in kinds},
+        [
+            (
+                each.nodes,
+                list(dict.fromkeys(nodes[rank // size] for rank in each.ranks)),
+                [each.ranks[at : at + each.tensor] for at in range(0, len(each.ranks), each.tensor)],
+            )
+            for each in stages
+        ],
+    )
+
+
 def evaluate(
-    source: Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource,
+    source: Source | Mapping[str, Source],
     cluster: Cluster,
-    stages: Sequence[GivenStage | PlanStage],
+    stages: Sequence[Given],
     *,
     num_microbatches: int,
     schedule: str = "1f1b",
@@ -60,7 +131,8 @@ def evaluate(
     """A plan that is given, simulated as the planner's own are, with the memory of its ranks.
 
     Arguments:
-        source, cluster, memory_limit: as of `plan`.
+        source, cluster, memory_limit: as of `plan`; or by name of each kind of device a source of its own, beside which
+            the kind's `speed` still counts.
         stages: in order, a `GivenStage` each, or the `stages` of a Plan; those on the same ranks are its chunks.
         num_microbatches: of a batch over all replicas, M.
         microbatch_size: samples of one; None: as the only profile has.
@@ -76,12 +148,13 @@ def evaluate(
     >>> evaluate(Profile(nodes=nodes), Cluster.parse("2:net=1GB/s"), stages, num_microbatches=4).simulated_step_time
     25.0
     """
-    source, name = as_source(source, cluster), canonical_name(schedule)
+    name = canonical_name(schedule)
     option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
     count("num_microbatches", num_microbatches)
-    size = _size(source, microbatch_size)
     ranks = tuple(dict.fromkeys(tuple(each.ranks) for each in stages))
     _check_ranks(stages, ranks, cluster.num_devices)
+    source = _of_kinds(source, cluster, stages)
+    size = _size(source, microbatch_size)
     topology = Topology(
         cluster, memory_limit=memory_limit and option("memory_limit", memory_limit, above_zero("bytes above 0"))
     )
@@ -127,6 +200,8 @@ def evaluate(
 
 
 def _size(source: ProfileSource, wanted: int | None) -> int:
+    if isinstance(source, KindProfiles):
+        return max(_size(each, wanted) for each in source.sources.values())
     sizes = source.sizes if isinstance(source, MeasuredProfiles) else ()
     size = sizes[0] if wanted is None and len(sizes) == 1 else wanted
     if size is None or (sizes and size not in sizes):
@@ -178,7 +253,7 @@ def _refuse_unknown(
         )
 
 
-def _check_ranks(stages: Sequence[GivenStage | PlanStage], ranks: Sequence[Sequence[int]], num_devices: int) -> None:
+def _check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_devices: int) -> None:
     every = [rank for own in ranks for rank in own]
     if not stages or not all(ranks) or len({*every}) < len(every) or not {*every} <= {*range(num_devices)}:
         raise ValueError(
@@ -198,7 +273,7 @@ def _check_ranks(stages: Sequence[GivenStage | PlanStage], ranks: Sequence[Seque
         raise ValueError(f"{len(stages)} stages on {len(ranks)} places: expected as many on each")
 
 
-def _ends(model: Model, stages: Sequence[GivenStage | PlanStage]) -> Ends:
+def _ends(model: Model, stages: Sequence[Given]) -> Ends:
     """Cuts of the model between them."""
     names = [node.name for node in model.profile.nodes]
     every = sorted(name for each in stages for name in each.nodes)

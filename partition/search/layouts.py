@@ -9,42 +9,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, islice, pairwise, product
 from typing import Any
 
 import numpy as np
 
-from ..solve.chunks import even_stages
-from ..solve.cut_sums import thinned
+from ..solve.chunks import even_stages, neighbours
+from ..solve.cut_sums import Cuts, thinned
 from ..solve.orders import node_orders, own_ranks
 from ..solve.ranges import RangeCosts
-from ..topology import Floats
+from ..topology import Floats, Topology
 from .cuts import range_costs
+from .evaluate import Ends, Evaluated
 from .model import Model
 from .search import Layout, PlanSearch
 from .space import Configuration
 
-MOST_DEVICES = 8
+MOST_DEVICES = 16
 MOST_ACTIONS = 10_000  # of a batch; in longer ones the bottleneck is nearly all
 _MOST_CUTS = 48
+_MOST_ROWS = 5_000
 _MOST_WAYS = 24  # to cut a layout, up to which each is looked at
 
 _Stage = tuple[int, int, int]  # first device, counted from the end; replicas; devices of it and of the stages behind
 _StepOf = Callable[[_Stage], Floats]
 
 
+def is_small(topology: Topology, num_microbatches: int) -> bool:
+    most = topology.num_devices
+    return most <= MOST_DEVICES and 2 * num_microbatches * most <= MOST_ACTIONS
+
+
 def layouts(search: PlanSearch, model: Model, below: float, **sizes: Any) -> Iterator[Layout]:
     """Those whose least step is `below`, with that [s]; `sizes`: what is given of a `Configuration`."""
     topology, schedule, m = search.evaluator.topology, sizes["schedule"], sizes["num_microbatches"]
     beside, most, ends = search.least.beside(schedule, model), topology.num_devices, thinned(model.cuts, _MOST_CUTS)
-    if most > MOST_DEVICES or 2 * m * most > MOST_ACTIONS:
+    if not is_small(topology, m):
         return
     for order in node_orders(topology.cluster)[0]:
         cluster = topology.cluster.reordered(order)
         costs = range_costs(model, cluster, schedule, m, memory_limit=topology.memory_limit)
         step_of = _steps(model, costs, ends)
-        for stages in _rows(step_of, costs, len(ends), below - beside):
+        for stages in islice(_rows(step_of, costs, len(ends), below - beside), _MOST_ROWS):
             rows = [range(most - begin - replicas, most - begin) for begin, replicas, _ in stages]
             ranks = tuple(own_ranks(order, topology.level_sizes[0], row) for row in rows)
             c = Configuration(pipeline=len(stages), data=stages[0][1], tensor=1, num_chunks=1, ranks=ranks, **sizes)
@@ -53,6 +61,34 @@ def layouts(search: PlanSearch, model: Model, below: float, **sizes: Any) -> Ite
                 least = max(float(step[i, j - i - 1]) for step, (i, j) in zip(steps, pairwise(cuts), strict=True))
                 if least < below - beside:
                     yield least + beside, c, tuple(ends[at] for at in cuts)
+
+
+def moved(e: Evaluated, topology: Topology, cuts: Cuts) -> Iterator[tuple[Configuration, Ends]]:
+    """One step from a layout in a row: a device more, less, or for a neighbour, with cuts moved too; two stages as one;
+    all of it one device further."""
+    c, ends, size = e.configuration, e.ends, topology.level_sizes[0]
+    used = [rank for ranks in c.stage_ranks for rank in ranks]
+    idle = [rank for rank in range(topology.num_devices) if rank not in used]
+    front = [rank for rank in idle if rank // size == used[0] // size and rank < used[0]]
+    line, counts, at = [*front, *used, *(rank for rank in idle if rank not in front)], [*c.counts], len(front)
+    ways: list[tuple[int, list[int], Ends]] = [(at + step, counts, ends) for step in (-1, 1)]
+    for s, own in enumerate(counts[1:], 1):
+        for one in (counts[s - 1] + own, max(counts[s - 1], own), min(counts[s - 1], own)):
+            ways.append((at, [*counts[: s - 1], one, *counts[s + 1 :]], (*ends[:s], *ends[s + 1 :])))
+    near = [ends, *neighbours(cuts, ends)]
+    for s, other in product(range(len(counts)), range(-1, len(counts))):
+        for step in (-1, 1):
+            changed = counts.copy()
+            changed[s] += step
+            if other >= 0:
+                changed[other] -= step
+            if other < s and min(changed) > 0:
+                ways += [(at, changed, each) for each in near]
+    for first, numbers, own_ends in ways:
+        bounds = [*accumulate(numbers, initial=first)]
+        if first >= 0 and bounds[-1] <= len(line) and max(numbers) <= (c.num_microbatches or 1):
+            ranks = tuple(tuple(line[a:b]) for a, b in pairwise(bounds))
+            yield replace(c, pipeline=len(ranks), data=numbers[0], ranks=ranks), own_ends
 
 
 def _ways(steps: Sequence[Floats]) -> Iterator[tuple[int, ...]]:

@@ -157,3 +157,15 @@ class Model:
         own = self.cuts.members[last] & ~self.cuts.members[first]
         nodes = [node for at, node in enumerate(self.profile.nodes) if own[at]]
         return sum(node.parameter_bytes for node in nodes) - self.profile.counted_again([node.name for node in nodes])
+
+
+def alike(models: Sequence[Model]) -> bool:
+    """Whether the stages of these models between any two cuts are of the same nodes."""
+    first, *others = models
+    names = [node.name for node in first.profile.nodes]
+    return all(
+        [node.name for node in each.profile.nodes] == names
+        and len(each.profile.tied) == len(first.profile.tied)
+        and np.array_equal(each.cuts.members, first.cuts.members)
+        for each in others
+    )

@@ -6,12 +6,18 @@ its busiest replica. `bounds` says what is known before a configuration is cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 
 from ...schedules.families.registry import family
 from ...schedules.timing.costs import Ties
-from ..stage_cost import StageSeconds, busiest_share, pace
-from ..topology import Floats
+from ..profile import Profile
+from ..stage_cost import Placement, StageSeconds, busiest_share, pace
+from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
+from .simulated import SizesError
 from .space import Configuration
 
 
@@ -96,3 +102,44 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
     back = work - held + tail + max(_updates_behind(c, s, around=s.around)[0], shared)
     return max(float((head + np.maximum(work + update, back)).max()), links)
+
+
+def place(c: Configuration, topology: Topology, profile: Profile) -> Placement:
+    """Devices and links of its stages; SizesError for replicas over which experts do not divide."""
+    positions, ranks, sizes = c.positions, c.stage_ranks, c.tensors
+    owns = [*zip(ranks, sizes, strict=True)]
+    groups = [size // profile.context for size in sizes]  # that hold different weights
+    holders = [(own[::t], t) for own, t in zip(ranks, groups, strict=True)]
+    if any(len(own) % profile.expert for own, _ in holders):
+        raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert} with context")
+    pairs = [*pairwise(positions)]
+    out = {pair: _way(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
+    back = out
+    if topology.cluster.ways:
+        back = {(a, b): _way(topology, owns[b], owns[a]) for a, b in {*pairs}}
+    return Placement(
+        inward=(NO_TRANSFER, *(back[pair] for pair in pairs)),
+        outward=(*(out[pair] for pair in pairs), NO_TRANSFER),
+        rings=tuple(topology.ring(own, tensor=t) for own, t in holders),
+        exchanges=tuple(topology.exchange(own, tensor=t) for own, t in holders),
+        expert_rings=tuple(topology.ring(own[:: profile.expert], tensor=t) for own, t in holders)
+        if profile.expert > 1
+        else (),
+        cards=tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else (),
+        speeds=tuple(map(topology.speed, ranks)),
+        limits=tuple(map(topology.memory, ranks)),
+        hosts=tuple(map(topology.to_host, ranks)),
+    )
+
+
+def _way(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
+    """Of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks sends a
+    share."""
+    if src == dst:
+        return NO_TRANSFER  # a rank sends itself nothing
+    fewest = min(src[1], dst[1])
+    ends = (
+        own if size == fewest else [r for at, r in enumerate(own) if at % size < fewest] for own, size in (src, dst)
+    )
+    way = topology.between(*ends, tensor=fewest)
+    return replace(way, seconds_a_byte=way.seconds_a_byte / fewest)

@@ -26,8 +26,8 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
-from .layouts import layouts
-from .model import Model
+from .layouts import is_small, layouts, moved
+from .model import Model, alike
 from .result import as_plan, distinct, label
 from .search import Layout, PlanSearch, Progress
 from .simulated import MAX_ACTIONS
@@ -212,34 +212,28 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             brought.append((search.least.of_any(name, model, num_microbatches), find))
             more.append(partial(layouts, search, model, schedule=name, **sizes))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
-    if not all(map(_alike, sizes_of.values())):
+    if not all(map(alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
-    def layouts_below(below: float) -> Iterator[Layout]:
-        for least, c, ends in chain.from_iterable(find(below=below) for find in more):
-            if runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices):
-                yield least, c, ends
+    def is_new(c: Configuration) -> bool:
+        return runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices)
 
-    found = search.run(filter(runs, _in_all_orders(space, cluster)), brought) or search.run(
-        filter(runs, _in_all_orders(every, cluster)), []
+    def layouts_below(below: float) -> Iterator[Layout]:
+        return (each for each in chain.from_iterable(find(below=below) for find in more) if is_new(each[1]))
+
+    def moves(e: Evaluated) -> Iterator[tuple[Configuration, Ends]]:
+        if more and is_small(evaluator.topology, e.configuration.batch):
+            cuts = evaluator.model(e.configuration).cuts
+            yield from (each for each in moved(e, evaluator.topology, cuts) if is_new(each[0]))
+
+    found = search.run(filter(runs, in_all_orders(space, cluster)), brought) or search.run(
+        filter(runs, in_all_orders(every, cluster)), []
     )
-    found = search.improved(found, layouts_below)
+    found = search.improved(found, layouts_below, moves)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
-
-
-def _alike(models: Sequence[Model]) -> bool:
-    """Whether their stages between any two cuts are of the same nodes."""
-    first, *others = models
-    names = [node.name for node in first.profile.nodes]
-    return all(
-        [node.name for node in each.profile.nodes] == names
-        and len(each.profile.tied) == len(first.profile.tied)
-        and np.array_equal(each.cuts.members, first.cuts.members)
-        for each in others
-    )
 
 
 def _ranked(
@@ -282,7 +276,7 @@ def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
         )
 
 
-def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
+def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
     """Every configuration, and the same along other orders of unequal nodes; of many orders the slow ones last."""
     size = cluster.levels[0].size
     given = tuple(range(len(cluster.nodes or ())))

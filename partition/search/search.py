@@ -33,6 +33,7 @@ _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
+_MOVES = 150  # of layouts, simulated
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
@@ -41,6 +42,7 @@ Progress = Callable[[Searched, float | None], None]
 # Configurations that bring their own cuts (unequal replicas), found when they may win.
 Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
 Layout = tuple[float, Configuration, Ends]
+Moves = Callable[[Evaluated], Iterable[tuple[Configuration, Ends]]]
 
 
 class _WithCuts(NamedTuple):
@@ -91,8 +93,11 @@ class PlanSearch:
         """
         queue: list[_Entry] = []
         for c in configurations:
-            queue.append((self._least(c), 0, c.key, len(queue), c))
-        self._counts["considered"] += len(queue)
+            self._counts["considered"] += 1
+            if self._is_hopeless(c):
+                self._counts["unfit"] += 1
+            else:
+                queue.append((self._least(c), 0, c.key, len(queue), c))
         self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
         queue += [(least, 0, (), next(self._brought_numbers), find) for least, find in brought]
         self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
@@ -116,8 +121,15 @@ class PlanSearch:
             self._find_miss()
         return self._refined(found)
 
-    def improved(self, found: Sequence[Evaluated], layouts: Callable[[float], Iterable[Layout]]) -> list[Evaluated]:
-        """With those layouts as well that may be faster, each with seconds that it does not fall below [s]."""
+    def improved(
+        self, found: Sequence[Evaluated], layouts: Callable[[float], Iterable[Layout]], moves: Moves | None = None
+    ) -> list[Evaluated]:
+        """With those layouts as well that may be faster, each with seconds that it does not fall below [s].
+
+        Arguments:
+            moves: layouts next to one; the best found is moved for as long as that helps.
+        """
+        found = self._climbed(found, moves)
         queue, more, best = list[_Entry](), list[Evaluated](), _least_seconds(found)
         for least, c, ends in layouts(best):
             queue.append((least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
@@ -129,7 +141,33 @@ class PlanSearch:
                 break
             self._look(heappop(queue), queue, more)
         self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
-        return sorted([*found, *self._refined(more, most=1)], key=lambda each: float(f"{each.simulated_seconds:.8e}"))
+        if more := self._refined(more, most=1):
+            found = self._climbed([*more, *found], moves)
+        return sorted(found, key=lambda each: float(f"{each.simulated_seconds:.8e}"))
+
+    def _climbed(self, found: Sequence[Evaluated], moves: Moves | None) -> list[Evaluated]:
+        """With the best of those that stand in a row, one stage a rank, moved for as long as that helps."""
+        rows = [e for e in found if family(e.configuration.schedule).takes_replicas and e.configuration.tensor == 1]
+        if moves is None or not rows:
+            return [*found]
+        start = best = min(rows, key=lambda each: each.simulated_seconds)
+        looked, left = set[tuple[Configuration, Ends]](), _MOVES
+        while left:
+            before = best
+            for way in moves(best):
+                limit = best.simulated_seconds * (1 - _TIE)
+                if way in looked or self.evaluator.least_seconds(*way) >= limit:
+                    continue
+                looked.add(way)
+                left -= 1
+                fitting = self._fitting(way[0], [way[1]])
+                for each in self._simulated(fitting) if fitting else ():
+                    best = each if each.simulated_seconds < limit else best
+                if best is not before or not left:
+                    break
+            if best is before:
+                break
+        return [*found] if best is start else [best, *found]
 
     def _least(self, c: Configuration) -> float:
         """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
@@ -197,7 +235,7 @@ class PlanSearch:
     def _cut(self, c: Configuration) -> tuple[_WithCuts | None, float]:
         """A configuration's cuts, and the least seconds of any of them; None where it can't be cut so that it fits."""
         self._counts["cut"] += 1
-        every = [] if self._is_hopeless(c) else self._ends(c)
+        every = self._ends(c)
         if not every:
             self._counts["unfit"] += 1
             return None, math.inf

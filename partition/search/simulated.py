@@ -1,7 +1,8 @@
 """Schedules of configurations, built once each: what is in flight in them, and their simulated batches.
 
 Every rank has one network card, on which its messages and its sums of gradients queue; all messages between two stages
-take the slowest way between ranks of theirs that share a microbatch.
+take the slowest way between ranks of theirs that share a microbatch. Where devices share cards all replicas are
+simulated, else one of equal ones.
 
 Long batches are simulated by a short one: where each round takes as long as the one before, more rounds add as much.
 
@@ -30,10 +31,10 @@ from ...schedules.families.registry import build, family
 from ...schedules.ir import Action, Op, Schedule
 from ...schedules.program import run_as_one
 from ...schedules.timing.costs import Costs
-from ...schedules.timing.links import Links
+from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import RankTrace, Timeline
-from ...schedules.transform import with_late_updates, with_offload
+from ...schedules.transform import replicate, with_late_updates, with_offload
 from ..memory import Moments, count_in_flight, in_flight_of_turns, merged, steady_in_flight
 from ..topology import Floats
 from .space import Configuration
@@ -144,12 +145,15 @@ def simulated_batch(
 ) -> Timeline:
     """Every action of a batch of so many microbatches, whose activations of these stages leave for the host;
     SizesError where its schedule can't be built."""
-    if not c.is_equal:
+    schedule = schedules.schedule(c, num_microbatches)
+    if shares := c.is_equal and isinstance(links.network, PlaceNetwork) and bool(links.network.cards):
+        schedule = replicate(schedule, c.counts[0])
+    if shares or not c.is_equal:
         starts = (0, *accumulate(c.counts))
         links = links.on([range(a, b) for a, b in pairwise(starts)])
     if costs.index_factors is not None:  # of the slices that one replica runs
-        costs = replace(costs, index_factors=costs.index_factors[: num_microbatches * (len(c.lengths) or 1)])
-    schedule = with_late_updates(schedules.schedule(c, num_microbatches), links)
+        costs = replace(costs, index_factors=costs.index_factors[: schedule.num_microbatches * (len(c.lengths) or 1)])
+    schedule = with_late_updates(schedule, links)
     if leaving:
         schedule = with_offload(schedule, stages=leaving, costs=costs)
     return simulate(schedule, costs, links)

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from ...schedules.wording import duration
 from ..cluster import Cluster
 from ..profile import ON, SAMPLES, Node, Profile
-from ..strict import count
+from ..strict import count, fail
 from ..topology import Topology, TransferTime
 
 Priced = Callable[[Node], Node]
@@ -85,21 +85,26 @@ class MeasuredProfiles:
         for size in self.sizes:
             _refuse_seconds("tensor ranks", {way: took[size, way] for way in self._ways})
         self._cluster = cluster
+        self._groups: Sequence[Sequence[int]] | None = None
         is_open = any(node.way == "any" for each in self._profiles.values() for node in each.nodes)
         self.chooses: bool | None = None if is_open and len(self._ways) > 1 else False
 
-    def decided(self, *, chooses: bool) -> MeasuredProfiles:
+    def decided(self, *, chooses: bool, groups: Sequence[Sequence[int]] | None = None) -> MeasuredProfiles:
+        """The same of these tensor groups; None: of any of neighbours, at the pace of the slowest."""
         found = copy(self)
-        found.chooses = chooses
+        found.chooses, found._groups = chooses, groups
         return found
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
         """The measured one, with the sums over the tensor ranks."""
+        if tensor not in self._ways:
+            fail("tensor", tensor, f"one of the profiles', {', '.join(map(str, self._ways))}, or one more profile")
         found = self._profiles[microbatch_size, tensor]
         if tensor == 1:
             return found
         assert self._cluster is not None
-        rings = Topology(self._cluster).rings_of_groups(tensor)
+        topology = Topology(self._cluster)
+        rings = [topology.ring(group) for group in self._groups or topology.groups(tensor)]
         whole = self._profiles.get((microbatch_size, 1), found)
         part = None if microbatch_size % tensor else self._profiles.get((microbatch_size // tensor, 1))
         three = (whole.typical(), found.typical(), part and part.typical())

@@ -47,11 +47,9 @@ def all_cuts(profile: Profile, *, limit: int = MAX_CUTS) -> Cuts:
 
 
 def pipedream_cuts(profile: Profile) -> Cuts:
-    """The states of PipeDream's optimizer: a further source joins the first cut that needs it, never earlier.
-
-    These are all cuts whose maximal nodes lead back to the first source of the profile. Raises ValueError for a graph
-    with very many of them.
-    """
+    """The states of PipeDream's optimizer: a further source joins the first cut that needs it, never earlier. These are
+    all cuts whose maximal nodes lead back to the first source of the profile. Raises ValueError for a graph with very
+    many of them."""
     graph = _Graph(len(profile.nodes), profile.links)
     first = next(at for at in range(graph.size) if not graph.needs[at])
     start = graph.down(first)
@@ -74,11 +72,9 @@ def pipedream_cuts(profile: Profile) -> Cuts:
 
 
 def _as_pipedream_counts(profile: Profile, graph: _Graph, members: Bools) -> Floats:
-    """[n] bytes that PipeDream's optimizer counts across each cut.
-
-    It counts a maximal node, and of what that node needs each tensor that something else takes, too. So the output of a
-    fork counts until its branches join, even where all that take it stand inside the cut.
-    """
+    """[n] bytes that PipeDream's optimizer counts across each cut. It counts a maximal node, and of what that node
+    needs each tensor that something else takes, too. So the output of a fork counts until its branches join, even where
+    all that take it stand inside the cut."""
     downs = [graph.down(at) for at in range(graph.size)]
     counted = np.zeros((graph.size, graph.size), dtype=bool)  # [maximal node, tensor]
     for at, down in enumerate(downs):

@@ -115,13 +115,9 @@ def _moves_of(cuts: Cuts, ends: tuple[int, ...], at: int, *, reach: int) -> list
 
 
 def level_ranks(cuts: Cuts, ends: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
-    """Cuts moved by a node at a time until the work of the P ranks, V stages each, is as level as that makes it.
-
-    Level: the sum of squares of the ranks' work. O(S) a move, of which there are at most MAX_MOVES.
-
-    Arguments:
-        positions: [S] rank of each stage.
-    """
+    """Cuts moved by a node at a time until the work of the P ranks, V stages each, is as level as that makes it. Level:
+    the sum of squares of the ranks' work. O(S) a move, of which there are at most MAX_MOVES. `positions`: [S] rank of
+    each stage."""
     ends = tuple(ends)
     seconds, last = cuts.seconds, len(ends) - 1
     moves = [_moves_of(cuts, ends, at, reach=1) for at in range(last)]

@@ -86,6 +86,7 @@ class Cuts:
             largest=np.asarray(self._parameters[first, last]),
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
             apart=self.apart(first, last),
+            experts=_between(total(self.members, np.array([node.expert_bytes for node in self.nodes])), first, last),
             small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
             by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),
@@ -139,11 +140,9 @@ class Cuts:
         ]
 
     def _recomputed(self, first: Cut, last: Cut, recompute: str) -> Recomputed:
-        """Stages whose nodes are treated one by one, as one of COUNTED says.
-
-        Under "layer" a tensor from in front of the stage that nodes in front take, too, and perhaps none of the stage,
-        counts as kept: exact for chains, never less.
-        """
+        """Stages whose nodes are treated one by one, as one of COUNTED says. Under "layer" a tensor from in front of
+        the stage that nodes in front take, too, and perhaps none of the stage, counts as kept: exact for chains, never
+        less."""
         if recompute not in self._rows:
             kept, seconds, made = np.array([_treated(node, recompute) for node in self.nodes]).T
             self._rows[recompute] = self._total(kept), self._total(seconds), self._largest(made)
@@ -166,10 +165,8 @@ class Cuts:
 
     def _counted(self, first: int, last: int, kind: str) -> Recomputed:
         """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again are treated as one
-        of COUNTED says, the others, where "+keep_less" stands behind that, so that they keep less.
-
-        Under "layer" what a node of them takes counts from the first on that takes it.
-        """
+        of COUNTED says, the others, where "+keep_less" stands behind that, so that they keep less. Under "layer" what a
+        node of them takes counts from the first on that takes it."""
         if (first, last, kind) not in self._counts:
             own = self.members[last] & ~self.members[first]
             again = [at for at in self.order if own[at] and self.nodes[at].runs_again]
@@ -217,11 +214,9 @@ class Cuts:
         return total(self.members, np.array(figures))
 
     def _largest(self, figures: Sequence[float] | Floats) -> Floats:
-        """[n, n] the largest figure of any node between two cuts.
-
-        Between two of the cuts inside `last` it is known: of each that lies in no other, and of those inside that.
-        O(n^2) for each such cut of an average `last`: one in a chain.
-        """
+        """[n, n] the largest figure of any node between two cuts. Between two of the cuts inside `last` it is known: of
+        each that lies in no other, and of those inside that. O(n^2) for each such cut of an average `last`: one in a
+        chain."""
         table, values = np.zeros((len(self), len(self))), np.array(figures)
         if not values.any():
             return table

@@ -43,10 +43,8 @@ class Solution:
 
 
 def grain_of(costs: RangeCosts, *, straight: bool) -> tuple[int, int]:
-    """How many cuts the program looks at, and of how many devices replicas are multiples.
-
-    All and 1, or, where these are more than MAX_STEPS, fewer cuts, and whole nodes.
-    """
+    """How many cuts the program looks at, and of how many devices replicas are multiples. All and 1, or, where these
+    are more than MAX_STEPS, fewer cuts, and whole nodes."""
 
     def shapes(unit: int) -> float:
         units = costs.num_devices // unit

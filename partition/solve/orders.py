@@ -12,10 +12,8 @@ MAX_ORDERS = 100
 
 
 def canonical_order(cluster: Cluster) -> tuple[int, ...]:
-    """An order of the nodes that does not depend on how they are listed, and moves no link: slow kinds first.
-
-    Nodes are sorted within each group, groups within the larger group, and so on; equal ones stay as they are.
-    """
+    """An order of the nodes that does not depend on how they are listed, and moves no link: slow kinds first. Nodes are
+    sorted within each group, groups within the larger group, and so on; equal ones stay as they are."""
     kinds = {kind.name: kind for kind in cluster.kinds}
 
     def key(at: int) -> tuple[float, float, float]:

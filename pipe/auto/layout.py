@@ -44,9 +44,8 @@ from ..batch.given import Given, check_batch, signature_of
 from ..context import Layout, layout_of_plan
 from ..options import LayoutOptions, Settings
 from ..stage.shapes import Signature
-from ..telling import told_if_slow
+from ..telling import Phases, told_if_slow
 from .kept import VARIABLE, Measured, keep, profile_key, read_kept
-from .phases import Phases
 from .replan import BatchSchedules, size_of
 from .runtime_seconds import clipping, measure_runtime_seconds
 from .trial import WITHIN, Trials, to_try
@@ -100,10 +99,7 @@ class AutoLayout:
         self._runtime: tuple[float, float] | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
         self._collectives = Collectives(
-            MeshPlace.line(world),
-            device=settings.device,
-            timeout=settings.timeout,
-            guard=guard,
+            MeshPlace.line(world), device=settings.device, timeout=settings.timeout, guard=guard
         )
         guard.on_failure(self._collectives.abort)
 

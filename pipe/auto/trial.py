@@ -38,8 +38,7 @@ from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, layout_of_plan
 from ..options import Settings
-from ..telling import tell, told_if_slow
-from .phases import figure
+from ..telling import figure, tell, told_if_slow
 
 TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less
 LONGEST = 16.0  # seconds that _LEAST steps may take

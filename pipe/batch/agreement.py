@@ -123,11 +123,8 @@ def check_agreement(mine: str, collectives: Collectives, guard: Guard, *, replic
 
 
 class SamePrograms:
-    """Compares what all processes are to run; see `Agree`.
-
-    Arguments:
-        alike: processes that give the same here are compared; it may change.
-    """
+    """Compares what all processes are to run; see `Agree`. `alike`: processes that give the same here are compared; it
+    may change."""
 
     def __init__(self, collectives: Collectives, guard: Guard, alike: str) -> None:
         self._collectives: Collectives | None = collectives

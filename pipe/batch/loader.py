@@ -91,13 +91,8 @@ class ReplicaBatches(Sampler[list[int]]):
         self._batch_size = batch_size
         self._replica, self._num_replicas = replica, num_replicas
         self._shuffle, self._seed = shuffle, seed
-        self._remainder = remainder
+        self.remainder = remainder
         self._orders: dict[int, Sequence[int]] = {}  # of this epoch and the one before
-
-    @property
-    def keeps_rest(self) -> bool:
-        """Whether the last batch of an epoch may be smaller."""
-        return self._remainder == "keep"
 
     def __len__(self) -> int:
         """Batches of a whole epoch that begins with its first sample."""
@@ -118,7 +113,7 @@ class ReplicaBatches(Sampler[list[int]]):
         whole, epoch, begin = self._batch_size * self._num_replicas, self.epoch, self.position
         for number in range(self._batches_from(begin)):
             first, size = begin + number * whole, whole
-            if self._remainder == "keep" and number == self._batches_from(begin) - 1:
+            if self.remainder == "keep" and number == self._batches_from(begin) - 1:
                 size = self._num_samples - first
             own = (first + size * q // self._num_replicas for q in (self._replica, self._replica + 1))
             places = (divmod(at, self._num_samples) for at in range(*own))
@@ -171,14 +166,14 @@ class ReplicaBatches(Sampler[list[int]]):
 
     def _batches_from(self, position: int) -> int:
         whole, left = self._batch_size * self._num_replicas, self._num_samples - position
-        is_batch = left % whole >= {"drop": whole, "carry": 1, "keep": self._num_replicas}[self._remainder]
+        is_batch = left % whole >= {"drop": whole, "carry": 1, "keep": self._num_replicas}[self.remainder]
         return left // whole + is_batch
 
     def _enter_next(self) -> None:
         """Begin the next epoch where no batch of this one is left."""
         if self.left > 0:
             return
-        carried = max(0, self.position - self._num_samples) if self._remainder == "carry" else 0
+        carried = max(0, self.position - self._num_samples) if self.remainder == "carry" else 0
         self.epoch, self.position = self.epoch + 1, carried
 
     def _order(self, epoch: int) -> Sequence[int]:
@@ -229,7 +224,7 @@ class ReplicaLoader:
                     'remainder="drop", "keep" or "carry"' if name == "drop_last" else "other options of DataLoader"
                 )
                 raise ValueError(f"{name}= is the pipeline's to decide: expected {instead}")
-        if same_shapes and batches.keeps_rest:
+        if same_shapes and batches.remainder == "keep":
             raise ValueError(
                 'same_shapes=True beside remainder="keep", whose last batch is smaller: expected one of them'
             )
@@ -314,7 +309,7 @@ class ReplicaLoader:
         return self._shapes is not None and self._is_idle() and not reads
 
     def _check_shapes(self, batch: Any) -> None:
-        shapes = pytree.tree_map(_shape_alone, batch)
+        shapes = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
         if self._shapes is None:
             self._shapes = shapes
             return
@@ -396,10 +391,6 @@ def _own_random_state() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
-
-
-def _shape_alone(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def count_samples(dataset: Dataset[Any]) -> int:

@@ -59,13 +59,9 @@ def read_loss_option(
 
 
 class ModelLoss:
-    """`loss_fn="model"`: called with a model's output and a weight, returns (weighted loss, weight).
-
-    Arguments:
-        weight: "samples", "labels", "shifted_labels", a function of the model's arguments, or None: see PipelineModule.
-
-    Raises ValueError for another weight.
-    """
+    """`loss_fn="model"`: called with a model's output and a weight, returns (weighted loss, weight). `weight`:
+    "samples", "labels", "shifted_labels", a function of the model's arguments, or None: see PipelineModule. Raises
+    ValueError for another weight."""
 
     def __init__(self, model: nn.Module | None, weight: object) -> None:
         words = (SAMPLES, LABELS, SHIFTED_LABELS)

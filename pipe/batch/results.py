@@ -1,12 +1,15 @@
-"""Results of a step."""
+"""Results of a step, and records for `on_step`: one of every training step, once its loss is known."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -109,3 +112,71 @@ class _Shown(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One `train_step`, as its process saw it.
+
+    Arguments:
+        step: number of the step, from 0; a run that goes on from a checkpoint goes on counting.
+        loss: of this step's batch, the same on every rank.
+        grad_norm: global gradient norm before clipping; None without max_grad_norm.
+        seconds: of the call of `train_step` that the batch was passed to. Under an asynchronous schedule that call also
+            worked on the batches before.
+        learning_rates: the different ones among this process's parameter groups when the call began.
+        num_samples: of the batch; with data replicas, of all of them together, each taken to have as many as this one.
+        peak_memory_bytes: most that this process has held so far: on CUDA what was allocated on its device, else its
+            resident memory.
+        rank: of the process.
+        skipped: whether all ranks left out its update, since a gradient overflowed (grad_scaler=).
+        replan_seconds: those of `seconds` that the batch's own schedule took to find, agree on and lower, under
+            replan="batch".
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    seconds: float
+    learning_rates: tuple[float, ...]
+    num_samples: int
+    peak_memory_bytes: int
+    rank: int
+    skipped: bool = False
+    replan_seconds: float = 0.0
+
+
+class StepReports:
+    """Tells `on_step` of each step once, in order; nothing without it."""
+
+    def __init__(self, on_step: Callable[[StepRecord], object] | None, *, rank: int, device: torch.device) -> None:
+        self._on_step = on_step
+        self._rank = rank
+        self._device = device
+        self._passed: dict[int, Callable[..., StepRecord]] = {}  # steps that were run, and whose loss may not be known
+
+    def passed(self, step: int, **figures: Any) -> None:
+        """A step has run, with figures of its record; those that count from it on were lost, and come again."""
+        if self._on_step is None:
+            return
+        self._passed = {number: one for number, one in self._passed.items() if number < step}
+        self._passed[step] = partial(StepRecord, step=step, rank=self._rank, **figures)
+
+    def tell(self, known: Iterable[Known]) -> None:
+        """Losses are known; those that were told before, and those of steps that nobody asked for, are left out."""
+        if self._on_step is None:
+            return
+        for one in sorted(known, key=lambda one: one.step):
+            record = self._passed.pop(one.step, None)
+            if record is not None:
+                peak = _peak_memory_bytes(self._device)
+                self._on_step(
+                    record(loss=one.loss, grad_norm=one.grad_norm, skipped=one.skipped, peak_memory_bytes=peak)
+                )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, which depends on the system
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -97,9 +97,9 @@ class SequenceOptions:
         target_dims = [self._target_dim(leaf, total) for leaf in leaves]
         slices = []
         for span in self.spans(total, num_slices):
-            tensors = tuple(_part(x, dim, span) for x, dim in zip(arguments.tensors, dims, strict=True))
+            tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
             target = [
-                _part(leaf, dim, span) if isinstance(leaf, torch.Tensor) else leaf
+                span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf, dim in zip(leaves, target_dims, strict=True)
             ]
             part = replace(
@@ -144,11 +144,6 @@ class SequenceOptions:
         if leaf.dim() < 2 or leaf.shape[1] != total or total in leaf.shape[2:]:
             raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
         return 1
-
-
-def _part(x: torch.Tensor, dim: int | None, span: TokenSpan) -> torch.Tensor:
-    """Contiguous, as a microbatch is for shape inference."""
-    return x if dim is None else x.narrow(dim, span.start, span.end - span.start).contiguous()
 
 
 def _checked(option: str, name: str, x: torch.Tensor, dim: int | None, batch: int | None) -> int | None:

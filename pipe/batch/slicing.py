@@ -90,7 +90,7 @@ def _inputs(
         specs = [each.specs[ref.producer][ref.slot] for each in inferred]
         dim = sequence_dim(specs, spans, f"output {ref.slot} of stage {ref.producer}")
         whole = _made_up(specs[0], arguments[0].tensors[0].device)
-        columns.append([whole, *(_narrow(whole, dim, span) for span in spans)])
+        columns.append([whole, *(span.part(whole, dim) for span in spans)])
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -107,7 +107,7 @@ def _check_stage(
         what = f"output {slot} of stage {s} ({stages[0].name})"
         dim = sequence_dim(specs, spans, what)
         for span, part in zip(spans, parts, strict=True):
-            _compare(_narrow(expected, dim, span), part[slot], span, what)
+            _compare(span.part(expected, dim), part[slot], span, what)
 
 
 def _run(
@@ -166,10 +166,6 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     if spec.dtype.is_floating_point:
         return torch.randn(spec.shape, dtype=torch.float32, device=device).to(spec.dtype)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-
-
-def _narrow(x: torch.Tensor, dim: int | None, span: TokenSpan) -> torch.Tensor:
-    return x if dim is None else x.narrow(dim, span.start, span.end - span.start).contiguous()
 
 
 @contextmanager

@@ -65,10 +65,8 @@ def write_file(folder: Path, name: str, file_name: str, entries: Sequence[Entry]
 
 
 class OwnCheckpoints:
-    """Names of the checkpoints of one run: those that it began to save, and those of the folders that it loaded from.
-
-    A save removes no others: two runs that save into one folder by mistake must not remove each other's.
-    """
+    """Names of the checkpoints of one run: those that it began to save, and those of the folders that it loaded from. A
+    save removes no others: two runs that save into one folder by mistake must not remove each other's."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}  # in order

@@ -22,13 +22,9 @@ _POLL = 0.1  # [s]
 
 
 class FolderLock:
-    """Held by this process; the operating system gives it back when the process ends, killed or not.
-
-    A lock of POSIX's kind: children that were forked have no part in it, and it holds over most network file systems.
-    In one process the first holder has it for all.
-
-    Raises ValueError where another process holds it, with its number and host.
-    """
+    """Held by this process; the operating system gives it back when the process ends, killed or not. A lock of POSIX's
+    kind: children that were forked have no part in it, and it holds over most network file systems. In one process the
+    first holder has it for all. Raises ValueError where another process holds it, with its number and host."""
 
     def __init__(self, folder: Path, *, patience: float = _PATIENCE) -> None:
         self._key: str | None = None

@@ -174,10 +174,7 @@ def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def _entry(checkpoint: Checkpoint, name: str, key: str) -> Entry:
     record = checkpoint.record(key)
     return Entry(
-        name=name,
-        dtype=record.dtype,
-        shape=record.shape,
-        make=lambda: checkpoint.read(key, Shard.whole(record.shape)),
+        name=name, dtype=record.dtype, shape=record.shape, make=lambda: checkpoint.read(key, Shard.whole(record.shape))
     )
 
 

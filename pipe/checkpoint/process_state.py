@@ -46,11 +46,8 @@ def lost_text(checkpoint: Checkpoint, lost: Sequence[str]) -> str:
 
 
 class ProcessState:
-    """The part of one process, before anything is changed. Raises ValueError for one that does not fit.
-
-    Attributes:
-        lost: what cannot be kept, for people.
-    """
+    """The part of one process, before anything is changed. Raises ValueError for one that does not fit. `lost`: what
+    cannot be kept, for people."""
 
     def __init__(self, checkpoint: Checkpoint, loader: HasState | None, *, process: int, num_processes: int) -> None:
         self.lost: list[str] = []

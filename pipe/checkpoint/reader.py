@@ -21,13 +21,8 @@ from .values import DTYPES, decode, tensor_bytes
 
 
 class Checkpoint:
-    """A checkpoint that is there: its manifest has been checked.
-
-    Arguments:
-        folder: in which the latest one is meant, or that of one.
-
-    Raises ValueError for what is no whole checkpoint, by name of the file and tensor; so do its methods.
-    """
+    """A checkpoint that is there: its manifest has been checked. `folder`: in which the latest one is meant, or that of
+    one. Raises ValueError for what is no whole checkpoint, by name of the file and tensor; so do its methods."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -52,10 +52,7 @@ class _Joined:
 
 
 class SavedOptimizers:
-    """Optimizers of all stages of a checkpoint.
-
-    Raises ValueError for what `take_snapshot` does not make.
-    """
+    """Optimizers of all stages of a checkpoint. Raises ValueError for what `take_snapshot` does not make."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -212,12 +209,7 @@ class SavedOptimizers:
         return found | {entry: self._checkpoint.full(key) for entry, key in self._tensors.get(name, {}).items()}
 
     def _state(
-        self,
-        stage: StageOptimizers,
-        name: str,
-        parameter: torch.Tensor,
-        group: Mapping[str, Any],
-        ownership: Ownership,
+        self, stage: StageOptimizers, name: str, parameter: torch.Tensor, group: Mapping[str, Any], ownership: Ownership
     ) -> dict[str, Any]:
         found = {entry: self._checkpoint.value(key) for entry, key in self._values.get(name, {}).items()}
         for entry, key in self._tensors.get(name, {}).items():

@@ -37,11 +37,8 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor: shape and type
 
 @dataclass(frozen=True, kw_only=True)
 class State(Contents):
-    """Tensors that this process holds, under the model's original names.
-
-    Arguments:
-        training: drained before anything is read or replaced; it counts the steps.
-    """
+    """Tensors that this process holds, under the model's original names. `training`: drained before anything is read or
+    replaced; it counts the steps."""
 
     training: Training
     own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)

@@ -36,10 +36,6 @@ class Entry:
     def num_bytes(self) -> int:
         return DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
-    @property
-    def stored_shape(self) -> list[int]:
-        return [*self.shape, *([DTYPES[self.dtype].itemsize] if self.dtype == "complex128" else [])]
-
 
 def write_tensors(
     file: IO[bytes], entries: Sequence[Entry], metadata: Mapping[str, str]
@@ -55,7 +51,7 @@ def write_tensors(
         begin, end = end, end + entry.num_bytes
         header[entry.name] = {
             "dtype": FORMAT_NAMES[entry.dtype],
-            "shape": entry.stored_shape,
+            "shape": [*entry.shape, *([DTYPES[entry.dtype].itemsize] if entry.dtype == "complex128" else [])],
             "data_offsets": [begin, end],
         }
     assert len(header) == len(ordered) + 1
@@ -83,10 +79,8 @@ def header_hash(path: Path) -> str:
 
 
 class MappedFile:
-    """A file of tensors mapped into memory; what it gives are views that nobody may write to.
-
-    Raises ValueError, without the file's name, for what is no such file.
-    """
+    """A file of tensors mapped into memory; what it gives are views that nobody may write to. Raises ValueError,
+    without the file's name, for what is no such file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -25,12 +25,11 @@ from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
 from ...schedules.wording import count
 from ..guards.randomness import Seeder
-from ..shards.patterns import match
+from ..shards.style import match
 from ..stage.recompute import Recompute, RecomputedModules
 from ..stage.reruns import CheckpointedModules
-from .beside import verify
+from .beside import explain, verify
 from .kinds import KINDS, Edit
-from .memory import explain
 
 _FORMAT = "stagewright-edits-1"
 

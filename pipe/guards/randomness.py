@@ -14,7 +14,6 @@ import ctypes
 import math
 import random
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -69,7 +68,7 @@ class Seeder:
         self._region_began: list[torch.Tensor] | None = None  # where they stood, while someone wants to know
         self._drew_apart: bool | None = None  # None: nobody wants to know
         self._torch = torch_generators(device)
-        self._others: tuple[_Global, ...] = (_Python(), _Numpy())
+        self._others: tuple[_Global, ...] = (_Global(), _Numpy())
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
         self._begun = 0  # seed, step and microbatch, folded
         self._step = self._newest = 0
@@ -243,8 +242,8 @@ class Seeder:
                     each.units.add(self._unit)
 
 
-class _Global(ABC):
-    """A generator of the whole process beside torch's.
+class _Global:
+    """A generator of the whole process beside torch's: Python's.
 
     Attributes:
         units: that draw from it; the loss until it is known.
@@ -252,7 +251,7 @@ class _Global(ABC):
         is_for_unit: whether it was last seeded for a unit, not for an action.
     """
 
-    name: str
+    name = "Python's random numbers"
 
     def __init__(self) -> None:
         self.units = {_LOSS}
@@ -260,22 +259,22 @@ class _Global(ABC):
         self.is_for_unit = False
         self._kept: Any = None
 
-    @abstractmethod
     def position(self) -> object:
         """Another one once a number was drawn."""
+        return random.getstate()
 
-    @abstractmethod
     def has_moved(self) -> bool:
         """Whether a number was drawn since it was seeded."""
+        return bool(random.getstate()[1][-1] != _WORDS)
 
-    @abstractmethod
-    def state(self) -> Any: ...
+    def state(self) -> Any:
+        return random.getstate()
 
-    @abstractmethod
-    def set(self, state: Any) -> None: ...
+    def set(self, state: Any) -> None:
+        random.setstate(state)
 
-    @abstractmethod
-    def _start(self, seed: int) -> None: ...
+    def _start(self, seed: int) -> None:
+        random.seed(seed)
 
     def seed(self, seed: int, *, keep: bool) -> None:
         """Begin anew; `keep`: until it is put back."""
@@ -300,25 +299,6 @@ class _Global(ABC):
                 f"LayerDrop's probability, to be set before the pipeline is built",
                 stacklevel=2,
             )
-
-
-class _Python(_Global):
-    name = "Python's random numbers"
-
-    def position(self) -> object:
-        return random.getstate()
-
-    def has_moved(self) -> bool:
-        return bool(random.getstate()[1][-1] != _WORDS)
-
-    def state(self) -> Any:
-        return random.getstate()
-
-    def set(self, state: Any) -> None:
-        random.setstate(state)
-
-    def _start(self, seed: int) -> None:
-        random.seed(seed)
 
 
 class _Numpy(_Global):

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.memory import GRADIENTS_SENT, count_in_flight
 from ...partition.model.calls import Calls
+from ...partition.model.forms import tensors_in
 from ...partition.model.units import MODEL_INPUT
 from ...partition.model.untouched import untouched
 from ...partition.profiler.clock import Stamp, clock_for
@@ -125,7 +126,7 @@ class _Probe:
 
     def __init__(self, run: Run, mode: Mode, stage: Stage, batch: Batch) -> None:
         own = (part for part in batch.parts if part.inputs is not None)
-        part = max(own, key=lambda part: bytes_of(_tensors(part.inputs, part.target)))
+        part = max(own, key=lambda part: bytes_of(tensors_in(part.inputs, part.target)))
         self.module, self.specs = part.inferred.stages[stage.index], part.inferred.specs
         self.units = tuple(dict.fromkeys(self.module.units))
         names = {module: name for name, module in run.root.named_modules()}
@@ -141,7 +142,7 @@ class _Probe:
                 self.inputs.append(x.normal_() if x.is_floating_point() else x.zero_())
         targets = part.target if stage.index + 1 == mode.schedule.num_stages else None
         given = [x for ref, x in zip(self.module.inputs, self.inputs, strict=True) if ref.producer == MODEL_INPUT]
-        self.given_bytes = bytes_of(_tensors(given, targets))
+        self.given_bytes = bytes_of(tensors_in(given, targets))
         self._wants, self._target = mode.wants_grad[stage.index], part.target
         self._stage, self._batch, self._seeder = stage, batch, run.seeder
         self._clock = clock_for(run.settings.device)
@@ -242,10 +243,8 @@ class _Stay(NamedTuple):
 
 
 class Budgets:
-    """Decides, for a batch to train on, what runs again of this process's stages under a budget.
-
-    Raises ValueError beside what has memory that is not counted here.
-    """
+    """Decides, for a batch to train on, what runs again of this process's stages under a budget. Raises ValueError
+    beside what has memory that is not counted here."""
 
     def __init__(self, run: Run, mode: Mode, ranks: Ranks, ownership: Ownership) -> None:
         self._run, self._mode, self._ranks, self._ownership = run, mode, ranks, ownership
@@ -385,14 +384,10 @@ class Budgets:
         return state_bytes(made), live.most - live.level
 
 
-def _tensors(*values: object) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
-
-
 def _sizes(batch: Batch) -> Sizes:
     """The largest of this process's microbatches, by dimension."""
     found: Sizes = {}
-    for tensors in (_tensors(part.inputs, part.target) for part in batch.parts if part.inputs is not None):
+    for tensors in (tensors_in(part.inputs, part.target) for part in batch.parts if part.inputs is not None):
         shapes = [(x.itemsize, x.numel()) if x.is_nested else (x.itemsize, *x.shape) for x in tensors]
         own, kind = [number for shape in shapes for number in shape], tuple(map(len, shapes))
         found[kind] = list(map(max, own, found.get(kind, own)))

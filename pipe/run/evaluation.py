@@ -47,10 +47,8 @@ def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_sam
 
 
 class Evaluation:
-    """Runs batches forwards; one of fewer samples than M makes fewer microbatches.
-
-    A model that returns its own loss is trained with labels and predicts without: the same stages, run in another way.
-    """
+    """Runs batches forwards; one of fewer samples than M makes fewer microbatches. A model that returns its own loss is
+    trained with labels and predicts without: the same stages, run in another way."""
 
     def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
         self._run = run

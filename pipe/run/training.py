@@ -23,12 +23,11 @@ from ..batch.batches import Batch, hand_back
 from ..batch.checksum import CALLS, UNKNOWN, Call, Identity
 from ..batch.given import Given
 from ..batch.reader import BatchReader
-from ..batch.results import Known, StepResult
+from ..batch.results import Known, StepReports, StepResult
 from ..context import Run
 from ..stage.buffers import MovingBuffers, Snapshot
 from ..stage.unchanged import Unchanged
 from ..trace.measurement import gather_records
-from ..trace.steps import StepReports
 from ..update.gradients import check_norm_type
 from ..update.interface import Programs, Update
 from .engine import Engine

@@ -26,10 +26,9 @@ from ...comm import TensorSpec
 from ...partition.model.forms import Tensors
 from ...partition.model.units import MODEL_INPUT
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
-from ...schedules.dependencies import Wire
+from ...schedules.dependencies import Wire, find_moves
 from ...schedules.ir import MOVE_OPS
 from ...schedules.messages import STAGE_KINDS
-from ...schedules.moves import find_moves
 from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch, BatchPart
 from ..context import Run

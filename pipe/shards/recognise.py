@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils import _pytree as pytree
 
 from ...partition.model.fakes import on_fakes
-from ...partition.model.forms import Arguments, Form
+from ...partition.model.forms import Arguments, Form, tensors_in
 from ...partition.model.made_up import call_for_shapes
 from ...partition.model.untouched import untouched
 from .attention import Heads
@@ -47,11 +46,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recogniser:
-    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once.
-
-    Arguments:
-        model, example: its modules are called as it calls them with such arguments; else with one tensor.
-    """
+    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once. `model` and
+    `example`: its modules are called as it calls them with such arguments; else with one tensor."""
 
     def __init__(self, count: int, model: nn.Module | None = None, example: Arguments | None = None) -> None:
         self._count, self._model = count, model or nn.Module()
@@ -244,7 +240,7 @@ class _Trial:
         if not body[0].requires_grad:
             return []
         weights = [each for each in self._module.named_parameters() if each[1].requires_grad]
-        given = [x for x in pytree.tree_leaves(self._call) if isinstance(x, torch.Tensor) and x.requires_grad]
+        given = [x for x in tensors_in(self._call) if x.requires_grad]
         grads = torch.autograd.grad(body[0].sum(), [*(x for _, x in weights), *given], allow_unused=True)
         if any(grad is not None for grad in grads[len(weights) :]):
             return None
@@ -279,7 +275,7 @@ class _Trial:
         taken: dict[str, torch.Tensor] = {}
         value = self._run({name: partial(_given, taken, name, out) for name, out in outputs.items()})
         values = value if type(value) is tuple else (value,)
-        tensors = [[x for x in pytree.tree_leaves(each) if isinstance(x, torch.Tensor)] for each in values]
+        tensors = [tensors_in(each) for each in values]
         return [] if value is None or row not in taken else [[taken.pop(row)], [*taken.values()], *tensors]
 
     def _run(self, forwards: Mapping[str, Callable[[Any], Any]]) -> Any:

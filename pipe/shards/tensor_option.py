@@ -23,9 +23,8 @@ from ...comm import Collectives, MeshPlace
 from ...partition.model.forms import Arguments
 from ...schedules.kinds import one_of, option
 from .attention import Experts, Heads
-from .patterns import match, matches
 from .recognise import HEADS, Recogniser, Region
-from .style import Style, StyleError, not_divided
+from .style import Style, StyleError, match, matches, not_divided
 from .styles import Column, Local, Row, Samples, Sequence, SharedKey, Summed, SummedGradients, sizes_of
 
 AUTO = "auto"

@@ -47,11 +47,9 @@ def standing_in(snapshot: Snapshot) -> Iterator[None]:
 
 
 class MovingBuffers:
-    """Buffers of the modules that a forward runs, copied for each microbatch.
-
-    Small ones are copied each time, whether they move or not: a running mean may stay where it is for a while. Of
-    large ones, such as masks, the first forward shows which move, and only those are copied from then on.
-    """
+    """Buffers of the modules that a forward runs, copied for each microbatch. Small ones are copied each time, whether
+    they move or not: a running mean may stay where it is for a while. Of large ones, such as masks, the first forward
+    shows which move, and only those are copied from then on."""
 
     def __init__(self, *roots: nn.Module) -> None:
         self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))

@@ -24,10 +24,8 @@ _CHILD = "<loss_fn>"  # no attribute of a stage's module can have this name
 
 
 class ModelWithLoss(nn.Module):
-    """Names of a model and of the loss beside it: the model's own ones, and `loss_fn.` in front of the loss's.
-
-    Raises ValueError where the model has such a name itself.
-    """
+    """Names of a model and of the loss beside it: the model's own ones, and `loss_fn.` in front of the loss's. Raises
+    ValueError where the model has such a name itself."""
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()

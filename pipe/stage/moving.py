@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -47,11 +46,8 @@ class _Wrapped:
 
 
 class Activations:
-    """Tensors that one stage keeps of one microbatch from its forward to its backward.
-
-    Arguments:
-        staying: tensors that are there in any case: parameters, buffers, the target.
-    """
+    """Tensors that one stage keeps of one microbatch from its forward to its backward. `staying`: tensors that are
+    there in any case: parameters, buffers, the target."""
 
     def __init__(
         self, name: str, *, leaves: Sequence[torch.Tensor], staying: Iterable[torch.Tensor], device: torch.device
@@ -184,10 +180,6 @@ class Activations:
                 f"tensor of shape {tuple(handle.size)}, saved by the forward of {self._name}, is at version "
                 f"{handle.tensor._version}; expected version {handle.version}"
             )
-
-
-def tensors_of(target: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -26,11 +26,8 @@ BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be
 
 
 class Ownership:
-    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
-
-    Arguments:
-        by_name: whether tensors stand in the order of their names, since processes have them in other orders.
-    """
+    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed. `by_name`: whether
+    tensors stand in the order of their names, since processes have them in other orders."""
 
     def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
         self.group = group
@@ -46,10 +43,7 @@ class Ownership:
                 for tensor in [*each.module.parameters(), *each.module.buffers()]:
                     held.setdefault(id(tensor), set()).add(stage)
         everything = self._ordered(
-            [
-                *cut.root.named_parameters(remove_duplicate=False),
-                *cut.root.named_buffers(remove_duplicate=False),
-            ]
+            [*cut.root.named_parameters(remove_duplicate=False), *cut.root.named_buffers(remove_duplicate=False)]
         )
         # What no stage uses stays with the first one.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
@@ -132,9 +126,6 @@ class Ownership:
             for name, p in self.parameters()
             if self.group.counts(name) and next(rank for rank in self.holders(name) if rank in among) in ranks
         ]
-
-    def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.parameters() if stage in self.stages[n] and p.requires_grad]
 
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""

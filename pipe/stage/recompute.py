@@ -28,7 +28,7 @@ from ...partition import quantities
 from ...partition.model.calls import Calls
 from ...partition.model.units import StageModule, Together
 from ...partition.stage_cost import KEEP_LESS, RULES, count_again, kind_of
-from ..shards.patterns import match
+from ..shards.style import match
 
 # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
 Policy = Callable[..., Any]

@@ -35,6 +35,7 @@ from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...partition.model.calls import Calls
+from ...partition.model.forms import tensors_in
 from ...partition.model.keep_less import in_checkpoint, without_activations
 from ...partition.model.memory import Operations, memory_of, parts_of, written
 from ...partition.model.source_line import first_line
@@ -48,13 +49,7 @@ _aten = torch.ops.aten
 # Long to compute and small beside what stands between them. The products inside an attention (bmm, or fused) are not
 # among them: their results grow with the square of the length, or are cheap beside it (Korthikanti et al. 2022, 5).
 PRODUCTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.linear.default,
-        _aten._scaled_mm.default,
-        _aten.convolution.default,
-    }
+    {_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default, _aten.convolution.default}
 )
 
 # Of these runs may have different numbers, with casts that autocast keeps and memory that slices of a sequence have.
@@ -283,7 +278,7 @@ class KeptResults:
         return Operations(self._first), Operations(self._second)
 
     def returned(self, value: object) -> None:
-        for x in _tensors(value):
+        for x in tensors_in(value):
             for number in self._kept_in(x):
                 self._results[number].versions.append((_detached(x), x._version))
 
@@ -302,9 +297,9 @@ class KeptResults:
         if self._keeps(context, operator, *args, **kwargs) and not changed:
             kept = pytree.tree_map_only(torch.Tensor, _detached, value)
             draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-            versions = [(x, x._version) for x in _tensors(kept)]
+            versions = [(x, x._version) for x in tensors_in(kept)]
             self._results[number] = _Result(kept, versions, self._seeder.state() if draws else None)
-            for x in _tensors(kept):
+            for x in tensors_in(kept):
                 for memory in _memories(x):
                     self._in_memory.setdefault(memory, []).append(number)
         return value
@@ -325,10 +320,6 @@ class KeptResults:
     def _kept_in(self, x: torch.Tensor) -> list[int]:
         numbers = [number for memory in _memories(x) for number in self._in_memory.get(memory, ())]
         return [number for number in numbers if number in self._results]
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _memories(x: torch.Tensor) -> list[object]:

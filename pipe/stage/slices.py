@@ -41,6 +41,10 @@ class TokenSpan(NamedTuple):
     end: int
     total: int
 
+    def part(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """Its part of a tensor, contiguous, as a microbatch is for shape inference; all of one without tokens."""
+        return x if dim is None else x.narrow(dim, self.start, self.end - self.start).contiguous()
+
 
 def first_position() -> int:
     """Position in its sequence of the first token that a module is given; above 0 for later slices of a microbatch.
@@ -253,11 +257,8 @@ def _entered(mode: _Attending) -> Iterator[None]:
 
 
 class _Resumed:
-    """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode.
-
-    Attributes:
-        caller: the module that called the checkpoint: nobody else is there to be found when it runs again.
-    """
+    """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode. `caller`: the
+    module that called the checkpoint: nobody else is there to be found when it runs again."""
 
     def __init__(self, run: Callable[..., Any], mode: _Attending, *, is_called_first: bool) -> None:
         self.caller = _caller(sys._getframe(1))

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from ...partition.model.calls import Calls
-from ...partition.model.forms import Tensors
+from ...partition.model.forms import Tensors, tensors_in
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
-from .moving import Activations, tensors_of
+from .moving import Activations
 from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions
 
@@ -175,7 +175,7 @@ class Stage:
         return module.detached(outputs), None
 
     def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
-        staying = [*self._module.parameters(), *self._module.buffers(), *tensors_of(target)]
+        staying = [*self._module.parameters(), *self._module.buffers(), *tensors_in(target)]
         name = f"microbatch {key} of {self._described}"
         device = next((x.device for x in (*leaves, *staying)), torch.device("cpu"))
         return Activations(name, leaves=leaves, staying=staying, device=device)

@@ -26,13 +26,8 @@ _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(fo
 
 
 class Unchanged:
-    """Record of all that must stay as it is.
-
-    Arguments:
-        cut: with the weights of other processes already let go.
-
-    Raises ValueError for a hook that would never run.
-    """
+    """Record of all that must stay as it is. `cut`: with the weights of other processes already let go. Raises
+    ValueError for a hook that would never run."""
 
     def __init__(self, run: Run, cut: CutModel) -> None:
         self._learns_beside = run.has_loss and run.settings.optimizer is None  # a loss may: for what is not the model's

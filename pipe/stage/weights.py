@@ -34,15 +34,10 @@ Gradients = list[torch.Tensor | None]
 
 
 class WeightVersions:
-    """The newest `count` versions of one stage's trainable parameters on one rank.
-
-    Arguments:
-        copied: names of those for which this rank has Parameters of its own, since another rank of this process
-            has the module's (replicas, tied weights).
-
+    """The newest `count` versions of one stage's trainable parameters on one rank. `copied`: names of those for which
+    this rank has Parameters of its own, since another rank of this process has the module's (replicas, tied weights).
     Raises ValueError for a module that keeps a parameter in a place where it cannot be exchanged, and for one that
-    changes it by itself.
-    """
+    changes it by itself."""
 
     def __init__(
         self,

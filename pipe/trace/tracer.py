@@ -22,12 +22,12 @@ from ...schedules import Costs, Spread, StageBytes, StepSamples, flushed, simula
 from ...schedules.timing.records import RankRecord
 from ...schedules.traces.run_file import RunFile
 from ...schedules.traces.trace_file import (
+    WHOLE_SCHEDULE,
     TraceHeader,
     clock_line,
     digest,
     end_line,
     header_line,
-    keeps_schedule,
     short_digest,
     step_line,
     trace_path,
@@ -174,7 +174,7 @@ class Tracer:
             host=platform.node(),
             first_step=self._next,
             digest=digest(schedule),
-            schedule=schedule if keeps_schedule(schedule, is_first_on_host=is_first) else None,
+            schedule=schedule if is_first or len(schedule.to_json()) <= WHOLE_SCHEDULE else None,
             flush_first=self._context.settings.flush_first,
             cut=short_digest(self._pipeline.cut_in_words()),
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},

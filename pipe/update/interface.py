@@ -79,13 +79,7 @@ class RankUpdate:
         loss_scale: None: losses are not scaled, and must be finite.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        shards: Shards,
-        loss_scale: LossScale | None = None,
-    ) -> None:
+    def __init__(self, rank: int, schedule: Schedule, shards: Shards, loss_scale: LossScale | None = None) -> None:
         self.loss_scale = loss_scale
         self.shards = shards
         self.batches: dict[int, Batch] = {}

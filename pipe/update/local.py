@@ -26,7 +26,7 @@ from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.checksum import checksum
 from ..batch.given import Given, check_batch
 from ..batch.results import EvalResult, Known
-from ..shards.sharding import ADAPTIVE
+from ..shards.shard import ADAPTIVE
 from .flush import FlushPrograms, FlushUpdate
 from .gradients import buckets_of, flatten, unflatten
 from .interface import Programs
@@ -68,10 +68,8 @@ def next_interval(every: int, gap: float) -> int:
 
 
 class LocalUpdate(FlushUpdate):
-    """Updates each replica by itself, and averages weights over the data group every H-th step.
-
-    Within `verify`, which finds all weights alike, gradients are summed over all replicas as ever.
-    """
+    """Updates each replica by itself, and averages weights over the data group every H-th step. Within `verify`, which
+    finds all weights alike, gradients are summed over all replicas as ever."""
 
     def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
         super().__init__(programs, parts)

@@ -36,11 +36,8 @@ _Scale = tuple[float, int]  # a loss scale, and how many updates in a row were m
 
 
 class LossScale:
-    """The scale that the weights as they are now are trained with.
-
-    Arguments:
-        scaler: the user's. It has the scale between two steps; what is changed in it counts.
-    """
+    """The scale that the weights as they are now are trained with. `scaler`: the user's. It has the scale between two
+    steps; what is changed in it counts."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler

@@ -98,13 +98,9 @@ def copied_option(value: Any) -> Any:
 
 class SameOptions:
     """Options of one rank's updates of the parameters that it shares, compared with the other ranks' behind the update.
-
     A rate that is changed while batches are under way meets another update on each rank, so what counts is what an
-    update used. Each rank tells it with the gradients of a later update group; nothing waits for it.
-
-    Arguments:
-        num_stages: of the rank: its updates of a group.
-    """
+    update used. Each rank tells it with the gradients of a later update group; nothing waits for it. `num_stages`: of
+    the rank: its updates of a group."""
 
     def __init__(self, rank: int, *, num_stages: int) -> None:
         self._rank = rank

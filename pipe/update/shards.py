@@ -62,12 +62,7 @@ def _begin_gather(
 
 
 def begin_sum(
-    parts: Sequence[ShardedParameter],
-    ranks: Sequence[int],
-    collectives: Collectives,
-    *,
-    what: str,
-    on_through: Wait,
+    parts: Sequence[ShardedParameter], ranks: Sequence[int], collectives: Collectives, *, what: str, on_through: Wait
 ) -> Wait:
     """Begin the all-reduces of gradients of which each of some ranks needs a part alone: a reduce-scatter.
 

@@ -27,7 +27,7 @@ from torch import nn
 from ...partition.model.forms import copied
 from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.results import Known, Together
-from ..shards.sharding import Sharding
+from ..shards.shard import Sharding
 from .flush import FlushPrograms, FlushUpdate
 from .gradients import clip_factor, norm_of, norm_part, scale_gradients
 from .interface import Programs, TakeBack

@@ -275,8 +275,9 @@ def _weights_of(
     rank: int, schedule: Schedule, parts: UpdateParts, *, taken: Collection[str], count: int
 ) -> dict[int, WeightVersions]:
     weights: dict[int, WeightVersions] = {}
+    own = parts.ownership
     for stage in schedule.placement[rank]:
-        held = parts.ownership.held_parameters(stage)
+        held = [(n, p) for n, p in own.parameters() if stage in own.stages[n] and p.requires_grad]
         twice = next((n for n, _ in held for other in weights.values() if n in other.names), None)
         if twice is not None:
             raise ValueError(

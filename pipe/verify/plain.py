@@ -34,11 +34,7 @@ class NotVerifiableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One microbatch.
-
-    Arguments:
-        number: k, of the batch.
-    """
+    """One microbatch. `number`: k, of the batch."""
 
     arguments: Arguments
     target: object
@@ -47,12 +43,7 @@ class Microbatch:
 
 class PlainModule:
     """A copy of the user's model and of a loss that is a module, which nobody cuts; between two runs without weights.
-
-    Raises NotVerifiableError for a model that cannot be copied.
-
-    Attributes:
-        root: of the names of both.
-    """
+    Raises NotVerifiableError for a model that cannot be copied. `root`: of the names of both."""
 
     def __init__(self, model: nn.Module, loss_fn: object, *, given: bool) -> None:
         try:

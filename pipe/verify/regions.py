@@ -50,11 +50,7 @@ class DividedRegion:
 
 
 class Regions:
-    """A model's regions; to be made before it is cut.
-
-    Arguments:
-        styles: by module name, in the model's order.
-    """
+    """A model's regions; to be made before it is cut. `styles`: by module name, in the model's order."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
         empty: dict[int, Any] = {

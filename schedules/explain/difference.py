@@ -95,7 +95,7 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
 
     O(actions log actions).
     """
-    shown = _num_batches(before), _num_batches(after)
+    shown = num_batches(before), num_batches(after)
     per = shown if shown[0] != shown[1] and min(shown) > 0 else (1, 1)
     notes = _what_differs(before, after)
     if per != (1, 1):
@@ -137,7 +137,8 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
     )
 
 
-def _num_batches(timeline: Timeline) -> int:
+def num_batches(timeline: Timeline) -> int:
+    """Batches in view."""
     size = timeline.schedule.batch_indices
     spans = (span.what for rank in timeline.ranks for span in rank.compute)
     return len({action.index // size for action in spans if action.op is Op.F})

@@ -28,7 +28,7 @@ from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
 from ..traces.clocks import clock_note
 from ..wording import count
-from .difference import Change
+from .difference import Change, num_batches
 
 _MOST_STEPS = 15  # of a run's traced ones, the newest
 _MOST_REPLAYED = 5  # of these in the middle, with the durations of their own actions
@@ -271,10 +271,7 @@ def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple
 
 def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
     """[P] seconds a batch, by name; of each action `overhead` is a part [s]."""
-    size = timeline.schedule.batch_indices
-    shown = {s.what.index // size for trace in timeline.ranks for s in trace.compute if s.what.op is Op.F}
-    batches = max(1, len(shown))
-    found = []
+    batches, found = max(1, num_batches(timeline)), []
     for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
         around = sum(overhead.get(span.what, 0.0) for span in trace.compute)
         parts = {

@@ -278,13 +278,7 @@ def paci(
 
 
 PIPEDREAM, TWO_BW, PACI = (
-    Family(
-        name=name,
-        build=build,
-        aliases=aliases,
-        weight_rules=rules,
-        full_after=1,
-    )
+    Family(name=name, build=build, aliases=aliases, weight_rules=rules, full_after=1)
     for name, build, aliases, rules in (
         ("pipedream", pipedream, (), ("stashing", "vertical-sync")),
         ("2bw", two_bw, ("pipedream-2bw",), ("2bw",)),

@@ -52,13 +52,7 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-CHIMERA = Family(
-    name="chimera",
-    build=chimera,
-    placement="two-way",
-    weight_copies=2,
-    full_after=1,
-)
+CHIMERA = Family(name="chimera", build=chimera, placement="two-way", weight_copies=2, full_after=1)
 
 
 def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -94,11 +88,7 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
         nearer_first = ways if position == rank else ways[::-1]
         programs.append(eight_steps(nearer_first, position=position, length=num_ranks // 2))
     return Schedule(
-        name="dualpipe",
-        placement=placement,
-        owners=owners,
-        programs=tuple(programs),
-        num_microbatches=num_microbatches,
+        name="dualpipe", placement=placement, owners=owners, programs=tuple(programs), num_microbatches=num_microbatches
     )
 
 
@@ -146,12 +136,7 @@ def eight_steps(ways: Sequence[tuple[int, range]], *, position: int, length: int
 
 
 DUALPIPE = Family(
-    name="dualpipe",
-    build=dualpipe,
-    placement="two-way",
-    weight_copies=2,
-    splits_backward=True,
-    full_after=2,
+    name="dualpipe", build=dualpipe, placement="two-way", weight_copies=2, splits_backward=True, full_after=2
 )
 
 

@@ -42,10 +42,7 @@ def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> S
     return in_turn("terapipe", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
-TERAPIPE = Family(
-    name="terapipe",
-    build=terapipe,
-)
+TERAPIPE = Family(name="terapipe", build=terapipe)
 
 
 def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_chunks: int = 1) -> Schedule:
@@ -88,11 +85,7 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
     return in_turn("seq1f1b", programs, **sizes)
 
 
-SEQ1F1B = Family(
-    name="seq1f1b",
-    build=seq1f1b,
-    aliases=("seq-1f1b",),
-)
+SEQ1F1B = Family(name="seq1f1b", build=seq1f1b, aliases=("seq-1f1b",))
 
 
 def seq_zb_h1(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> Schedule:
@@ -117,11 +110,7 @@ def seq_zb_h1(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> 
     return in_turn("seq-zb-h1", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
-SEQ_ZB_H1 = Family(
-    name="seq-zb-h1",
-    build=seq_zb_h1,
-    splits_backward=True,
-)
+SEQ_ZB_H1 = Family(name="seq-zb-h1", build=seq_zb_h1, splits_backward=True)
 
 
 def slimpipe(*, num_ranks: int, num_microbatches: int, num_slices: int | None = None, num_chunks: int = 2) -> Schedule:
@@ -151,7 +140,4 @@ def slimpipe(*, num_ranks: int, num_microbatches: int, num_slices: int | None = 
     return replace(schedule, name="slimpipe")
 
 
-SLIMPIPE = Family(
-    name="slimpipe",
-    build=slimpipe,
-)
+SLIMPIPE = Family(name="slimpipe", build=slimpipe)

@@ -101,13 +101,7 @@ def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) 
 
 
 V_HALF, V_MIN = (
-    Family(
-        name=name,
-        build=build,
-        placement="snake",
-        num_chunks=2,
-        splits_backward=True,
-    )
+    Family(name=name, build=build, placement="snake", num_chunks=2, splits_backward=True)
     for name, build in (("v-half", v_half), ("v-min", v_min))
 )
 
@@ -169,8 +163,4 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     return Schedule(name="hanayo", placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
 
 
-HANAYO = Family(
-    name="hanayo",
-    build=hanayo,
-    placement="snake",
-)
+HANAYO = Family(name="hanayo", build=hanayo, placement="snake")

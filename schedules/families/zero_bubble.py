@@ -45,12 +45,7 @@ def zb_handcrafted(name: str, *, num_ranks: int, num_microbatches: int, steps: i
     return in_turn(name, programs, num_microbatches=num_microbatches)
 
 
-ZB_H1 = Family(
-    name="zb-h1",
-    build=zb_h1,
-    splits_backward=True,
-    full_after=1,
-)
+ZB_H1 = Family(name="zb-h1", build=zb_h1, splits_backward=True, full_after=1)
 
 
 def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -68,12 +63,7 @@ def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
     return zb_handcrafted("zb-h2", num_ranks=num_ranks, num_microbatches=num_microbatches, steps=2)
 
 
-ZB_H2 = Family(
-    name="zb-h2",
-    build=zb_h2,
-    splits_backward=True,
-    full_after=2,
-)
+ZB_H2 = Family(name="zb-h2", build=zb_h2, splits_backward=True, full_after=2)
 
 
 def zb_automatic(
@@ -152,11 +142,6 @@ def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:
 
 
 ZB_1P, ZB_2P = (
-    Family(
-        name=name,
-        build=partial(zb_automatic, name, most),
-        aliases=(name.replace("-", ""),),
-        splits_backward=True,
-    )
+    Family(name=name, build=partial(zb_automatic, name, most), aliases=(name.replace("-", ""),), splits_backward=True)
     for name, most in (("zb-1p", 1), ("zb-2p", 2))
 )

@@ -35,10 +35,7 @@ from ..rules.versions import Versions, derive_versions
 
 
 def lower(
-    schedule: Schedule,
-    *,
-    sharing: Sharing = NOTHING_SHARED,
-    calls: Sequence[Sequence[int]] | None = None,
+    schedule: Schedule, *, sharing: Sharing = NOTHING_SHARED, calls: Sequence[Sequence[int]] | None = None
 ) -> Lowered:
     """Insert sends and receives.
 
@@ -135,7 +132,9 @@ class _Exchange:
                         if len(actions) > 1:
                             self.shared[end][message] = tuple(actions)
                 if step.op is Op.U and self._last_updates[rank][step.index] == step:
-                    self._share_parts(rank, step)
+                    for peer in self.sharing.part_partners(rank):
+                        message = Message(MessageKind.WEIGHTS, rank, peer, step.index)
+                        self._add(message, step, rank, GroupStep(Op.UNSHARD, step.index), peer)
                 if step in loss_behind:
                     self._share_loss(rank, step, loss_behind[step])
 
@@ -146,11 +145,6 @@ class _Exchange:
             message = Message(MessageKind.LOSS, rank, receiver, group)
             streams = self.schedule.is_asynchronous
             self._add(message, made_by, rank, GroupStep(Op.REDUCE_GRAD, group) if streams else None, receiver)
-
-    def _share_parts(self, rank: int, update: Action) -> None:
-        for peer in self.sharing.part_partners(rank):
-            message = Message(MessageKind.WEIGHTS, rank, peer, update.index)
-            self._add(message, update, rank, GroupStep(Op.UNSHARD, update.index), peer)
 
     def _share_gradients(self, rank: int, step: GroupStep) -> None:
         group = step.index

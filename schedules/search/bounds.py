@@ -29,6 +29,10 @@ behind, k activations fit):
     last    before the last F of the last rank M - k weight gradients have run there: (P-1)(F+I+2c) - (k-1) W of bubble
     window  F(0, j+k) waits for W(0, j): a whole round trip for every k microbatches
 
+**Turns**, beside it: in front of a chunk's first I none of what it and the chunks before it hold is free, so that L
+bounds the work there; behind a chunk's last F likewise. The rest of the rank's work lies between (for equal costs, V
+and k activations the 6P - 1 - 3k of bubble of Qi et al., 2024).
+
 **Area**, beside it: an activation is held from the start of its F to the end of its W, over a round trip at least; L
 times the time between a rank's first start and last end is more than all of these together (Little's law). Behind
 the first start memory fills no faster than forwards run, in front of the last end it empties no faster than weight
@@ -285,6 +289,7 @@ class _Reach:
         for stages in self.problem.placement:
             if self.alike:
                 found.append(machine_bound(self._jobs(stages, tails, largest_first=True)))
+                found.append(self._turns(sorted(stages), tails))
                 continue
             # Of some j-th and later ones, no less than the smallest ones; of the j-th and earlier ones likewise.
             heads_only = {op: [[min(row)] * len(row) for row in rows] for op, rows in tails.items()}
@@ -328,6 +333,30 @@ class _Reach:
                 rows = zip(heads, sorted(table[s], reverse=largest_first), tails[op][s], strict=True)
                 jobs += [Job(head, work, tail) for head, work, tail in rows if tail > _NEVER]
         return jobs
+
+    def _turns(self, own: Sequence[int], tails: dict[Op, list[list[float]]]) -> float:
+        """Seconds by what memory lets a rank work in front of a chunk's first I, and behind a chunk's last F."""
+        M, chunks = self.problem.num_microbatches, [self.stages[s] for s in own]
+        forwards, gradients = [c.forward for c in chunks], [c.input_grad + c.weight_grad for c in chunks]
+        last = [0.0 if c.weight_grad == 0 else c.weight_grad / c.kept if c.kept else math.inf for c in chunks]
+        total = M * sum(forwards + gradients)
+        fronts = [(self.heads[Op.F][own[0]][0], 0.0)]
+        fronts += [(self.heads[Op.I][s][0], self._most_work(chunks, at, forwards, 0.0)) for at, s in enumerate(own)]
+        behind = [(tails[Op.F][s][-1], self._most_work(chunks, at, gradients, max(last))) for at, s in enumerate(own)]
+        pairs = [(head + tail, work + more) for head, work in fronts for tail, more in behind]
+        return max((seconds + total - work for seconds, work in pairs if work < total), default=0.0)
+
+    def _most_work(self, chunks: Sequence[_Stage], at: int, parts: Sequence[float], rate: float) -> float:
+        """The most seconds of work while nothing that the chunks up to one hold is free: of these their part, of later
+        chunks all, each no more often than the chunk before; or as many seconds for each unit of memory as `rate`."""
+        limit, work, held = self.limits[chunks[0].rank], 0.0, 0.0
+        if len(amounts := {n for c in chunks for n in (c.held, c.kept)}) == 1 and (amount := amounts.pop()) > 0:
+            limit = amount * (limit // amount) if limit < math.inf else limit
+        for c, (stage, part) in enumerate(zip(chunks, parts, strict=True)):
+            work += part if c <= at else stage.forward + stage.input_grad + stage.weight_grad
+            held += stage.held if c <= at else 0.0
+            rate = max(rate, work / held if held else math.inf)
+        return limit * rate
 
     def starts(self) -> dict[int, float]:
         """The first start of ranks, as far as it is known [s]: those whose spans are worth a look."""

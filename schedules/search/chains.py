@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from random import Random
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from ..ir import Action, Schedule
 from ..placement import Placement
@@ -39,8 +39,9 @@ _MARGINS = (0.0, 0.002, 0.004, 0.006)  # that the repaired bound stays below tha
 _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its gap
 _REPAIRS = 60
 
-# By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held.
-Tables = tuple[list[float], list[float], list[int], list[float], list[float]]
+# By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held; by
+# rank its work.
+Tables = tuple[list[float], list[float], list[int], list[float], list[float], list[float]]
 
 
 class Arranged(NamedTuple):
@@ -132,7 +133,10 @@ class ChainSearch:
         delay = [n for each in (0.0, *there, *there, 0.0) for n in [each] * M]
         SM = M * len(ranks)
         need = [-1] * M + [*range(SM - M)] + [*range(SM + M, 2 * SM)] + [*range(SM - M, SM)]
-        return [n for each in (*F, *I) for n in [each] * M], delay, need, W, held
+        work = [0.0] * self.P
+        for rank, *parts in zip(ranks, F, I, W, strict=True):
+            work[rank] += M * sum(parts)
+        return [n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work
 
     def play(
         self,
@@ -140,18 +144,22 @@ class ChainSearch:
         ranks: list[int],
         orders: list[list[int]],
         over: list[float],
+        *,
         tables: Tables | None = None,
+        most: float = math.inf,
     ) -> Arranged | None:
         """Each rank keeps its order, and its W go where they fit: the longest that does, else the shortest if it takes
-        up to `over` times the gap, and whatever makes room for an F. None where that deadlocks or there is no room."""
+        up to `over` times the gap, and whatever makes room for an F. None where that deadlocks, or as soon as there is
+        no room or a rank has idled too long for the value to be `most`."""
         self.played += 1
         M, SM = self.M, len(ranks) * self.M
-        seconds, delay, need, weights, held = tables = tables or self._tables(cut, ranks)
+        seconds, delay, need, weights, held, work = tables = tables or self._tables(cut, ranks)
+        idle = [math.inf if self.is_span else most * (1.0 + 1e-12) - each for each in work]  # that a rank may, still
         ends, blocked, left = [-1.0] * (2 * SM) + [0.0], [-1] * (2 * SM), 2 * SM
         owed: list[list[float]] = [[] for _ in orders]  # seconds of W that may run, the shortest first
         whose: list[list[int]] = [[] for _ in orders]  # their codes
         log: list[list[int]] = [[] for _ in orders]
-        at, free, firsts, room = [0] * self.P, [0.0] * self.P, [0.0] * self.P, list(self.limits)
+        at, free, room = [0] * self.P, [0.0] * self.P, list(self.limits)
         ready = [*range(self.P)]
         while ready:
             rank = ready.pop()
@@ -173,29 +181,32 @@ class ChainSearch:
                     now += mine.pop(fitting)
                     note(codes[fitting])
                     room[rank] += held[(codes.pop(fitting) - 2 * SM) // M]
-                now = (there if there > now else now) + seconds[code]
-                if n == 0:
-                    firsts[rank] = now - seconds[code]
-                ends[code] = now
+                start = there if there > now else now
+                idle[rank] -= start - now
+                ends[code] = now = start + seconds[code]
                 note(code)
                 room[rank] -= wanted
                 if code >= SM:
                     place = bisect_right(mine, weights[(code - SM) // M])
                     mine.insert(place, weights[(code - SM) // M])
                     codes.insert(place, code + SM)
-                elif room[rank] < 0.0:
+                if room[rank] < 0.0 or idle[rank] < 0.0:
                     return None
                 if blocked[code] >= 0:
                     ready.append(blocked[code])
                 at[rank] += 1
                 left -= 1
             free[rank] = now
-        for each, codes in zip(log, whose, strict=True):
-            each += codes
-        first = firsts if self.is_span else [0.0] * self.P
-        last = [now + sum(mine) - start for now, mine, start in zip(free, owed, first, strict=True)]
-        cost = max(last) + _SIDE * (sum(last) / self.P - self.ideal)
-        return None if left else Arranged(cut, ranks, orders, over, tables, log, ends, last, max(last), cost)
+        if left:
+            return None
+        log = [[*each, *codes] for each, codes in zip(log, whose, strict=True)]
+        return self._valued((cut, ranks, orders, over, tables, log, ends), [f + sum(w) for f, w in zip(free, owed)])  # noqa: B905
+
+    def _valued(self, state: tuple[Any, ...], free: list[float]) -> Arranged:
+        orders, seconds, ends = state[2], state[4][0], state[6]
+        first = [ends[own[0]] - seconds[own[0]] if self.is_span else 0.0 for own in orders]
+        last = [now - start for now, start in zip(free, first, strict=True)]
+        return Arranged._make([*state, last, max(last), max(last) + _SIDE * (sum(last) / self.P - self.ideal)])
 
     def _carried(self, parent: Arranged, cut: Sequence[int]) -> list[float]:
         """By code, when each F and I would run if it stood where its first layer stood in the parent's time."""
@@ -213,11 +224,14 @@ class ChainSearch:
             keys[1].extend(ends[before + behind * M + k] + shift for k in range(M))
         return keys[0] + keys[1]
 
-    def _listed(self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float) -> list[list[int]]:
+    def _listed(  # noqa: PLR0915 - one loop, as `play`: calls inside take half as long again
+        self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float, most: float
+    ) -> list[list[int]] | None:
         """List scheduling: a free rank runs what has the least key of what is there, else a W for its gap. An F that
-        leaves no room for a whole microbatch has to be of the oldest one."""
+        leaves no room for a whole microbatch has to be of the oldest one. None as soon as a rank has idled too long."""
         M, S, SM = self.M, len(ranks), len(ranks) * self.M
-        seconds, delay, _, weights, held = self._tables(cut, ranks)
+        seconds, delay, _, weights, held, work = self._tables(cut, ranks)
+        idle = [math.inf if self.is_span else most - each for each in work]  # that a rank may
         coming: list[list[tuple[float, int]]] = [[] for _ in range(self.P)]  # when, code
         there: list[list[tuple[float, int]]] = [[] for _ in range(self.P)]  # key, code
         owed: list[list[tuple[float, float]]] = [[] for _ in range(self.P)]  # seconds and room of W
@@ -263,11 +277,14 @@ class ChainSearch:
                 if gap < math.inf:
                     heappush(events, (wake[rank], rank))
                 continue
+            idle[rank] -= now - busy[rank]
+            if idle[rank] < 0.0:
+                return None
             busy[rank] = wake[rank] = end
             heappush(events, (end, rank))
         return orders
 
-    def _moved(self, state: Arranged) -> Arranged | None:
+    def _moved(self, state: Arranged, most: float) -> Arranged | None:
         """One action earlier, mostly one that a gap waits for; or how far the W of a rank overrun gaps."""
         random, over, orders = self.random, state.over, state.orders
         if random.random() < 0.04:
@@ -277,7 +294,7 @@ class ChainSearch:
             rank, order = self._waited_for(state) if random.random() < 0.7 else self._anywhere(state)
             orders = list(orders)
             orders[rank] = order
-        return self.play(state.cut, state.ranks, orders, over, state.tables)
+        return self.play(state.cut, state.ranks, orders, over, tables=state.tables, most=most)
 
     def _anywhere(self, state: Arranged) -> tuple[int, list[int]]:
         random = self.random
@@ -401,16 +418,18 @@ class ChainSearch:
         orders: list[list[int]] = [[] for _ in range(self.P)]
         for code in sorted(range(len(keys)), key=keys.__getitem__):
             orders[own[code // self.M % len(own)]].append(code)
-        child = self.play(*new, orders, now.over)
+        most = limit + _NEAR * self.ideal
+        child = self.play(*new, orders, now.over, most=most)
         if child is None or child.cost > limit:
             over = random.choice(_OVERS[:3])
-            other = self.play(*new, self._listed(*new, keys, over), [over] * self.P)
+            listed = self._listed(*new, keys, over, most)
+            other = None if listed is None else self.play(*new, listed, [over] * self.P, most=most)
             child = min((each for each in (child, other) if each), key=lambda each: each.cost, default=None)
-        if child is None or child.cost > limit + _NEAR * self.ideal:
+        if child is None or child.cost > most:
             return None
         tried = 0
         while tried < _TRIES:
-            moved = self._moved(child)
+            moved = self._moved(child, child.cost)
             tried += 1
             if moved is not None and moved.cost <= child.cost:
                 tried = max(0, tried - 3) if moved.cost < child.cost else tried
@@ -424,8 +443,9 @@ class ChainSearch:
             if self.is_over():
                 break
             heat = self.ideal * hot * (cold / hot) ** (step / steps)
-            moved = self._moved(now)
-            if moved is not None and moved.cost < now.cost - heat * math.log(1.0 - self.random.random()):
+            most = now.cost - heat * math.log(1.0 - self.random.random())
+            moved = self._moved(now, most)
+            if moved is not None and moved.cost < most:
                 now = moved
                 best = min(best, now, key=lambda each: each.value)
         return best if cold < hot else now

@@ -28,6 +28,7 @@ _FEW = 16  # orders of what chains begin with
 _FINALS = 4  # cuts that then have all of them
 _COUNTS = {"cuts": 60, "evaluations": 400}  # where only one of them is given
 _BUDGET = {"seconds": 60.0, "seed": 0}
+_AROUND = 0.1  # part of the time for cuts around the first ones, where chains of any go on
 _POLISH = 0.1  # part of the time that is left for the orders of what chains found
 _CLOSE = 1e-9  # a bound so near to the best value, in parts of it, promises nothing
 
@@ -200,15 +201,17 @@ class _CutSearch:
                 f"ranks was found within it, for one microbatch; expected at least {self.smallest_memory():g}"
             )
         separate = self.best()
-        bounds = self.explore(starts, cuts)
+        may_go_on = ANY in placements and len(self.layers) > self.num_ranks > 1
+        until = self.until - (1.0 - _AROUND) * self.budget.seconds * (may_go_on and not is_counted)
+        bounds = self.explore(starts, cuts, until)
         tried = sorted((key for key in bounds if key in self.found), key=lambda key: self.found[key].value)
         for name, cut in tried[: _FINALS + len(starts)]:
-            if (name, cut) not in starts and self.promises(bounds[name, cut]) and time.monotonic() < self.until:
+            if (name, cut) not in starts and self.promises(bounds[name, cut]) and time.monotonic() < until:
                 self.schedule(name, cut, self.evaluations)
         cuts_tried = len(self.found)
         layers = [[getattr(each, name) for each in self.layers] for name in Layer.__slots__]
         chains = ChainSearch(layers, self.request, self.limits, Random(self.budget.seed))
-        if ANY in placements and len(self.layers) > self.num_ranks > 1:
+        if may_go_on:
             self.anywhere(chains, cuts * self.evaluations if is_counted else None)
         bound = chains.least_seconds()
         return JointSynthesis(best=self.best(), separate=separate, cuts_tried=cuts_tried, lower_bound=bound)
@@ -235,7 +238,7 @@ class _CutSearch:
             many = self.evaluations if most is not None else None
             self.schedule(placed, cut, many, start=schedule, searches=len(elites) - number)
 
-    def explore(self, starts: Sequence[tuple[str, Cut]], cuts: int) -> dict[tuple[str, Cut], float]:
+    def explore(self, starts: Sequence[tuple[str, Cut]], cuts: int, until: float) -> dict[tuple[str, Cut], float]:
         """Try cuts next to those that were tried, in the order of what they promise; returns their lower bounds.
 
         A cut is taken to be as far above its bound as the last one tried on the way to it. Cuts whose bound is not
@@ -245,14 +248,14 @@ class _CutSearch:
         waiting = [(self.found[key].value, *key, 1.0) for key in starts]
         heapq.heapify(waiting)
         most = len(self.found) + cuts
-        while waiting and len(self.found) < most and len(bounds) < _BOUNDS * cuts and time.monotonic() < self.until:
+        while waiting and len(self.found) < most and len(bounds) < _BOUNDS * cuts and time.monotonic() < until:
             _, name, cut, above = heapq.heappop(waiting)
             if (name, cut) not in self.found and self.promises(bounds[name, cut]):
                 self.schedule(name, cut, max(1, self.evaluations // _PROBE))
             if (name, cut) in self.found:
                 above = self.found[name, cut].value / bounds[name, cut]
             for other in _neighbours(cut):
-                if time.monotonic() >= self.until:
+                if time.monotonic() >= until:
                     break
                 if (name, other) not in bounds and self.excess(name, other) == 0:
                     bounds[name, other] = bound = self.bound(name, other)

@@ -45,7 +45,7 @@ class Costs:
         reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
             begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
         sum_busy: share of the seconds of a stage's sums, and of its weights' gathers, for which the processors of their
-            ranks are busy with them (0 to 1): an action beside one gets on at the rate of what is left (`sharing`). Of
+            ranks are busy with them (0 to 1): an action beside one gets on at the rate of what is left (`links`). Of
             weights that several stages share the largest of theirs. It goes for sums that links have, too.
         tied: sums of the gradients of weights that several stages share, as (stages, seconds [s]) pairs; likewise,
             under flush schedules, where the stages stand on several ranks.

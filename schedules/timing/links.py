@@ -10,6 +10,16 @@ where they could go first. A card sends and receives at the same time.
 
 A message leaves no earlier than one latency after its receive is posted (see `receives_ahead`), unless these keep its
 link busy for the latency there and back, or the link has no rate. Cards count it from when it is ready and posted.
+
+A rank's processor while all-reduces of gradients take a share of it:
+
+    processor   |   F3   |  B2 at half rate  |  B3   |
+    sum                  |  busy share 1/2   |
+
+While something that takes a share b of the processor is under way, an action gets on at rate 1 - b: it lasts longer by
+b times the seconds beside it, whenever in it these are. Under several at once the largest share counts, since seconds
+that were measured at the same time have the wait for each other in them. A processor that is shared fairly would slow
+down what takes more than half of it instead, by as much: both are through at the same time.
 """
 
 from __future__ import annotations
@@ -18,10 +28,14 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
 from ..dependencies import Wire
 from ..ir import Schedule
 from ..messages import MessageKind
+
+ON_CARD = "card"
 
 
 def _check(**numbers: float) -> None:
@@ -38,12 +52,14 @@ class Link:
         latency: of a message, after its last byte has left [s].
         seconds_per_byte: of the slowest part of the way; 0: no limit.
         sending, receiving: network cards on the way out and in, which it shares with all ways that name them.
+        blocks: whether a rank computes on only when its message has left.
     """
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
     sending: Hashable = None
     receiving: Hashable = None
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
@@ -112,26 +128,44 @@ class PlaceNetwork:
 
     Arguments:
         places: [P] ranks of each.
-        routes: of messages between two places, the lower one first, whichever of their ranks share a microbatch.
+        routes: of messages between two places, the lower one first, whichever of their ranks share a microbatch; those
+            back take the route with the higher one first where there is one. ON_CARD as `sending`: they take `cards`.
+        cards: [P] by rank of each, the card of its host, which other places may share; sums over several take these.
     """
 
     places: tuple[tuple[int, ...], ...]
     routes: Mapping[tuple[int, int], Link]
+    cards: tuple[tuple[int, ...], ...] = ()
     _place: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         places = {rank: place for place, ranks in enumerate(self.places) for rank in ranks}
         object.__setattr__(self, "_place", places)
+        if any(way.sending for way in self.routes.values()) and [*map(len, self.cards)] < [*map(len, self.places)]:
+            raise ValueError(f"cards={self.cards!r:.60}: expected one for each rank of {len(self.places)} places")
 
     def pair(self, src: int, dst: int) -> tuple[int, int] | None:
-        """The two places of these ranks, the lower one first; None where there is no route between them."""
+        """The two places of these ranks as their route has them; None where there is none between them."""
         here, there = self._place.get(src, -1), self._place.get(dst, -1)
-        pair = (min(here, there), max(here, there))
-        return pair if pair in self.routes else None
+        pairs = (here, there), (min(here, there), max(here, there))
+        return next((pair for pair in pairs if pair in self.routes), None)
 
     def way(self, src: int, dst: int) -> Link | None:
         pair = self.pair(src, dst)
-        return None if pair is None else replace(self.routes[pair], sending=src, receiving=dst)
+        if pair is None:
+            return None
+        route = self.routes[pair]
+        card = self._card if route.sending is not None else int
+        return replace(route, sending=card(src), receiving=card(dst))
+
+    def _card(self, rank: int) -> Hashable:
+        place = self._place[rank]
+        return (ON_CARD, self.cards[place][self.places[place].index(rank)])
+
+    def cards_of_sum(self, ranks: Sequence[int]) -> list[Hashable]:
+        """Those that a sum of a place's ranks takes, whether all of these are simulated or one for all."""
+        own = self.cards[self._place[ranks[0]]] if self.cards else ()
+        return [*ranks, *((ON_CARD, card) for card in dict.fromkeys(own) if len({*own}) > 1)]
 
 
 Network = Link | Sequence[LinkLevel] | Mapping[tuple[int, int], Link] | PlaceNetwork
@@ -211,7 +245,9 @@ class Links:
     def channels_of_sum(self, each: AllReduce, ranks: Iterable[int]) -> list[Hashable]:
         """Names of what a sum of these ranks occupies, and the weights that are gathered after it."""
         if each.ways is None:
-            return [(side, rank) for rank in dict.fromkeys(ranks) for side in ("out", "in")]
+            own = list(dict.fromkeys(ranks))
+            cards = self.network.cards_of_sum(own) if isinstance(self.network, PlaceNetwork) else own
+            return [(side, card) for card in cards for side in ("out", "in")]
         return list(dict.fromkeys(name for src, dst in each.ways for name in self.channels(src, dst)))
 
 
@@ -246,13 +282,16 @@ class Route:
     """A way of messages of one size. Each of the channels, by number, carries one message at a time; `free_at` says
     when it is free [s]."""
 
-    __slots__ = ("_channels", "_free_at", "latency", "seconds")
+    __slots__ = ("_channels", "_free_at", "blocks", "latency", "seconds")
 
-    def __init__(self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float]) -> None:
+    def __init__(
+        self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float], blocks: bool = False
+    ) -> None:
         self.seconds, self.latency, self._channels, self._free_at = seconds, latency, channels, free_at
+        self.blocks = blocks
 
     def slower(self, times: float) -> Route:
-        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at)
+        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
 
     def free_from(self, now: float) -> float:
         """The time at which all channels are free, at or after `now` [s]."""
@@ -266,3 +305,59 @@ class Route:
         for channel in self._channels:
             self._free_at[channel] = now
         return now + self.latency
+
+
+class Taken(NamedTuple):
+    """A share of the processor, from `start` to `end` [s]."""
+
+    start: float
+    end: float
+    share: float
+
+
+def seconds_left(taken: Iterable[Taken], start: float, end: float) -> float:
+    """Seconds of a whole processor that an action got which ran from one moment to the other [s].
+
+    >>> seconds_left([Taken(2.0, 6.0, 0.5)], 0.0, 4.0)
+    3.0
+    """
+    beside = [each for each in taken if each.start < end and each.end > start]
+    if not beside:
+        return end - start
+    moments = sorted({start, end, *(at for each in beside for at in each[:2] if start < at < end)})
+    return sum(
+        (b - a) * (1 - max((each.share for each in beside if each.start <= a and b <= each.end), default=0.0))
+        for a, b in pairwise(moments)
+    )
+
+
+class Processor:
+    """Shares that are taken of one rank's processor."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self) -> None:
+        self._taken: list[Taken] = []
+
+    def take(self, taken: Taken) -> None:
+        self._taken.append(taken)
+
+    def end(self, start: float, seconds: float) -> float:
+        """When an action ends that starts then and takes so many seconds of a whole processor [s].
+
+        It holds as long as nothing else is taken before it. Actions are asked about in the order in which they run.
+        """
+        now, left = start, seconds
+        self._taken = [each for each in self._taken if each.end > start]
+        while True:
+            share, until = 0.0, inf
+            for each in self._taken:
+                if each.start > now:
+                    until = min(until, each.start)
+                elif each.end > now:
+                    share, until = max(share, each.share), min(until, each.end)
+            end = now if left <= 0 else inf if share == 1 else now + left / (1 - share)
+            if end <= until:
+                return end
+            left -= (until - now) * (1 - share)
+            now = until

@@ -18,8 +18,8 @@ from ..program import run_as_one
 from .attribution import find_gaps
 from .costs import COST_OF_OP, Costs
 from .inputs import Cause, Input, action_input, around_actions
+from .links import Taken, seconds_left
 from .records import launches
-from .sharing import Taken, seconds_left
 from .timeline import Span, Timeline
 
 
@@ -69,27 +69,27 @@ def measured_inputs(
 
 def durations_beside(
     timelines: Sequence[Timeline], busy: Sequence[Mapping[Action, float]]
-) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Messages, sums and norms of measured steps one by one: "messages", "sums" or "norm", the stages that the message
-    leaves or whose gradients are summed, seconds, which rounding takes below 0.
+) -> Iterator[tuple[int, str, tuple[int, ...], float]]:
+    """Messages, sums and norms of measured steps one by one: the step's number, "messages", "sums" or "norm", the
+    stages that the message leaves or whose gradients are summed, seconds, which rounding takes below 0.
 
     Arguments:
         busy: by timeline, seconds for which actions kept their ranks busy, what came behind them included: that is no
             part of the message that an action makes. Of one that is missing what mostly comes between two.
     """
     between = _overheads(timelines, None)
-    for timeline, seconds_of in zip(timelines, busy, strict=True):
+    for number, (timeline, seconds_of) in enumerate(zip(timelines, busy, strict=True)):
         took = {span.what: span.end - span.start for trace in timeline.ranks for span in trace.compute}
         for _, maker, seconds, whole in _ways(timeline):
             if whole:
                 usual = took[maker] + between.get(maker.stage, 0.0)
-                yield "messages", (maker.stage,), seconds + took[maker] - seconds_of.get(maker, usual)
+                yield number, "messages", (maker.stage,), seconds + took[maker] - seconds_of.get(maker, usual)
         for each, seconds in _together(timeline):
             if each.kind == "sum":
-                yield "sums", each.at, seconds
+                yield number, "sums", each.at, seconds
         norm = _norm(timeline, between)
         if norm is not None:
-            yield "norm", (), norm
+            yield number, "norm", (), norm
 
 
 def seconds_around(timeline: Timeline, known: Costs | None = None) -> float:

@@ -164,6 +164,7 @@ class _StepDraws:
 
         self._table, self._norm = table, spread.norm
         self._random = np.random.default_rng(seed)
+        self._number_of_step, self._own = 0, [np.array(each) for each in spread.step_messages]
         self._beside = {"messages": np.array(spread.messages), "sums": np.array(spread.sums)}
         self._ops = sorted(
             {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
@@ -207,7 +208,12 @@ class _StepDraws:
         return replace(self._table, rows={**self._table.rows, **rows}, update=update, norm=norm)
 
     def beside(self, kind: str, number: int) -> list[float]:
-        """Ratios of as many messages, or sums, each as likely as any other; none where they do not vary."""
+        """Ratios of as many messages, or sums, each as likely as any other; none where they do not vary. Messages are
+        those of the step that is drawn, each as often as any other: drawn anew they would vary twice."""
+        import numpy as np
+
+        if kind == "messages" and self._own and len(own := self._own[self._number_of_step]):
+            return list(np.resize(self._random.permutation(own), number).tolist())
         ratios = self._beside[kind]
         found: list[float] = ratios[self._random.integers(len(ratios), size=number)].tolist() if len(ratios) else []
         return found
@@ -220,7 +226,8 @@ class _StepDraws:
         if not self._steps:
             return np.ones(self._shape)
         number = len(self._steps)
-        step = self._steps[int(self._random.integers(number))]
+        self._number_of_step = int(self._random.integers(number))
+        step = self._steps[self._number_of_step]
         wider = math.sqrt(number / self._random.chisquare(number - 1)) if number > 1 else 1.0
         logs = [
             mean + wider * (self._for_batches(own, size) - mean)

@@ -5,7 +5,7 @@ leave (arriving latency later; with links, when those have carried them), whoeve
 starts its next action as soon as its inputs have arrived. A rank runs its program in order, so an action's start is the
 maximum of when its lane became free and when its last input arrived. Events come in the order of time, of equal ones
 the lowest rank's first: so links serve whatever is ready first. An action that runs beside a sum which keeps its rank
-busy ends later (`sharing`): where such a sum began meanwhile, the event is put off.
+busy ends later (`links`): where such a sum began meanwhile, the event is put off.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from operator import attrgetter
 from ..ir import BESIDE_OPS, COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
-from .links import Links, Route
-from .sharing import Processor, Taken
+from .links import Links, Processor, Route, Taken
 from .timeline import RankTrace, Span, Timeline
 from .wiring import OPS, Meeting, Output, ScheduleWiring
 
@@ -121,7 +120,13 @@ class _Simulation:
         free_at = [0.0] * wiring.num_channels
         self.delays = [table.latency[each.stage] for each in wiring.passages]
         routes = [
-            Route(each.num_bytes * each.way.seconds_per_byte, delay + each.way.latency, each.channels, free_at)
+            Route(
+                each.num_bytes * each.way.seconds_per_byte,
+                delay + each.way.latency,
+                each.channels,
+                free_at,
+                each.way.blocks,
+            )
             for each, delay in zip(wiring.passages, self.delays, strict=True)
         ]
         self.routes = None if links is None else routes
@@ -144,6 +149,7 @@ class _Simulation:
         for pair in (pair for own in wiring.posts for pair in own.get(0, ())):
             self.posted[pair].append(-math.inf)
         self.arrived = [_NOT_YET] * wiring.num_slots
+        self.free_at = [0.0] * len(wiring.programs)  # when a rank may compute on [s]
         for slot in wiring.filled:
             self.arrived[slot] = 0.0
         for rank, own in enumerate(wiring.begins):  # all-reduces of gradients of which a rank makes none
@@ -179,7 +185,7 @@ class _Simulation:
         starts: list[list[float]] = [[] for _ in programs]
         ends: list[list[float]] = [[] for _ in programs]
         position = [0] * len(programs)
-        free_at = [0.0] * len(programs)
+        free_at = self.free_at
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that stand before it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         ready = list(range(len(programs)))
@@ -214,7 +220,7 @@ class _Simulation:
             free_at[rank] = now
             ends[rank].append(now)
             ready = [rank]
-            filled = self._finish(outputs[code], code, k, now)
+            filled = self._finish(outputs[code], code, k, rank)
             if at + 1 in begins[rank]:
                 for pair in self.wiring.posts[rank].get(at + 1, ()):
                     self.posted[pair].append(now)
@@ -225,9 +231,9 @@ class _Simulation:
         self._check_through(position)
         return list(zip(starts, ends, strict=True))
 
-    def _finish(self, sendings: Iterable[_Sending], code: int, index: int, now: float) -> list[int]:
+    def _finish(self, sendings: Iterable[_Sending], code: int, index: int, rank: int) -> list[int]:
         """An action ends, and its messages leave; returns the slots that they fill."""
-        filled = []
+        filled, now = [], self.free_at[rank]
         for base, last, delays, routes in sendings:
             if last is not None and last[index] != code:
                 continue  # others will add to it
@@ -238,7 +244,9 @@ class _Simulation:
                 filled += self._let_go(pair, now)
                 continue
             else:
-                self.arrived[base + index] = route.carry(now)
+                self.arrived[base + index] = through = route.carry(now)
+                if route.blocks:
+                    self.free_at[rank] = max(self.free_at[rank], through - route.latency)
             filled.append(base + index)
         return filled
 
@@ -275,7 +283,7 @@ class _Simulation:
 
     def _add_epilogue(self, computes: list[list[Span[Action]]]) -> None:
         """The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients."""
-        ends = [compute[-1].end if compute else 0.0 for compute in computes]
+        ends = [*self.free_at]
         summed: dict[int, float] = {}
         for each in self.meetings:
             if each.meeting.op is Op.REDUCE_GRAD:

@@ -53,9 +53,11 @@ class Spread:
             without a variance.
         messages, sums, norm: of each message, of a sum (or gather) in one step, of the global norm; empty: they do not
             vary.
+        step_messages: by measured step, of its own messages, which are slow together; empty, and of a step without
+            them: `messages`.
 
     Raises ValueError for ratios that are no finite numbers above 0, stages that are as many for one op as not for
-    another, and two or three steps.
+    another, two or three steps, and messages of another number of steps.
 
     >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]]}, steps=[{Op.F: [[1.0, 1.1 + n]]} for n in range(4)])
     >>> Spread.from_json(noise.to_json()) == noise
@@ -67,6 +69,7 @@ class Spread:
     messages: Sequence[float] = ()
     sums: Sequence[float] = ()
     norm: Sequence[float] = ()
+    step_messages: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         actions = _by_stage(self.actions, "")
@@ -79,6 +82,10 @@ class Spread:
                 f"a spread of {len(steps)} measured steps: expected at least {_LEAST_DRAWN}, which tell how far steps "
                 f"vary, or steps=() for steps that are alike"
             )
+        own = tuple(_ratios(f"messages in step {number}", each) for number, each in enumerate(self.step_messages))
+        if own and len(own) != len(steps):
+            raise ValueError(f"step_messages of {len(own)} steps: expected one list for each of {len(steps)} steps")
+        object.__setattr__(self, "step_messages", own)
         for name in _BESIDE:
             object.__setattr__(self, name, _ratios(name, getattr(self, name)))
         object.__setattr__(self, "actions", actions)
@@ -104,7 +111,7 @@ class Spread:
     def to_json(self) -> str:
         """One JSON object."""
         actions, *steps = ({op.value: stages for op, stages in each.items()} for each in (self.actions, *self.steps))
-        beside = {name: getattr(self, name) for name in _BESIDE}
+        beside = {name: getattr(self, name) for name in (*_BESIDE, "step_messages")}
         return json.dumps({"actions": actions, "steps": steps, **beside})
 
     @classmethod
@@ -136,13 +143,15 @@ def estimate_spread(
     ran = list(zip(*newest, strict=True))
     steps = [_ratios_of_step(together, table) for together in ran]
     actions = {key for step in steps for key in step}
-    whole = [step for step in steps if step.keys() == actions]
+    whole = [number for number, step in enumerate(steps) if step.keys() == actions]
     if len(whole) < LEAST_STEPS:
         return None
-    most = max(LEAST_STEPS, _MOST_ACTIONS // sum(map(len, whole[-1].values())))
+    most = max(LEAST_STEPS, _MOST_ACTIONS // sum(map(len, steps[whole[-1]].values())))
     stages, ops = range(len(table.latency)), [op for op in OPS if any(op is each for each, _ in actions)]
-    by_stage = [{op: [step.get((op, stage), ()) for stage in stages] for op in ops} for step in whole[-most:]]
-    return Spread(actions={}, steps=by_stage, **_beside(timelines, ran, table))
+    by_stage = [{op: [steps[n].get((op, stage), ()) for stage in stages] for op in ops} for n in whole[-most:]]
+    beside, by_step = _beside(timelines, ran, table)
+    own = [_put_together(by_step.get(n, ())) for n in whole[-most:]]
+    return Spread(actions={}, steps=by_stage, step_messages=own if any(own) else (), **beside)
 
 
 def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) -> dict[tuple[Op, int], Ratios]:
@@ -160,21 +169,24 @@ def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) ->
 
 def _beside(
     timelines: Sequence[Timeline], ran: Sequence[Sequence[Sequence[TimedAction]]], table: CostTable
-) -> dict[str, Ratios]:
-    """Ratios of messages, sums and the norm, by the field of a `Spread`.
+) -> tuple[dict[str, Ratios], dict[int, list[float]]]:
+    """Ratios of messages, sums and the norm, by the field of a `Spread`; of messages by the step that ran them, too.
 
     A message that is there as soon as its rank is free takes next to no time: left out, the others would be too long.
     """
     found: dict[str, list[float]] = {name: [] for name in _BESIDE}
+    own: dict[int, list[float]] = defaultdict(list)
     if len(timelines) >= LEAST_STEPS:
         busy: list[dict[Action, float]] = [{} for _ in timelines]
         if len(timelines) <= len(ran) and not timelines[0].schedule.is_asynchronous:  # of a stream each is of several
             busy = [{key: took for rank in step for key, took in rank} for step in ran[len(ran) - len(timelines) :]]
-        for kind, stages, seconds in durations_beside(timelines, busy):
+        for number, kind, stages, seconds in durations_beside(timelines, busy):
             cost = _cost(kind, stages, table)
             if cost and (seconds > 0 or kind == "messages"):
                 found[kind].append(max(seconds / cost, _LEAST_RATIO))
-    return {kind: _put_together(ratios) for kind, ratios in found.items()}
+                if kind == "messages" and busy[number]:
+                    own[len(ran) - len(timelines) + number].append(found[kind][-1])
+    return {kind: _put_together(ratios) for kind, ratios in found.items()}, own
 
 
 def _cost(kind: str, stages: tuple[int, ...], table: CostTable) -> float | None:

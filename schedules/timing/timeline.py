@@ -20,8 +20,7 @@ from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..liveness import peak_activations
 from ..messages import Message, MessageKind
 from ..rules.versions import derive_versions
-from ..shown import Displayable
-from ..wording import duration
+from ..wording import Displayable, duration
 
 _JSON_VERSION = 1
 

@@ -29,10 +29,8 @@ _FREE = Link()
 
 
 class MessageRoute(NamedTuple):
-    """The way of messages of one size from rank `sender` to rank `receiver`.
-
-    They take the latency of `stage`, which sends, on top of that of the way; `channels` by number.
-    """
+    """The way of messages of one size from rank `sender` to rank `receiver`. They take the latency of `stage`, which
+    sends, on top of that of the way; `channels` by number."""
 
     sender: int
     receiver: int
@@ -191,7 +189,10 @@ class ScheduleWiring:
     def _post_receives(self) -> None:
         """As `lower` does, where a link would stand idle for want of them (see `links`)."""
         ahead = receives_ahead(max((each.num_bytes for each in self.passages), default=0.0))
-        slow = [0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency for *_, size, way, _ in self.passages]
+        slow = [
+            0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks
+            for *_, size, way, _ in self.passages
+        ]
         sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
         used: dict[int, int] = {}
         for codes, indices in self.programs if any(slow) and ahead < self.num_indices * len(slow) else ():

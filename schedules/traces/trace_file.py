@@ -28,7 +28,7 @@ from .clocks import ClockReading
 VERSION = 1
 _SUM = b',"crc":'
 _LATER = ("flush_first", "cut")  # of a header: files from before may lack them
-_WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes; of a longer one, the first of each host
+WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes; of a longer one, the first of each host
 
 
 def trace_path(folder: Path, process: int) -> Path:
@@ -79,10 +79,6 @@ def short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def keeps_schedule(schedule: Schedule, *, is_first_on_host: bool) -> bool:
-    return is_first_on_host or len(schedule.to_json()) <= _WHOLE_SCHEDULE
-
-
 def header_line(header: TraceHeader) -> bytes:
     data: dict[str, Any] = {"trace": VERSION}
     data |= {name: getattr(header, name) for name in TraceHeader.__slots__}
@@ -119,10 +115,6 @@ def parse_header(data: Mapping[str, Any]) -> TraceHeader:
     schedule = None if data["schedule"] is None else Schedule.from_json(json.dumps(data["schedule"]))
     values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name not in _LATER}
     return TraceHeader(**(values | {"schedule": schedule, "ranks": tuple(data["ranks"])}))
-
-
-def parse_clock(data: Mapping[str, Any]) -> ClockReading:
-    return ClockReading(*map(float, data["clock"]))
 
 
 def parse_step(data: Mapping[str, Any]) -> dict[int, RankRecord]:

@@ -22,7 +22,7 @@ from ..messages import NOTHING_SHARED
 from ..timing.records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
 from ..timing.timeline import MeasuredStep, Timeline
 from .clocks import ClockReading, offset_at
-from .trace_file import VERSION, TraceHeader, digest, parse_clock, parse_header, parse_line, parse_step, trace_path
+from .trace_file import VERSION, TraceHeader, digest, parse_header, parse_line, parse_step, trace_path
 
 _NAME = re.compile(r"trace\.rank(\d+)\.jsonl")
 _NAMED = 3  # broken lines of a file that are told one by one
@@ -92,7 +92,7 @@ class _Files:
         if "trace" in data:
             one.header = parse_header(data)
         elif "clock" in data:
-            one.readings.append(parse_clock(data))
+            one.readings.append(ClockReading(*map(float, data["clock"])))
         elif "step" in data:
             one.steps[int(data["step"])] = parse_step(data)
         elif "full" in data:

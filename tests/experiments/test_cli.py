@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.inside import COMMANDS, BuildOptions, RunFile, duration, main, steps_that_follow
+from support.inside import COMMANDS, CostOptions, RunFile, duration, main, steps_that_follow
 
 import stagewright
 from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread, synthesize
@@ -312,8 +312,8 @@ def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_options_that_are_not_given_are_not_passed_on() -> None:
-    assert BuildOptions().given() == {}
-    assert BuildOptions(vertical_sync=True, batches=2).given() == {"vertical_sync": True, "num_batches": 2}
+    assert CostOptions().given() == {}
+    assert CostOptions(vertical_sync=True, batches=2).given() == {"vertical_sync": True, "num_batches": 2}
 
 
 @pytest.mark.parametrize(

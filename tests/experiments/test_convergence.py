@@ -151,6 +151,17 @@ def _speed(setting: Setting) -> float:
     return tokens_per_second(setting, updates=4, warm=1)
 
 
+def _raced(values: dict[str, object]) -> list[tuple[str, bool]]:
+    return [(found.name, found.value > 0) for found in loss(Case.of(values), 1)]
+
+
+@pytest.mark.gloo
+def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
+    values = {**TINY, "schedule": "2bw", "optimizer": "nadam", "evaluate_every": 1000}
+    told = [("validation loss", True), ("final loss", True), ("training time", True)]
+    assert gloo.run(_raced, ranks=2, args=(values,)) == [told, told]
+
+
 @pytest.mark.gloo
 def test_throughput_on_two_processes(gloo: Pool) -> None:
     for schedule in ("1f1b", "pipedream"):
@@ -175,7 +186,7 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
     ("values", "message"),
     [
         ({"schedule": "3bw"}, "schedule='3bw': expected 1f1b, 2bw"),
-        ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, muon"),
+        ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, nadam, muon"),
         (
             {"schedule": "pipedream", "total_updates": 25},
             "total_updates=25, evaluate_every=50: expected multiples of 10",

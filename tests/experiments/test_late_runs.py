@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.async_reference import AsyncCase, uses
 from support.inside import GPT, GPTConfig, load_corpus, loss_fn, make_optimizer
-from support.late_runs.emulate import MATRICES, Batch, stage_of
+from support.late_runs import MATRICES, Batch, stage_of
 
 pytestmark = pytest.mark.concerns("experiments")
 
@@ -49,17 +49,20 @@ def _named(weights: dict[str, torch.Tensor], run: int) -> dict[str, torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_updates_are_those_of_torch(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "b1"), [("1f1b", "muon", 0.9), ("2bw", "muon", 0.9), ("2bw", "nadam", 0.99)]
+)
+def test_updates_are_those_of_torch(schedule: str, optimizer: str, b1: float) -> None:
     """Muon beside AdamW, with decay and rates; late by one, where the gradient is that of the weights before."""
     corpus, updates = load_corpus(), 3
-    emulated = Batch([{"sched": schedule, "updates": updates, "seed": 1}], "cpu", corpus)
+    run = {"sched": schedule, "updates": updates, "seed": 1, "opt": optimizer, "b1": b1, "rate": 0.001}
+    emulated = Batch([run], "cpu", corpus)
     model = GPT(GPTConfig(length=64, layers=4, width=128))
     begun = {name: value.clone() for name, value in _named(emulated.w, 0).items()}
     model.load_state_dict(begun)
-    emulated.evaluate = lambda weights: None  # type: ignore[method-assign]
+    emulated.evaluate = lambda weights: torch.zeros(1)  # type: ignore[method-assign]
     emulated.run()
-    optimizers = [one for one in make_optimizer("muon", lr=0.008)(list(model.named_parameters())) if one]
+    optimizers = [one for one in make_optimizer(optimizer, lr=0.008, beta1=b1)(list(model.named_parameters())) if one]
     older: Any = None
     for update in range(updates):
         tokens, targets = corpus.batch(seed=1, step=update, batch_size=16, length=64)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.inside import CostOptions, main, read_exhibit, read_exhibits, shape_notes
+from support.inside import CostOptions, main, read_exhibits, shape_notes
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Timeline, build, simulate
@@ -46,7 +46,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("source", ["table.txt", "schedule.json", "1f1b"])
 def test_schedules_are_simulated_with_the_options(files: Path, source: str) -> None:
     sizes = SIZES if source == "1f1b" else replace(SIZES, ranks=None, microbatches=None)
-    exhibit = read_exhibit(source, sizes)
+    exhibit = read_exhibits([source], sizes)[0]
     assert exhibit.costs == SIZES.costs()
     assert exhibit.predicted is not None
     assert exhibit.predicted.ranks == step().ranks
@@ -54,19 +54,19 @@ def test_schedules_are_simulated_with_the_options(files: Path, source: str) -> N
 
 @pytest.mark.parametrize("source", ["gpt", "runs/gpt", "runs/gpt/timeline.json"])
 def test_a_run_by_name_folder_or_file(files: Path, source: str) -> None:
-    exhibit = read_exhibit(source)
+    exhibit = read_exhibits([source])[0]
     assert exhibit.name == "gpt"
     assert exhibit.predicted == step()
     assert [each.timeline for each in exhibit.measured] == [step(measured=True, latency=0.5)]
 
 
 def test_timelines_as_they_are(files: Path) -> None:
-    assert read_exhibit("predicted.json") == Exhibit(name="predicted", predicted=step())
-    assert read_exhibit("measured.json").measured == (MeasuredStep(0, step(measured=True)),)
+    assert read_exhibits(["predicted.json"])[0] == Exhibit(name="predicted", predicted=step())
+    assert read_exhibits(["measured.json"])[0].measured == (MeasuredStep(0, step(measured=True)),)
 
 
 def test_a_plan_is_simulated_as_planned(files: Path) -> None:
-    exhibit = read_exhibit("plan.json")
+    exhibit = read_exhibits(["plan.json"])[0]
     planned = Plan.load("plan.json")
     assert exhibit.predicted is not None
     assert exhibit.predicted.schedule == planned.build_schedule()
@@ -87,8 +87,8 @@ def test_memory_is_drawn_below_where_it_is_known(files: Path, capsys: pytest.Cap
 def test_a_run_that_is_called_like_a_schedule(files: Path) -> None:
     """Its folder stands first, unless sizes say that the schedule is meant."""
     Path("runs/gpt").rename("runs/1f1b")
-    assert read_exhibit("1f1b").measured
-    assert not read_exhibit("1f1b", SIZES).measured
+    assert read_exhibits(["1f1b"])[0].measured
+    assert not read_exhibits(["1f1b"], SIZES)[0].measured
 
 
 def test_exhibits_of_one_name_are_told_apart(files: Path) -> None:
@@ -135,11 +135,11 @@ def test_trace_files_of_ranks_are_one_run(files: Path) -> None:
     folder.mkdir()
     for path in words[2:]:
         (folder / Path(path).name).write_bytes(Path(path).read_bytes())
-    assert read_exhibit("traces").measured == tuple(
+    assert read_exhibits(["traces"])[0].measured == tuple(
         step._replace(timeline=replace(step.timeline, schedule=replace(step.timeline.schedule, name="traces")))
         for step in second.measured
     )
-    one = read_exhibit(words[2])
+    one = read_exhibits([words[2]])[0]
     assert one.measured[0].timeline.missing == (1,)
     assert one.notes[0] == "interleaved: rank 1 of 2 left no trace: its row is empty"
 
@@ -147,7 +147,7 @@ def test_trace_files_of_ranks_are_one_run(files: Path) -> None:
 def test_our_own_perfetto_trace_comes_back_unrounded(files: Path) -> None:
     third = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1 / 3, latency=1e-7))
     write_perfetto([("predicted", third), ("measured", replace(step(), measured=True))], "out.json")
-    exhibit = read_exhibit("out.json")
+    exhibit = read_exhibits(["out.json"])[0]
     assert exhibit.predicted == third
     assert [each.timeline for each in exhibit.measured] == [step(measured=True)]
 

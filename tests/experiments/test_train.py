@@ -112,7 +112,7 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
         step = (model.get_parameter(name).detach() - before[name]).square().mean().sqrt()
         assert step.item() == pytest.approx(0.2 * 0.01, rel=0.2)  # Newton-Schulz is rough on purpose
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters() if name not in names)
-    with pytest.raises(ValueError, match="optimizer 'lion': expected adamw or muon"):
+    with pytest.raises(ValueError, match="optimizer 'lion': expected adamw, nadam or muon"):
         make_optimizer("lion", lr=0.1)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, DeviceKind, GivenStage, Node, Plan, Profile, evaluate, plan
+from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, plan
+from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
 
 from .test_planner_brute_force import CLUSTERS, chains
 
@@ -123,3 +125,134 @@ def test_mistakes(stages: list[tuple[Any, ...]], options: dict[str, Any], messag
     settings = {"num_microbatches": 4} | options
     with pytest.raises(ValueError, match=message):
         evaluate(PROFILE, Cluster.parse("4:net=1GB/s"), [GivenStage(*each) for each in stages], **settings)
+
+
+def two_hosts(*, ways: Any = (), **level: Any) -> Cluster:
+    """Two of each kind; a message of two bytes takes 2 s between them."""
+    levels = (Level(name="in", size=2, bandwidth=1000.0), Level(name="net", size=2, bandwidth=1.0, **level))
+    return Cluster(levels=levels, kinds=(DeviceKind(name="A"), DeviceKind(name="B")), nodes=("A", "B"), ways=ways)
+
+
+def step(cluster: Cluster, stages: list[GivenStage], number: int = 1, source: Any = PROFILE, **options: Any) -> float:
+    found = evaluate(source, cluster, stages, num_microbatches=number, **options)
+    same = Plan.from_json(found.to_json())
+    assert same == found
+    assert simulated(same).timeline.batch_seconds == pytest.approx(found.simulated_step_time)
+    assert found.simulated_step_time is not None
+    return found.simulated_step_time
+
+
+HALVES = [GivenStage("ab", [0]), GivenStage("cd", [2])]
+QUICK = replace(PROFILE, nodes=[replace(x, forward_seconds=0.25, backward_seconds=1) for x in NODES])
+
+
+def test_each_kind_of_device_has_a_profile() -> None:
+    """No one speed makes F four and B two times as fast."""
+    assert step(two_hosts(), HALVES) == 2 * 6 + 2 * 2
+    assert step(two_hosts(), HALVES, source={"A": QUICK, "B": PROFILE}) == 2.5 + 6 + 2 * 2
+    over_both = [GivenStage("ab", [0, 2]), GivenStage("cd", [1, 3])]
+    slower = step(two_hosts(), over_both, 2, source={"A": QUICK, "B": PROFILE})
+    assert slower == step(two_hosts(), over_both, 2) == pytest.approx(12 + 2 * 2 / 1000 + 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"A": PROFILE}, "profiles of the kinds A: expected one of 'B', too"),
+        ({"A": PROFILE, "B": Profile(nodes=NODES[:3])}, "profile of 'B': node 'd' is only in the first"),
+        ({"A": PROFILE, "B": replace(PROFILE, microbatch_size=2)}, "microbatch_size=1: expected one of the profiles'"),
+    ],
+)
+def test_profiles_of_kinds_that_do_not_fit(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step(two_hosts(), HALVES, source=source, microbatch_size=1)
+
+
+def test_links_of_one_direction() -> None:
+    """Activations go from node 0 to node 1, gradients back."""
+    assert step(two_hosts(ways=[(0, 1, 0.5, 0.0)]), HALVES) == 12 + 4 + 2
+    assert step(two_hosts(ways=[(1, 0, 0.5, 3.0)]), HALVES) == 12 + 2 + 4 + 3
+    swapped = [GivenStage("ab", [2]), GivenStage("cd", [0])]
+    assert step(two_hosts(ways=[(1, 0, 0.5, 3.0)]), swapped) == 12 + 4 + 3 + 2
+    inside = [GivenStage("ab", [0]), GivenStage("cd", [1])]
+    assert step(two_hosts(ways=[(0, 0, 2.0, 0.0)]), inside) == 12 + 2 * 1
+    sums = [GivenStage("abcd", [0, 2])]
+    assert step(two_hosts(ways=[(1, 0, 0.25, 3.0)]), sums, 2) == 12 + 2 * (3 + 16 / 2 / 0.25)
+
+
+def test_links_of_their_own_are_checked_and_kept() -> None:
+    cluster = two_hosts(ways=[(0, 1, 0.5, 1.0)], devices_per_card=2, sends="blocking")
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert cluster.reordered([1, 0]).ways == ((1, 0, 0.5, 1.0),)
+    for ways in ([(0, 2, 1.0, 0.0)], [(0, 1, 1.0)], [(0, 1, 0.0, 0.0)]):
+        with pytest.raises(ValueError, match="way"):
+            two_hosts(ways=ways)
+    with pytest.raises(ValueError, match="way from node 0 to node 1: 2 bytes/s after 0 s: expected no faster one"):
+        step(two_hosts(ways=[(0, 1, 2.0, 0.0)]), HALVES)
+    with pytest.raises(ValueError, match="sends: 'later': expected one of beside, blocking"):
+        two_hosts(sends="later")
+
+
+def test_devices_of_a_node_share_its_card() -> None:
+    both = [GivenStage("ab", [0, 1]), GivenStage("cd", [2, 3])]
+    own, shared = two_hosts(), two_hosts(devices_per_card=2)
+    assert step(own, both, 2) == pytest.approx(12 + 2 * 2 + 8 / 1000)  # a ring inside moves its 8 bytes once
+    assert step(shared, both, 2) == pytest.approx(12 + 2 * 2 + 2 + 8 / 1000)  # the second one's wait for the first's
+    assert step(shared, HALVES, 2) == step(own, HALVES, 2)
+    divided = replace(PROFILE, tensor=2)  # a part of the message from each tensor rank
+    groups = [GivenStage("ab", [0, 1], 2), GivenStage("cd", [2, 3], 2)]
+    assert (step(own, groups, source=divided), step(shared, groups, source=divided)) == (12 + 2 * 1, 12 + 2 * 2)
+    sums = [GivenStage("abcd", [0, 1, 2, 3])]
+    assert step(own, sums, 4) == pytest.approx(12 + 16 / 1000 + 16 / 2)
+    assert step(shared, sums, 4) == pytest.approx(12 + 16 / 1000 + 2 * 16 / 2)
+    across = [GivenStage("ab", [0, 2]), GivenStage("cd", [1, 3])]
+    assert step(own, across, 2) == pytest.approx(12 + 2 * 2 / 1000 + 8 / 1)
+    assert step(shared, across, 2) == pytest.approx(8 + 2 * 2 / 1000 + 2 * 8)  # the sums of two stages, in turn
+
+
+def test_stages_on_a_card_are_as_if_all_ranks_were_said() -> None:
+    """Unequal replicas on three hosts: messages queue on the hosts' cards as the simulator has them rank by rank."""
+    level = Level(name="net", size=3, bandwidth=1.0, devices_per_card=2)
+    cluster = Cluster(levels=(Level(name="in", size=2, bandwidth=1.0), level))
+    stages = [GivenStage("a", [0]), GivenStage("bc", [2, 4]), GivenStage("d", [1])]
+    ranks, number = [0, 2, 4, 1], 6
+    cards = {r: r // 2 for r in ranks}
+    ways = {
+        (a, b): Link(seconds_per_byte=1.0, sending=cards[ranks[a]], receiving=cards[ranks[b]])
+        for a in range(4)
+        for b in range(4)
+    }
+    schedule = build("1f1b", num_ranks=4, num_microbatches=number, replicas=[1, 2, 1])
+    network = Links(network=ways, activation_bytes=2.0, sums=(AllReduce(stage=1, seconds=8.0, ways=((1, 2), (2, 1))),))
+    said = simulate(schedule, Costs(forward=[1, 2, 1], backward=[2, 4, 2]), network)
+    assert step(cluster, stages, number) == pytest.approx(said.batch_seconds)
+
+
+def test_a_send_blocks_its_sender() -> None:
+    """By hand: 0F0 0-2, sent 4; 0F1 4-6, sent 8; 1F0 4-6, 1B0 6-10, sent 12; 1F1 12-14, 1B1 14-18, sent 20; 0B0 12-16,
+    0B1 20-24. Beside compute 1F1 is 10-12, 1B1 12-16, there at 18."""
+    assert step(two_hosts(sends="blocking"), HALVES, 2) == 24
+    assert step(two_hosts(), HALVES, 2) == 22
+    one = [GivenStage("ab", [0]), GivenStage("cd", [1])]
+    assert step(two_hosts(sends="blocking"), one, 3) == pytest.approx(step(two_hosts(), one, 3))
+
+
+def test_tensor_sizes_and_replicas_of_stages_differ() -> None:
+    """The second replica's messages cross the slow link, whatever the first one's do."""
+    halved = replace(PROFILE, nodes=[replace(x, forward_seconds=0.5, backward_seconds=1) for x in NODES], tensor=2)
+    cluster = Cluster.from_levels([(4, 1000.0), (2, 1.0)])
+    stages = [GivenStage("ab", [0, 1, 4, 5], 2), GivenStage("cd", [2, 3])]
+    found = step(cluster, stages, 2, source=[PROFILE, halved])
+    assert found == pytest.approx(3 + 6 + 2 * 2 + 8 / 1)  # and the sum of the first stage over it
+    with pytest.raises(ValueError, match="tensor: 2: expected one of the profiles', 1"):
+        step(cluster, stages, 2)
+
+
+def test_tensor_sums_go_over_their_own_links() -> None:
+    """Those within node 0 are slower than those within node 1: 4 bytes a node each way, once round two devices."""
+    over = {"forward_sums": 1, "forward_sum_bytes": 4, "backward_sums": 1, "backward_sum_bytes": 4}
+    divided = replace(PROFILE, nodes=[replace(x, **over) for x in NODES], tensor=2)
+    groups = [GivenStage("abc", [0, 1], 2), GivenStage("d", [2, 3], 2)]
+    for inside, each in ((1000.0, 4 / 1000), (2.0, 4 / 2)):
+        sums = 2 * 3 * each + 2 * 4 / 1000
+        assert step(two_hosts(ways=[(0, 0, inside, 0.0)]), groups, source=divided) == pytest.approx(12 + 2 * 1 + sums)

@@ -257,7 +257,7 @@ def edited(change: Callable[[dict[str, Any]], None], **options: Any) -> str:
             r"links: routes\[0\]: latency: -1: expected a finite number",
         ),
         (lambda plan: plan["links"]["routes"][0].update(bytes=1), r"links: routes\[0\]: unknown field bytes"),
-        (lambda plan: plan["links"].update(cards=1), "links: unknown field cards"),
+        (lambda plan: plan["links"].update(wires=1), "links: unknown field wires"),
         (
             lambda plan: plan["links"].update(activation_bytes=[1.0]),
             r"activation_bytes=\(1.0,\): expected one for each of 3 cuts",

@@ -20,7 +20,7 @@ from support.inside import (
     transformer_profile,
 )
 
-from stagewright.partition import Cluster, Profile, plan
+from stagewright.partition import Cluster, GivenStage, Profile, evaluate, plan
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
@@ -432,3 +432,134 @@ def test_a_backward_needs_one_gradient_of_the_scores_or_of_gelu_beside_what_was_
         kept = live.level
         loss.backward()
     assert live.most - kept == pytest.approx(4 * values, rel=0.1)  # float32: half of that in 16 bits
+
+
+# Later models.
+
+LLAMA = Transformer(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    vocabulary=128256,
+    length=8192,
+    mlp_ratio=3.5,
+    head="untied",
+    style="llama",
+    attention="flash",
+    split="sequence",
+)
+MIXTRAL = replace(LLAMA, vocabulary=32000, experts=8, top_k=2)
+FEW = Transformer(
+    layers=3, hidden=64, heads=8, kv_heads=2, vocabulary=1000, length=32, mlp_ratio=3.5, head="untied", style="llama"
+)
+ROUTED = replace(FEW, experts=4, top_k=2)
+
+
+def test_parameters_of_published_models() -> None:
+    """To the unit, as their weights are counted."""
+    assert LLAMA.num_parameters == 8_030_261_248
+    assert replace(LLAMA, layers=80, hidden=8192, heads=64).num_parameters == 70_553_706_496
+    assert MIXTRAL.num_parameters == 46_702_792_704
+
+
+@pytest.mark.parametrize("model", [FEW, ROUTED], ids=["few heads of keys", "experts"])
+def test_what_all_ranks_compute_is_what_the_formula_counts(model: Transformer) -> None:
+    n, h, k, chooser = 2 * 32, 64, model.top_k, 4 if model.experts > 1 else 0
+    layer = 2 * n * h * (h + 2 * h / 4 + h + k * 3 * 3.5 * h + chooser) + 4 * n * 32 * h
+    assert model.flops(batch_size=2) == 3 * (3 * layer + 2 * n * h * 1000)
+    for t, c, e in ((1, 1, 1), (2, 1, 1), (1, 4, 1), (2, 2, model.experts)):
+        found = transformer_profile(model, microbatch_size=2, tensor=t * c, device=COUNTER, context=c, expert=e)
+        whole = model.flops(batch_size=2) + 3 * 3 * 2 * n * h * chooser * (t - 1)  # each tensor rank chooses
+        assert t * c * sum(node.seconds for node in found.nodes) == pytest.approx(whole)
+        held = 2 * model.layer_parameters(t, e)
+        assert [found.nodes[1].parameter_bytes, found.nodes[0].activation_bytes] == [held, 2 * n * h]
+        assert (found.context, found.expert) == (c, e)
+    experts = 4 * 3 * 3.5 * h * h if model.experts > 1 else 0
+    assert model.layer_parameters(1, 1) - model.layer_parameters(1, model.experts) == experts * 3 / 4
+
+
+def test_products_in_fp8_take_half_the_time() -> None:
+    device = replace(COUNTER, fp8_flops=2.0)
+    n, h = 2 * 32, 64
+    weights = 2 * n * h * (2.5 * h + 3 * 3.5 * h)
+    layers = [profile_of(replace(FEW, precision=each), b=2, device=device).nodes[1] for each in ("16-bit", "fp8")]  # type: ignore[arg-type]
+    assert layers[0].forward_seconds - layers[1].forward_seconds == pytest.approx(weights / 2)
+    assert layers[0].seconds - layers[1].seconds == pytest.approx(3 * weights / 2)
+    inputs = n * (3 + 3.5) * h
+    assert layers[0].stash_bytes - layers[1].stash_bytes == inputs  # a byte less each
+    assert layers[1].buffer_bytes == layers[1].parameter_bytes  # two casts of a byte
+    slow = replace(device, memory_bandwidth=1.0)
+    moved = [profile_of(replace(FEW, precision=each), b=2, device=slow).nodes[1] for each in ("16-bit", "fp8")]  # type: ignore[arg-type]
+    assert moved[1].forward_seconds - moved[0].forward_seconds == pytest.approx(4 * inputs - weights / 2)
+    outputs = n * (1.5 + 1 + 2 * 3.5 + 1) * h
+    assert moved[1].backward_seconds - moved[0].backward_seconds == pytest.approx(4 * outputs - weights)
+    with pytest.raises(
+        ValueError, match="precision on 'A100-80GB': 'fp8': expected 16-bit, or a device with fp8_flops"
+    ):
+        profile_of(replace(FEW, precision="fp8"))
+
+
+def test_what_later_models_keep() -> None:
+    n, h, a, s = 2 * 32, 64, 8, 32
+    scores, mlp = 5 * n * a * s, 3.5 * n * h
+    assert profile_of(FEW, b=2).nodes[1].stash_bytes == (8 + 4 * 1.25) * n * h + 6 * mlp + scores
+    assert profile_of(ROUTED, b=2).nodes[1].stash_bytes == (8 + 4 * 1.25 + 8) * n * h + 2 * 6 * mlp + scores
+
+
+def test_keys_are_gathered_and_tokens_sent_to_their_experts() -> None:
+    """Links alone take time: a byte a second each way."""
+    device = replace(COUNTER, peak_flops=1e30, link_bandwidth=1.0)
+    n, h, t, c = 2 * 32, 64, 2, 4
+    one, apart = (
+        transformer_profile(FEW, microbatch_size=2, tensor=t * each, device=device, context=each).nodes[1]
+        for each in (1, c)
+    )
+    gather, sums = (c - 1) / c * 2 * 2 * n * h / 4 / t, 2 * 2 * n * h
+    assert one.forward_seconds == one.backward_seconds == pytest.approx(sums)
+    assert apart.forward_seconds == pytest.approx(sums / c + gather)
+    assert apart.backward_seconds == apart.input_grad_seconds == pytest.approx(sums / c + 2 * gather)
+    routed = transformer_profile(ROUTED, microbatch_size=2, device=device, expert=4).nodes[1]
+    assert routed.forward_seconds == routed.backward_seconds == pytest.approx(2 * 3 / 4 * 2 * 2 * n * h)
+
+
+def test_replicas_sum_what_they_share() -> None:
+    """Experts' gradients go round half of four replicas, each in two parts of the sequence; the others round all."""
+    source = TransformerSource(
+        transformer=ROUTED, device=COUNTER, context=2, expert=4, cluster=Cluster.parse("8:net=1B/s")
+    )
+    assert replace(source, expert=1).tensor_sizes() == (2, 4)
+    nodes = source.profile(microbatch_size=1, tensor=2).nodes
+    stages = [GivenStage([node.name for node in nodes], range(8), 2)]
+    assert source.cluster is not None
+    found = evaluate(source, source.cluster, stages, num_microbatches=8, microbatch_size=1)
+    assert found.links is not None
+    experts = 3 * 2 * ROUTED.expert_parameters(1)
+    others = 2 * ROUTED.num_parameters - 4 * experts
+    assert found.links.sums[0].seconds == pytest.approx(2 * 7 / 8 * others + 2 * 1 / 2 * experts)
+    with pytest.raises(ValueError, match=r"\(1,\) replicas: expected multiples of expert=4"):
+        evaluate(source, source.cluster, [stages[0]._replace(ranks=[0, 1])], num_microbatches=8, microbatch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"kv_heads": 3}, {}, "kv_heads: 3: expected a divisor of heads=8"),
+        ({"top_k": 2}, {}, "top_k: 2: expected at most the 1 experts"),
+        ({}, {"tensor": 4}, "tensor: 4: expected a divisor of kv_heads=2"),
+        ({}, {"tensor": 3, "context": 2}, "tensor: 3: expected a multiple of context=2"),
+        ({}, {"tensor": 3, "context": 3}, "length: 32: expected a multiple of context=3"),
+        ({"experts": 4}, {"expert": 3}, "expert: 3: expected a divisor of the model's experts=4"),
+        ({"style": "t5"}, {}, "style: 't5': expected one of gpt, llama"),
+    ],
+)
+def test_mistakes_of_later_models(changes: dict[str, object], options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transformer_profile(replace(FEW, **changes), microbatch_size=1, device=COUNTER, **options)  # type: ignore[arg-type]
+
+
+def test_plans_are_not_made_of_divided_experts() -> None:
+    cluster = Cluster.parse("8:net=1B/s")
+    source = TransformerSource(transformer=ROUTED, device=COUNTER, expert=4, cluster=cluster)
+    with pytest.raises(ValueError, match=r"plans over expert=4: expected 1, or evaluate\(\)"):
+        plan(source, cluster, global_batch=8)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import pytest
+from support.inside import moved
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 
@@ -67,3 +70,41 @@ def test_no_cut_with_any_replicas_is_faster(way: str, seed: int) -> None:
         given = evaluate(profile, cluster, stages, num_microbatches=M).simulated_step_time
         assert given is not None
         assert best.simulated_step_time <= given * 1.005, stages
+
+
+def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device at a time, from the plan with the dynamic program's one cut, where layouts are not enumerated."""
+    figures = [(1.9, 1.1, 2.0, 1.0), (2.7, 1.6, 0.0, 0.8), (0.3, 4.9, 0.1, 4.5), (2.6, 5.2, 0.4, 8.7)]
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=f, backward_seconds=b, activation_bytes=a, parameter_bytes=w)
+        for i, (f, b, a, w) in enumerate(figures)
+    ]
+    profile, cluster, M = Profile(nodes=tuple(nodes), microbatch_size=1), Cluster.from_levels([(11, 100.0)]), 15
+    planner = importlib.import_module("stagewright.partition.search.plan")
+    every = list[tuple[tuple[int, ...], ...]]()
+
+    def noted(*of: Any) -> Iterator[Any]:
+        for c, ends in moved(*of):
+            every.append(tuple(map(tuple, c.stage_ranks)))
+            yield c, ends
+
+    def seconds(best: Plan) -> float:
+        stages = [GivenStage(stage.nodes, stage.ranks) for stage in best.stages]
+        given = evaluate(profile, cluster, stages, num_microbatches=M).simulated_step_time
+        assert given is not None
+        assert best.simulated_step_time == pytest.approx(given)
+        return given
+
+    options = {"optimizer_sharding": ("none",), "recompute": ("none",), "schedules": ("1f1b",), "global_batch": M}
+    monkeypatch.setattr(planner, "layouts", lambda *_, **__: iter(()))
+    monkeypatch.setattr(planner, "moved", noted)
+    best = plan(profile, cluster, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(planner, "moved", lambda *_: iter(()))
+    assert seconds(best) * 1.05 < seconds(plan(profile, cluster, **options))  # type: ignore[arg-type]
+    assert len({len(stage.ranks) for stage in best.stages}) > 1
+    assert every
+    for stages in [*every, tuple(tuple(stage.ranks) for stage in best.stages)]:
+        ranks = [rank for stage in stages for rank in stage]
+        assert all(stages)
+        assert len({*ranks}) == len(ranks)
+        assert {*ranks} <= {*range(cluster.num_devices)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from math import comb, exp, inf, log, nan
 from random import Random
@@ -252,6 +253,28 @@ def _held_by_networks(pause: float) -> tuple[int, float]:
     return round(600 * fmean(shares)), without[0]
 
 
+def test_messages_that_are_slow_together_are_drawn_from_one_step() -> None:
+    """From all steps together they would be neither slow nor fast, and far fewer than 90% of fresh steps held."""
+    schedule, costs = build("1f1b", num_ranks=3, num_microbatches=2), Costs(latency=0.5)
+    table, shares, pooled = costs.table_for(schedule), [], []
+    for seed in range(10):
+        random = Random(seed)
+        steps, fresh = (
+            [simulate(schedule, replace(costs, latency=0.5 * random.lognormvariate(0, 0.5))) for _ in range(number)]
+            for number in (100, 60)
+        )
+        ranks = [list(own) for own in zip(*(_ran(timeline, {}) for timeline in steps), strict=True)]
+        spread = estimate_spread(ranks, table, steps)
+        assert spread is not None
+        old = json.loads(spread.to_json())
+        del old["step_messages"]  # as files of before have it
+        for each, found in ((spread, shares), (Spread.from_json(json.dumps(old)), pooled)):
+            taken = simulate_spread(schedule, costs, each, seed=seed)
+            found.append(taken.holds([timeline.batch_seconds for timeline in fresh]))
+    assert 0.85 <= fmean(shares) <= 0.95
+    assert fmean(pooled) < 0.75
+
+
 def test_messages_over_links_and_sums_in_them_vary() -> None:
     """Twice the ratios are twice the seconds of all ways, on links that queue, too."""
     for case in cases(20, seed=4):
@@ -348,6 +371,7 @@ def test_a_spread_as_json() -> None:
         ('{"actions": {}, "steps": [{}, {}]}', "a spread of 2 measured steps: expected at least 4"),
         ('{"actions": {}, "steps": [{}, {}, {}]}', "a spread of 3 measured steps"),
         ('{"actions": {}, "steps": [[0.9], [1.0], [1.1], [1.0]], "chance": 0.1}', "not a spread"),
+        ('{"actions": {}, "step_messages": [[1.0]]}', "step_messages of 1 steps: expected one list for each of 0"),
         ("[]", "not a spread"),
     ]:
         with pytest.raises(ValueError, match=why):

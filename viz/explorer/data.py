@@ -29,8 +29,7 @@ from ...schedules.messages import STAGE_KINDS, Message
 from ...schedules.rules.versions import derive_versions
 from ...schedules.timing.links import wire_bytes
 from ...schedules.traces.clocks import clock_note
-from ..exhibit import Exhibit
-from ..headline import headline
+from ..exhibit import Exhibit, headline
 from ..idle import idle_shares, idle_stretches, is_window
 from ..palette import (
     CAUSE_HUES,
@@ -63,7 +62,8 @@ Programs = dict[tuple[tuple[Action, ...], tuple[int, ...]], int]
 
 def page_data(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
     """Data that the scripts read (`model.js` says how)."""
-    tick = _tick(max(timeline.makespan for exhibit in exhibits for timeline in _timelines(exhibit)))
+    longest = max(timeline.makespan for exhibit in exhibits for timeline in _timelines(exhibit))
+    tick = float(10.0 ** math.floor(math.log10(longest / _TICKS))) if longest > 0 else 1e-9
     programs: Programs = {}
     shown = [_exhibit(exhibit, tick, programs) for exhibit in exhibits]
     columns = [
@@ -99,10 +99,6 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
 def _timelines(exhibit: Exhibit) -> list[Timeline]:
     predicted = [] if exhibit.predicted is None else [exhibit.predicted]
     return [*predicted, *(step.timeline for step in exhibit.measured)]
-
-
-def _tick(longest: float) -> float:
-    return float(10.0 ** math.floor(math.log10(longest / _TICKS))) if longest > 0 else 1e-9
 
 
 def _palette() -> dict[str, Any]:

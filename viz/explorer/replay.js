@@ -96,7 +96,7 @@
     }
   }
 
-  // What is taken of one rank's processor (schedules/timing/sharing.py).
+  // What is taken of one rank's processor (schedules/timing/links.py).
   class Processor {
     constructor() {
       this.taken = []; // {start, end, share}

@@ -39,7 +39,9 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
     others, fixed = _others(schedule, exhibit.costs)
     wirings = [replay_data(each, exhibit.costs, exhibit.links) for each in (*others, schedule)]
     if any(wiring["waits"] for wiring in wirings):
-        return {"refused": "Messages wait for their receives here, and this page knows no such waits."}
+        return {
+            "refused": "Messages wait for their receives, or ranks for messages, and this page knows no such waits."
+        }
     wirings.sort(key=lambda wiring: int(wiring["microbatches"]))
     return {"wirings": wirings, "microbatches": schedule.num_microbatches, "fixed": fixed}
 
@@ -120,7 +122,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "filled": wiring.filled,
         "versions": _versions(schedule),
         "slots": wiring.num_slots,
-        "waits": bool(wiring.waits),
+        "waits": bool(wiring.waits) or any(each.way.blocks for each in wiring.passages),
         "channels": wiring.num_channels,
     }
 

@@ -127,13 +127,9 @@ def _unpacked(path: Path, data: bytes) -> bytes:
     return text
 
 
-def read_trace(path: Path, text: str | None = None) -> TraceFile:
-    """The slices of a file; ValueError where it is no trace at all.
-
-    Arguments:
-        text: of the file, where it was read before.
-    """
-    text = read_text(path) if text is None else text
+def read_trace(path: Path) -> TraceFile:
+    """The slices of a file; ValueError where it is no trace at all."""
+    text = read_text(path)
     notes: list[str] = []
     try:
         data = json.loads(text)

@@ -88,10 +88,6 @@ class Host:
         holder.stdout.close()
         holder.stderr.close()
 
-    @property
-    def is_up(self) -> bool:
-        return self._holder.poll() is None
-
     def words(self, command: Sequence[str]) -> tuple[str, ...]:
         """The command line that runs `command` on this node, in this process's working folder."""
         enter = ("nsenter", "--target", str(self.pid), "--net", "--uts", "--ipc", "--mount", "--pid")

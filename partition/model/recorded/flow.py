@@ -151,10 +151,8 @@ class Flow:
         return each.name if isinstance(each, UnitCall) else getattr(each.function, "__name__", str(each.function))
 
     def numbers(self, stage_of: Mapping[int, int]) -> dict[int, int | None]:
-        """Call -> its number for random numbers; None where the call before it in a unit that was opened goes on.
-
-        So a unit draws the same whether it is opened or not: no cut stands between two calls in it that draw.
-        """
+        """Call -> its number for random numbers; None where the call before it in a unit that was opened goes on. So a
+        unit draws the same whether it is opened or not: no cut stands between two calls in it that draw."""
         found: dict[int, int | None] = {}
         seen: set[tuple[int, int]] = set()
         for i, call in enumerate(self.record.calls):
@@ -209,12 +207,8 @@ class Flow:
 
 def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow, *, same_modules: bool) -> dict[int, int]:
     """The stage of each call of `other`: by number where the calls are the same, else by the modules between them.
-
-    Arguments:
-        same_modules: whether the same modules have to run, since each is on a rank already.
-
-    Raises ValueError, by name, where other modules run, or what they need would flow back.
-    """
+    `same_modules`: whether the same modules have to run, since each is on a rank already. Raises ValueError, by name,
+    where other modules run, or what they need would flow back."""
     if flow.steps == other.steps:
         return {call: stage_of[mine] for call, mine in zip(other.order, flow.order, strict=True)}
     units = {call.name: stage_of[flow.order[i]] for i, call in flow.unit_calls()}

@@ -26,10 +26,7 @@ from .which import Roles
 
 class RefusedError(Exception):
     """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code.
-
-    Arguments:
-        unit: the call of a unit that has to be opened for it, by name.
-    """
+    `unit`: the call of a unit that has to be opened for it, by name."""
 
     def __init__(self, reason: str, *, expected: str | None = None, unit: str | None = None) -> None:
         super().__init__(reason)
@@ -65,11 +62,8 @@ class Listener(Protocol):
     def function(
         self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of a public function of torch, or of the `apply` of an autograd function, outside of others.
-
-        Arguments:
-            call: makes it.
-        """
+        """A call of a public function of torch, or of the `apply` of an autograd function, outside of others. `call`:
+        makes it."""
 
     def reentrant(
         self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
@@ -192,10 +186,7 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
 @contextmanager
 def announcing(roles: Roles, numbers: Sequence[int | None], enter: Callable[[int], None]) -> Iterator[None]:
     """Within, one forward of the model: `enter` is told as the stages tell it, also where it is checkpointed.
-
-    Arguments:
-        numbers: of the calls of units and the random ones between them, in order; see `Flow.numbers`.
-    """
+    `numbers`: of the calls of units and the random ones between them, in order; see `Flow.numbers`."""
     with _Announcer(roles, numbers, enter).listens():
         yield
 

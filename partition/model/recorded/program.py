@@ -106,10 +106,8 @@ class RecordedPiece:
 
 
 class Program(nn.Module):
-    """Runs some calls of a record: flat tensors in, a tuple of tensors out.
-
-    Its parameters and buffers are those of the units that it runs, and those that the code between them takes.
-    """
+    """Runs some calls of a record: flat tensors in, a tuple of tensors out. Its parameters and buffers are those of the
+    units that it runs, and those that the code between them takes."""
 
     def __init__(
         self, flow: Flow, calls: Sequence[int], *, inputs: Sequence[int], outputs: Sequence[Template], writer: _Writer

@@ -53,10 +53,7 @@ _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "d
 
 class ForwardRecorder:
     """Recorder of one forward: calls of units and of functions, their values, what they share and what they check.
-
-    Attributes:
-        unit: the unit's call that is under way, or that has raised an error, by name.
-    """
+    `unit`: the unit's call that is under way, or that has raised an error, by name."""
 
     def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
         self._roles = roles
@@ -225,10 +222,8 @@ class ForwardRecorder:
     # Decisions on what is drawn
 
     def _decided(self, read: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Python's reading of a value that depends on random numbers and constants alone; None of any other value.
-
-        It must be the same in all samples, and is guarded. A flag of which one value alone raises no error is that.
-        """
+        """Python's reading of a value that depends on random numbers and constants alone; None of any other value. It
+        must be the same in all samples, and is guarded. A flag of which one value alone raises no error is that."""
         number = self._values.number_of(args[0])
         calls = None if number is None else calls_behind(number, self._values.made_by, self._calls)
         if number is not None and calls is None and (args[0].dtype == torch.bool or read is torch.Tensor.__bool__):

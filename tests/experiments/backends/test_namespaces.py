@@ -145,7 +145,7 @@ def test_a_node_that_crashes_takes_all_its_processes_along():
         network_of_it = os.stat(f"/proc/{host.pid}/ns/net").st_ino
         host.crash()
         assert stray.wait(WITHIN) == -9
-        wait_for(lambda: not host.is_up)
+        wait_for(lambda: host._holder.poll() is not None)
         assert not processes_of(network_of_it)
 
 

@@ -10,7 +10,7 @@ from support.inside import Objective
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
 
-from stagewright.schedules import Costs, MemoryLimitError, build, simulate
+from stagewright.schedules import Costs, MemoryLimitError, build, simulate, synthesize
 
 from .instances import COUNT, random_problem
 from .make_optima import read
@@ -99,6 +99,20 @@ def test_named_schedules_that_are_optimal(P: int) -> None:
     schedule = build("zb-h1", num_ranks=P, num_microbatches=3 * P)
     problem = pose(num_ranks=P, num_microbatches=3 * P, costs=costs, memory_limit=P, objective="span")
     assert least_seconds(problem) == pytest.approx(simulate(schedule, costs).span)
+
+
+@pytest.mark.parametrize(("P", "M", "limit"), [(3, 8, 4), (4, 6, 4), (4, 8, 6), (6, 14, 8), (16, 48, 20), (16, 48, 28)])
+def test_equal_steps_of_a_v_take_as_long_as_is_proven(P: int, M: int, limit: int) -> None:
+    """Qi et al. (2024, controllable memory): a span of 6M + 6P - 3k - 1 with k activations; met where small."""
+    costs = Costs(forward=1, input_grad=1, weight_grad=1)
+    proven = 6 * M + 6 * P - 1 - 3 * limit
+    problem = pose(num_ranks=P, num_microbatches=M, costs=costs, placement="v", memory_limit=limit, objective="span")
+    assert least_seconds(problem) == pytest.approx(proven)
+    if P < 6:
+        found = synthesize(
+            num_ranks=P, num_microbatches=M, costs=costs, placement="v", memory_limit=limit, evaluations=100
+        )
+        assert (found.value, found.is_optimal) == (proven, True)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
