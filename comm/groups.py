@@ -127,8 +127,8 @@ class Groups:
         self._meetings += 1
         places = {one: self._place(one, self._meetings) for one in range(self.world.size)}
         met = f"{self._name}/{self._meetings}"
+        self._store.add(met, 1)  # first: who stops in between has come, else the others would wait for nobody
         self._store.set(places[self.world.rank], "")
-        self._store.add(met, 1)
         for looks in count(1):
             if self._store.add(met, 0) == self.world.size:
                 return
