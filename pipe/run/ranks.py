@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 
@@ -97,9 +98,9 @@ def keep_freed_memory() -> None:
     By default glibc gives back what is free at the heap's end, so that each step pays for fresh pages: a fifth of the
     time of a CNN. Not where the environment tells malloc what to do, nor where it is another one.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    if platform.libc_ver()[0] != "glibc" or any(n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ):
         return
+    mallopt = ctypes.CDLL(None).mallopt
     if mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 1 << 25):  # newer ones take 32 MiB at most
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
