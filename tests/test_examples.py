@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Done, answer, end_forked, start_forked
+from support.commands import Done, run_forked
 
 import stagewright
 
@@ -74,11 +74,7 @@ def forked(line: str) -> Done:
     if program == "torchrun":
         assert words.pop(0) == "--nproc-per-node"
         num_ranks = int(words.pop(0))
-    ranks = start_forked(words, num_ranks=num_ranks)
-    try:
-        done = [answer(rank) for rank in ranks]
-    finally:
-        end_forked(ranks)
+    done = run_forked(words, num_ranks=num_ranks)
     return Done(
         status=max(each.status for each in done),
         stdout="".join(each.stdout for each in done),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from support.commands import answer, end_forked, start_forked
+from support.commands import answer, end_forked, run_forked, start_forked
 from support.inside import (
     Charges,
     FolderLock,
@@ -109,11 +109,7 @@ def losses(name: str) -> dict[int, float]:
 
 def whole(command: Sequence[str], *, num_ranks: int = 2) -> str:
     """Run to the end; what rank 0 said."""
-    ranks = start_forked(command, num_ranks=num_ranks)
-    try:
-        done = [answer(rank) for rank in ranks]
-    finally:
-        end_forked(ranks)
+    done = run_forked(command, num_ranks=num_ranks)
     assert [one.status for one in done] == [0] * num_ranks, done
     return done[0].stdout
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import answer, end_forked, start_forked
+from support.commands import run_forked
 from torch.utils import _pytree as pytree
 
 import stagewright
@@ -24,11 +24,7 @@ pytestmark = [
 
 
 def loop(folder: Path, kind: str, *, num_ranks: int) -> Any:
-    ranks = start_forked([str(Path(__file__).parent / "loop.py"), kind, str(folder)], num_ranks=num_ranks)
-    try:
-        done = [answer(rank) for rank in ranks]
-    finally:
-        end_forked(ranks)
+    done = run_forked([str(Path(__file__).parent / "loop.py"), kind, str(folder)], num_ranks=num_ranks)
     assert not any(each.status for each in done), "\n".join(each.stderr[-3000:] for each in done)
     return json.loads((folder / "history.json").read_text())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import answer, end_forked, start_forked
+from support.commands import run_forked
 from support.pool import Pool
 from torch.utils import _pytree as pytree
 
@@ -26,11 +26,7 @@ pytestmark = [
 
 def script(folder: Path, kind: str, *, num_ranks: int | None) -> Any:
     words = [str(Path(__file__).parent / "lightning_script.py"), kind, str(folder)]
-    ranks = start_forked(words, num_ranks=num_ranks)
-    try:
-        done = [answer(rank) for rank in ranks]
-    finally:
-        end_forked(ranks)
+    done = run_forked(words, num_ranks=num_ranks)
     assert not any(each.status for each in done), "\n".join(each.stderr[-3000:] for each in done)
     return json.loads((folder / "history.json").read_text())
 

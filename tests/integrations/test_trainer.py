@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import answer, end_forked, start_forked
+from support.commands import run_forked
 
 import stagewright
 from stagewright.partition import Plan, PlanStage
@@ -36,11 +36,7 @@ History = list[dict[str, float]]
 
 def start(folder: Path, options: object, *, num_ranks: int | None, kind: str = "pipe") -> None:
     words = [str(SCRIPT), "plain" if num_ranks is None else kind, str(folder), json.dumps(options)]
-    ranks = start_forked(words, num_ranks=num_ranks)
-    try:
-        done = [answer(rank) for rank in ranks]
-    finally:
-        end_forked(ranks)
+    done = run_forked(words, num_ranks=num_ranks)
     assert not any(each.status for each in done), "\n".join(each.stderr[-3000:] for each in done)
 
 

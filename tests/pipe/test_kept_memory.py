@@ -5,7 +5,7 @@ import platform
 from pathlib import Path
 
 import pytest
-from support.commands import answer, end_forked, start_forked
+from support.commands import run_forked
 
 # Prints how often each later step took a page from the system. Its process is fresh: what else lies on a heap may keep
 # malloc from giving anything back.
@@ -36,11 +36,7 @@ for step in range(8):
 )
 def test_steps_take_no_fresh_pages(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(_STEPS)
-    ranks = start_forked([str(tmp_path / "steps.py")], num_ranks=None)
-    try:
-        done = answer(ranks[0])
-    finally:
-        end_forked(ranks)
+    (done,) = run_forked([str(tmp_path / "steps.py")], num_ranks=None)
     assert done.status == 0, done.stderr
     most = max(int(line) for line in done.stdout.split())
     assert most < 1000, done.stdout  # of 4 KiB; what lies between layers takes 100,000

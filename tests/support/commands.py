@@ -8,14 +8,19 @@ experiments/test_launcher.py, and once from end to end in experiments/test_train
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import runpy
+import signal
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,6 +30,7 @@ from .pool import forking, start_rank
 from .pool_worker import torchrun_environment
 
 _TIMEOUT = 400.0  # [s] guards against hangs alone
+_GRACE = 10.0  # [s] for the other ranks to say what became of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +43,16 @@ class Done:
 
 
 class ForkedRank(NamedTuple):
-    """One started rank, where its `Done` comes from, and the store at which all of them meet."""
+    """One started rank, where its `Done` comes from, the store at which all of them meet, and where its stacks go."""
 
     process: Any
     answer: Connection
     store: Any
+    log: Path
+
+    def stacks(self) -> str:
+        """Where each of its threads stood at SIGUSR1."""
+        return f"not done after {_TIMEOUT} s, or {_GRACE} s after another rank had failed:\n{self.log.read_text()}"
 
 
 def launch_forked(
@@ -57,14 +68,36 @@ def launch_forked(
     """
     del stall
     assert command[0] == sys.executable
-    ranks = start_forked(command[command.index("-m") + 1 :], num_ranks=num_ranks, environment=environment)
-    try:
-        done = [answer(rank) for rank in ranks]
-    finally:
-        end_forked(ranks)
+    done = run_forked(command[command.index("-m") + 1 :], num_ranks=num_ranks, environment=environment)
     sys.stdout.write(done[0].stdout)
     sys.stderr.write(done[0].stderr)
     return LaunchResult(status=max(rank.status for rank in done), first_failed=None, report="")
+
+
+def run_forked(
+    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None
+) -> list[Done]:
+    """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left."""
+    ranks = start_forked(words, num_ranks=num_ranks, environment=environment)
+    done: dict[int, Done] = {}
+    deadline = time.monotonic() + _TIMEOUT
+    try:
+        while waiting := {rank.answer: index for index, rank in enumerate(ranks) if index not in done}:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                index = waiting[connection]  # type: ignore[index]
+                done[index] = answer(ranks[index])
+                if done[index].status:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+            if not ready:
+                for index in waiting.values():
+                    os.kill(ranks[index].process.pid, signal.SIGUSR1)
+                time.sleep(_GRACE / 10)  # to write where it stands
+                left = {index: Done(status=1, stdout="", stderr=ranks[index].stacks()) for index in waiting.values()}
+                done |= left
+    finally:
+        end_forked(ranks)
+    return [done[index] for index in range(len(ranks))]
 
 
 def start_forked(
@@ -87,10 +120,12 @@ def start_forked(
             variables |= torchrun_environment(rank=rank, num_ranks=num_ranks, port=store.port)
             variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         # no daemon: such a one may have no children, which load data
-        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables))
+        descriptor, log = tempfile.mkstemp(prefix=f"stagewright-rank-{rank}-", suffix=".log")
+        os.close(descriptor)
+        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables, log))
         start_rank(process, rank)
         theirs.close()
-        ranks.append(ForkedRank(process, ours, store))
+        ranks.append(ForkedRank(process, ours, store, Path(log)))
     return ranks
 
 
@@ -101,18 +136,25 @@ def end_forked(ranks: Sequence[ForkedRank]) -> None:
     for rank in ranks:
         rank.process.join()
         rank.answer.close()
+        rank.log.unlink(missing_ok=True)
 
 
 def answer(rank: ForkedRank) -> Done:
     """The outcome of a rank, once it has ended."""
     assert rank.answer.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
-    done: Done = rank.answer.recv()
+    try:
+        done: Done = rank.answer.recv()
+    except EOFError:
+        rank.process.join()
+        return Done(status=1, stdout="", stderr=f"exit code {rank.process.exitcode}, without a word")
     return done
 
 
-def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str]) -> None:
+def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str], log: str) -> None:
     """`python -m WORDS`, or `python WORDS`, in `folder`; sends what came of it."""
     os.environ |= variables
+    faulthandler.register(signal.SIGUSR1, file=open(log, "w"))  # noqa: SIM115  (lives as long as the process)
+    held = _hold_groups()
     out, err = io.StringIO(), io.StringIO()
     status = 0
     with (
@@ -132,3 +174,24 @@ def _be_rank(connection: Connection, words: list[str], folder: str, variables: d
             traceback.print_exc()
             status = 1
     connection.send(Done(status=status, stdout=out.getvalue(), stderr=err.getvalue()))
+    del held
+
+
+def _hold_groups() -> list[Any]:
+    """Every process group that this process destroys from now on.
+
+    What DistributedDataParallel leaves behind frees its group with the GIL held, and so waits for gloo's threads, one
+    of which may want the GIL to free a tensor (torch 2.13: one run of twenty never ended). So it is never the last.
+    """
+    import torch.distributed as dist
+
+    held: list[Any] = []
+    destroy = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        if dist.is_initialized():
+            held.extend(dist.distributed_c10d._world.pg_map)
+        destroy(group)
+
+    dist.destroy_process_group = destroy_process_group
+    return held
