@@ -115,6 +115,7 @@ def loader_of(folder: Path, process: int, processes: tuple[int, ...] = (0, 1), *
 def read_some(folder: Path, number: int, how: str) -> None:
     """The reader, in a process of its own."""
     loader = loader_of(folder, 0, most=BATCH if how == "fails" else NUM_SAMPLES)
+    (folder / "stands").touch()
     for batch in loader:
         number -= 1
         if number == 0 and how == "killed":
@@ -125,7 +126,7 @@ def read_some(folder: Path, number: int, how: str) -> None:
 def started(folder: Path, number: int, how: str) -> Any:
     process = multiprocessing.get_context("fork").Process(target=read_some, args=(folder, number, how), daemon=True)
     process.start()
-    while not (folder / "0.lock").exists():
+    while not (folder / "stands").exists():  # a lock that is not held yet looks like that of one that has ended
         time.sleep(0.01)
     return process
 
