@@ -158,17 +158,13 @@ def evaluate(
     name = canonical_name(schedule)
     option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
     count("num_microbatches", num_microbatches)
-    _check_stages(stages)
-    ranks = tuple(dict.fromkeys(tuple(each.ranks) for each in stages))
+    ranks = _places(stages)
     _check_ranks(stages, ranks, cluster.num_devices)
     source = _of_kinds(source, cluster, stages)
     size = _size(source, microbatch_size)
-    topology = Topology(
-        cluster,
-        memory_limit=None
-        if memory_limit is None
-        else option("memory_limit", memory_limit, above_zero("bytes above 0")),
-    )
+    if memory_limit is not None:
+        option("memory_limit", memory_limit, above_zero("bytes above 0"))
+    topology = Topology(cluster, memory_limit=memory_limit)
     kinds = tuple(dict.fromkeys(each.recompute for each in stages))
     model_of = models_of(source, None, kinds, ("none",), MAX_CUTS)
     tensors = tuple(next(each.tensor for each in stages if tuple(each.ranks) == own) for own in ranks)
@@ -267,13 +263,15 @@ def _refuse_unknown(
         )
 
 
-def _check_stages(stages: object) -> None:
+def _places(stages: object) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each place; ValueError for what is no stage, and for ranks that are no whole numbers."""
     every: Any = stages if isinstance(stages, list | tuple) else [stages]
     for at, each in enumerate(every):
         if not isinstance(each, GivenStage | PlanStage):
             fail("stages", each, "a GivenStage(nodes, ranks) each, or the `stages` of a Plan")
         if not isinstance(each.ranks, Sequence) or not all(type(rank) is int for rank in each.ranks):
             fail(f"ranks of stage {at}", each.ranks, "a list of whole numbers")
+    return tuple(dict.fromkeys(tuple(each.ranks) for each in every))
 
 
 def _check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_devices: int) -> None:
