@@ -136,7 +136,12 @@ class Cluster:
                 raise ValueError(f"node {i}: unknown device kind {name!r}: expected one of {', '.join(names)}")
         if self.rings not in RINGS:
             raise ValueError(f"rings={self.rings!r}: expected one of {', '.join(RINGS)}")
-        for level in levels:
+        inside = levels[0].size  # neighbours below a level; within the innermost one all
+        for at, level in enumerate(levels):
+            if inside % (level.devices_per_card or 1):
+                expected = f"a divisor of the {inside} devices that the links below join"
+                fail(f"level {level.name!r}: devices_per_card", level.devices_per_card, expected)
+            inside *= level.size if at else 1
             if self.rings == "flat" and level.partial_reduce < 1:
                 raise ValueError(
                     f"level {level.name!r}: partial_reduce={level.partial_reduce!r} with rings='flat': expected 1, "
@@ -144,6 +149,8 @@ class Cluster:
                     f"rings='levels'"
                 )
         ways = tuple(_way(each, num_nodes) for each in self.ways)
+        if len({way[:2] for way in ways}) < len(ways):
+            fail("ways", ways, "one from each node to another")
         if ways and any(kind.link_speed != 1 for kind in kinds):
             raise ValueError("ways beside kinds with a link_speed: expected one of them; ways say how fast links are")
         for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes), ("ways", ways)):

@@ -18,7 +18,7 @@ from ..plans.record import PlanStage
 from ..profile import Node, Profile
 from ..solve.antichains import MAX_CUTS
 from ..stage_cost import OFFLOAD, count_again, kind_of
-from ..strict import count
+from ..strict import count, fail
 from ..topology import Topology
 from .evaluate import Ends, MisfitError, PlanEvaluator
 from .model import Model
@@ -63,19 +63,18 @@ class KindProfiles(NamedTuple):
     stages: Sequence[tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]]
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        first, nodes = None, dict[str, Node]()
+        found, nodes = list[Profile](), dict[str, Node]()
         for names, kinds, groups in self.stages:
             every = [self._of(kind, microbatch_size, groups) for kind in kinds]
-            first = first or every[0]
             for kind, each in zip(kinds, every, strict=True):
-                if (
-                    differs := difference(first, replace(each, device=first.device, tensor=first.tensor + 1))
-                ) is not None:
-                    raise ValueError(f"profile of {kind!r}: {differs}: expected profiles of one model")
+                for other in {other.tensor: other for other in found}.values():
+                    if (differs := difference(other, replace(each, device=other.device))) is not None:
+                        raise ValueError(f"profile of {kind!r}: {differs}: expected profiles of one model")
+                found.append(each)
             by_name = [{node.name: node for node in each.nodes} for each in every]
             nodes |= {name: _slowest([each[name] for each in by_name]) for name in names if name in by_name[0]}
-        assert first is not None
-        return replace(first, nodes=tuple(nodes.get(node.name, node) for node in first.nodes))
+        most: Any = {name: max(getattr(each, name) for each in found) for name in ("action_seconds", "around_seconds")}
+        return replace(found[0], nodes=tuple(nodes.get(node.name, node) for node in found[0].nodes), **most)
 
     def _of(self, kind: str, size: int, groups: Sequence[Sequence[int]]) -> Profile:
         source = self.sources[kind]
@@ -88,9 +87,15 @@ class KindProfiles(NamedTuple):
 
 
 def _slowest(nodes: Sequence[Node]) -> Node:
-    seconds = [name for name in Node.__dataclass_fields__ if name.endswith("_seconds")]
-    most = {name: max((getattr(node, name) or 0.0) for node in nodes) for name in seconds if getattr(nodes[0], name)}
-    return replace(nodes[0], **most)  # type: ignore[arg-type]
+    """The first with the longest seconds of all; with none where one lacks what others know: of I and W, or of a
+    treatment."""
+    found: dict[str, Any] = {}
+    for name in (name for name in Node.__dataclass_fields__ if name.endswith("_seconds")):
+        every = [getattr(node, name) for node in nodes]
+        found[name] = None if None in every else max(every) if all(every) or "grad" not in name else 0.0
+        if found[name] is None:
+            found[name.replace("_seconds", "_bytes")] = None
+    return replace(nodes[0], **found)
 
 
 def _of_kinds(source: Source | Mapping[str, Source], cluster: Cluster, stages: Sequence[Given]) -> ProfileSource:
@@ -103,6 +108,8 @@ def _of_kinds(source: Source | Mapping[str, Source], cluster: Cluster, stages: S
         given = dict.fromkeys(kinds, given)
     if lacking := sorted({*kinds} - {*given}):
         raise ValueError(f"profiles of the kinds {', '.join(map(str, given))}: expected one of {lacking[0]!r}, too")
+    if unknown := sorted({*map(str, given)} - {kind.name for kind in cluster.kinds}):
+        raise ValueError(f"a profile of {unknown[0]!r}: expected those of the cluster's kinds, {', '.join(kinds)}")
     size, nodes = cluster.levels[0].size, cluster.nodes or ()
     return KindProfiles(
         {kind: as_source(given[kind], cluster) for kind in kinds},
@@ -151,13 +158,13 @@ def evaluate(
     name = canonical_name(schedule)
     option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
     count("num_microbatches", num_microbatches)
-    ranks = tuple(dict.fromkeys(tuple(each.ranks) for each in stages))
+    ranks = _places(stages)
     _check_ranks(stages, ranks, cluster.num_devices)
     source = _of_kinds(source, cluster, stages)
     size = _size(source, microbatch_size)
-    topology = Topology(
-        cluster, memory_limit=memory_limit and option("memory_limit", memory_limit, above_zero("bytes above 0"))
-    )
+    if memory_limit is not None:
+        option("memory_limit", memory_limit, above_zero("bytes above 0"))
+    topology = Topology(cluster, memory_limit=memory_limit)
     kinds = tuple(dict.fromkeys(each.recompute for each in stages))
     model_of = models_of(source, None, kinds, ("none",), MAX_CUTS)
     tensors = tuple(next(each.tensor for each in stages if tuple(each.ranks) == own) for own in ranks)
@@ -201,10 +208,13 @@ def evaluate(
 
 def _size(source: ProfileSource, wanted: int | None) -> int:
     if isinstance(source, KindProfiles):
-        return max(_size(each, wanted) for each in source.sources.values())
+        every = {_size(each, wanted) for each in source.sources.values()}
+        if len(every) > 1:
+            fail("microbatch sizes of the kinds' profiles", sorted(every), "one of the same size a kind")
+        return every.pop()
     sizes = source.sizes if isinstance(source, MeasuredProfiles) else ()
     size = sizes[0] if wanted is None and len(sizes) == 1 else wanted
-    if size is None or (sizes and size not in sizes):
+    if size is None or isinstance(size, bool | float) or (sizes and size not in sizes):
         known = ", ".join(map(str, sizes)) or "any"
         raise ValueError(f"microbatch_size={size!r}: expected one of the profiles' sizes, {known}")
     return size
@@ -253,6 +263,17 @@ def _refuse_unknown(
         )
 
 
+def _places(stages: object) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each place; ValueError for what is no stage, and for ranks that are no whole numbers."""
+    every: Any = stages if isinstance(stages, list | tuple) else [stages]
+    for at, each in enumerate(every):
+        if not isinstance(each, GivenStage | PlanStage):
+            fail("stages", each, "a GivenStage(nodes, ranks) each, or the `stages` of a Plan")
+        if not isinstance(each.ranks, Sequence) or not all(type(rank) is int for rank in each.ranks):
+            fail(f"ranks of stage {at}", each.ranks, "a list of whole numbers")
+    return tuple(dict.fromkeys(tuple(each.ranks) for each in every))
+
+
 def _check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_devices: int) -> None:
     every = [rank for own in ranks for rank in own]
     if not stages or not all(ranks) or len({*every}) < len(every) or not {*every} <= {*range(num_devices)}:
@@ -267,6 +288,8 @@ def _check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_de
             raise ValueError(
                 f"stage {at}: optimizer_shards={each.optimizer_shards}: expected 1, or its {replicas} replicas"
             )
+        if each.tensor != next(other.tensor for other in stages if tuple(other.ranks) == tuple(each.ranks)):
+            raise ValueError(f"stage {at}: tensor={each.tensor}: expected that of the other stages on its ranks")
         if each.recompute != OFFLOAD:
             count_again(each.recompute)
     if len(stages) % len(ranks):

@@ -238,12 +238,13 @@ def difference(one: Profile, other: Profile) -> str | None:
         a, b = getattr(one, field), getattr(other, field)
         if a != b:
             return f"{field} {a!r} and {b!r}"
-    ours, theirs = ({node.name: node.parameter_bytes for node in each.nodes} for each in (one, other))
+    ours, theirs = ({node.name: (node.parameter_bytes, node.way) for node in each.nodes} for each in (one, other))
     for name in (*ours, *theirs):
         if name not in ours or name not in theirs:
             return f"node {name!r} is only in the {'first' if name in ours else 'second'}"
-        if ours[name] != theirs[name] and one.tensor == other.tensor:
-            return f"node {name!r} has {ours[name]:,.0f} and {theirs[name]:,.0f} bytes of parameters"
+        (a, way), (b, another) = ours[name], theirs[name]
+        if a != b and way == another and one.tensor == other.tensor:
+            return f"node {name!r} has {a:,.0f} and {b:,.0f} bytes of parameters"
     edges, others = (set(_edges(each)) for each in (one, other))
     for src, dst in sorted(edges ^ others):
         return f"edge {src} -> {dst} is only in the {'first' if (src, dst) in edges else 'second'}"

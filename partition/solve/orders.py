@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..cluster import Cluster
 
 MAX_ORDERS = 100
+_Kind = tuple[str, int]  # its name, and the number of a node that has ways of its own
 
 
 def canonical_order(cluster: Cluster) -> tuple[int, ...]:
@@ -36,7 +37,7 @@ def own_ranks(order: Sequence[int], size: int, ranks: Iterable[int]) -> tuple[in
 
 
 def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
-    """Orders of the nodes that differ in their kinds, and a note where these are not all.
+    """Orders of the nodes that differ in their kinds and `ways`, and a note where these are not all.
 
     Nodes are moved only where that moves no link: on two levels, where any node is as near to any other. Where more
     than MAX_ORDERS differ: as given, the slow ones first, and the slow ones last.
@@ -44,22 +45,23 @@ def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
     >>> node_orders(Cluster.from_levels([(8, 1e9), (3, 1e9)]))
     ([(0, 1, 2)], None)
     """
-    names = cluster.nodes or ()
+    apart = {node for src, dst, *_ in cluster.ways for node in (src, dst)}
+    names = tuple((name, at if at in apart else -1) for at, name in enumerate(cluster.nodes or ()))
     given = tuple(range(len(names)))
     counts = Counter(names)
     if len(counts) == 1:
         return [given], None
     if len(cluster.levels) > 2:
-        return [given], "nodes of several kinds on more than two levels of links: only the given order was tried"
+        return [given], "unequal nodes on more than two levels of links: only the given order was tried"
     if math.factorial(len(names)) // math.prod(math.factorial(n) for n in counts.values()) <= MAX_ORDERS:
         return [_places(names, kinds) for kinds in _arrangements(counts)], None
     speeds = {kind.name: kind.speed for kind in cluster.kinds}
-    slow_first = tuple(sorted(given, key=lambda at: speeds[names[at]]))
+    slow_first = tuple(sorted(given, key=lambda at: speeds[names[at][0]]))
     tried = list(dict.fromkeys([given, slow_first, slow_first[::-1]]))
-    return tried, f"nodes of several kinds: {len(tried)} of their many orders were tried"
+    return tried, f"unequal nodes: {len(tried)} of their many orders were tried"
 
 
-def _arrangements(counts: Counter[str]) -> Iterator[tuple[str, ...]]:
+def _arrangements(counts: Counter[_Kind]) -> Iterator[tuple[_Kind, ...]]:
     if not counts:
         yield ()
     for name in sorted(counts):
@@ -67,7 +69,7 @@ def _arrangements(counts: Counter[str]) -> Iterator[tuple[str, ...]]:
             yield (name, *rest)
 
 
-def _places(names: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[int, ...]:
+def _places(names: tuple[_Kind, ...], kinds: tuple[_Kind, ...]) -> tuple[int, ...]:
     """Nodes of these kinds in this order, of equal ones the lower first."""
     left = {name: [at for at, other in enumerate(names) if other == name] for name in set(names)}
     return tuple(left[kind].pop(0) for kind in kinds)

@@ -110,6 +110,7 @@ class SharedSum:
         hooks: list[Any] = [
             parameters[i].register_post_accumulate_grad_hook(partial(made, i))  # type: ignore[no-untyped-call]
             for i in self._holder
+            if parameters[i].requires_grad  # frozen since
         ]
         try:
             yield

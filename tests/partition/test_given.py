@@ -117,6 +117,15 @@ def test_ranks_of_another_order_take_other_links() -> None:
         ([], {}, "ranks of the stages"),
         ([("ab", [0]), ("cd", [1])], {"schedule": "seq1f1b"}, r"slice_lengths=\(\) under 'seq1f1b'"),
         ([("ab", [0]), ("cd", [1])], {"slice_lengths": (4, 4)}, r"slice_lengths=\(4, 4\) under '1f1b'"),
+        ([("ab", 0), ("cd", [1])], {}, "ranks of stage 0: 0: expected a list of whole numbers"),
+        ([("ab", [0.0]), ("cd", [1])], {}, r"ranks of stage 0: \[0.0\]"),
+        ([("abcd", [0])], {"memory_limit": 0}, "memory_limit=0"),
+        ([("abcd", [0])], {"microbatch_size": 1.0}, "microbatch_size=1.0: expected"),
+        (
+            [("a", [0, 1], 2), ("b", [2, 3]), ("c", [0, 1]), ("d", [2, 3])],
+            {},
+            "stage 2: tensor=1: expected that of the",
+        ),
         ([("ab", [0], 1, "offload"), ("cd", [1])], {}, "recompute='offload': expected a cluster with"),
         ([("ab", [0], 1, "selective"), ("cd", [1])], {}, "recompute='selective': the profile has no figures"),
     ],
@@ -125,6 +134,13 @@ def test_mistakes(stages: list[tuple[Any, ...]], options: dict[str, Any], messag
     settings = {"num_microbatches": 4} | options
     with pytest.raises(ValueError, match=message):
         evaluate(PROFILE, Cluster.parse("4:net=1GB/s"), [GivenStage(*each) for each in stages], **settings)
+
+
+def test_what_is_no_stage() -> None:
+    found = evaluate(PROFILE, Cluster.parse("4:net=1GB/s"), [GivenStage("abcd", [0])], num_microbatches=4)
+    for wrong in (found, GivenStage("abcd", [0]), [("abcd", [0])]):
+        with pytest.raises(ValueError, match=r"stages: .*expected a GivenStage\(nodes, ranks\) each, or the `stages`"):
+            evaluate(PROFILE, Cluster.parse("4:net=1GB/s"), wrong, num_microbatches=4)  # type: ignore[arg-type]
 
 
 def two_hosts(*, ways: Any = (), **level: Any) -> Cluster:
@@ -160,12 +176,35 @@ def test_each_kind_of_device_has_a_profile() -> None:
     [
         ({"A": PROFILE}, "profiles of the kinds A: expected one of 'B', too"),
         ({"A": PROFILE, "B": Profile(nodes=NODES[:3])}, "profile of 'B': node 'd' is only in the first"),
-        ({"A": PROFILE, "B": replace(PROFILE, microbatch_size=2)}, "microbatch_size=1: expected one of the profiles'"),
+        (
+            {"A": PROFILE, "B": replace(PROFILE, microbatch_size=2)},
+            r"kinds' profiles: \[1, 2\]: expected one of the same",
+        ),
+        ({"A": PROFILE, "B": PROFILE, "C": PROFILE}, "a profile of 'C': expected those of the cluster's kinds, A, B"),
+        (
+            {"A": PROFILE, "B": replace(PROFILE, nodes=[replace(x, parameter_bytes=8) for x in NODES])},
+            "profile of 'B': node 'a' has 4 and 8 bytes",
+        ),
     ],
 )
 def test_profiles_of_kinds_that_do_not_fit(source: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        step(two_hosts(), HALVES, source=source, microbatch_size=1)
+        step(two_hosts(), HALVES, source=source)
+
+
+def test_what_one_kind_has_not_measured() -> None:
+    """An update, and what the runtime takes, are the longest of any kind; I and W of one kind alone are none."""
+    rich = replace(
+        PROFILE,
+        nodes=[replace(x, update_seconds=5, input_grad_seconds=0.1, weight_grad_seconds=0.1) for x in NODES],
+        around_seconds=3.0,
+    )
+    over_both = [GivenStage("ab", [0, 2]), GivenStage("cd", [1, 3])]
+    plain = step(two_hosts(), over_both, 2)
+    for source in ({"A": PROFILE, "B": rich}, {"A": rich, "B": PROFILE}):
+        assert step(two_hosts(), over_both, 2, source=source) == pytest.approx(plain + 10 + 3)
+        split = step(two_hosts(), over_both, 2, source=source, schedule="zb-h1")
+        assert split == pytest.approx(step(two_hosts(), over_both, 2, schedule="zb-h1") + 10 + 3)
 
 
 def test_links_of_one_direction() -> None:
@@ -184,11 +223,14 @@ def test_links_of_their_own_are_checked_and_kept() -> None:
     cluster = two_hosts(ways=[(0, 1, 0.5, 1.0)], devices_per_card=2, sends="blocking")
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert cluster.reordered([1, 0]).ways == ((1, 0, 0.5, 1.0),)
-    for ways in ([(0, 2, 1.0, 0.0)], [(0, 1, 1.0)], [(0, 1, 0.0, 0.0)]):
+    for ways in ([(0, 2, 1.0, 0.0)], [(0, 1, 1.0)], [(0, 1, 0.0, 0.0)], [(0, 1, 1.0, 0.0), (0, 1, 0.5, 0.0)]):
         with pytest.raises(ValueError, match="way"):
             two_hosts(ways=ways)
     with pytest.raises(ValueError, match="way from node 0 to node 1: 2 bytes/s after 0 s: expected no faster one"):
         step(two_hosts(ways=[(0, 1, 2.0, 0.0)]), HALVES)
+    for number in (3, 4):
+        with pytest.raises(ValueError, match=f"devices_per_card: {number}: expected a divisor of the 2 devices"):
+            two_hosts(devices_per_card=number)
     with pytest.raises(ValueError, match="sends: 'later': expected one of beside, blocking"):
         two_hosts(sends="later")
 
