@@ -29,7 +29,7 @@ from ...partition.profiler.optimizers import NamedParameters, OptimizerFactory, 
 from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, choose_layout
-from ..options import LayoutOptions, Settings
+from ..options import Options
 from ..update.gradients import clip_gradients, norm_of, norm_part
 
 _SHORT, _LONG = 4, 16  # microbatches
@@ -143,12 +143,18 @@ def _pipeline(
     num_ranks: int, num_microbatches: int, caches: _Caches, optimizer: OptimizerFactory | None = None
 ) -> Pipeline:
     """Ranks of this process, whatever other processes there are."""
-    stages = [_Tiny(caches) for _ in range(num_ranks)]
-    options = LayoutOptions(mesh={"pipe": num_ranks}, num_microbatches=num_microbatches, stages=stages)
+    options = Options(
+        stages=[_Tiny(caches) for _ in range(num_ranks)],
+        sizes={"pipe": num_ranks},
+        num_microbatches=num_microbatches,
+        loss_fn=F.mse_loss,
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        timeout=_TIMEOUT,
+    )
     make_layout = choose_layout(options)
     assert make_layout is not None
-    settings = Settings(loss_fn=F.mse_loss, optimizer=optimizer, device=torch.device("cpu"), timeout=_TIMEOUT)
-    run = Run(make_layout(World(rank=0, size=1)), settings, Guard(None), stages=stages)
+    run = Run(make_layout(World(rank=0, size=1)), options, Guard(None))
     return build(run, lambda: _given(1).arguments)
 
 

@@ -20,33 +20,33 @@ from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
 from ..context import Layout, Run
-from ..options import Settings
+from ..options import Options
 from ..stage.build import CutModel
 from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import KeptCalls, TokenSpan, attending
 from ..stage.stage import LossValue
 from .batches import read_loss
 from .given import Given
-from .sequence import Slice
+from .sequence import Slice, check_slices
 
 # Most that numbers of two ways may differ, in units of their root mean square.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _COARSE = 0.25  # of shorter types
 
 
-def check_slicing(layout: Layout, settings: Settings) -> None:
+def check_slicing(layout: Layout, options: Options) -> None:
     """ValueError for options that do not go with slices, and for ones that need them."""
     schedule = layout.schedule
-    settings.sequence.check(schedule.num_slices)
+    check_slices(options, schedule.num_slices)
     if schedule.num_slices == 1:
         return
     what = f"schedule {schedule.name!r} over {schedule.num_slices} slices of the sequence"
-    if settings.model_loss is not None:
+    if options.model_loss is not None:
         raise ValueError(
             f'loss_fn="model" under {what}: a model shifts its labels within what it is given. Expected '
             f"loss_fn=lambda output, target: ..., with targets that are shifted already"
         )
-    if settings.compile is not None:
+    if options.compile is not None:
         raise ValueError(f"compile= under {what}: expected compile=False, since keys and values are kept in Python")
     if max(layout.place.mesh.tensor_sizes) > 1:
         raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
@@ -54,7 +54,7 @@ def check_slicing(layout: Layout, settings: Settings) -> None:
 
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
     """ValueError for a stage of this process that computes something else from slices than from a whole microbatch."""
-    inference, device = parts.train, run.settings.device
+    inference, device = parts.train, run.options.device
     arguments = [whole.arguments, *(part.given.arguments for part in slices)]
     inferred = [inference.of(Signature.of(each)) for each in arguments]
     spans = [part.span for part in slices]

@@ -167,7 +167,7 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
         by_process[random_key(generator)] = encode(where, what=f"the state of the generator of {generator}")
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
-    values["seed"] = contents.run.settings.seed
+    values["seed"] = contents.run.options.seed
     values |= {key: encode(kept, what=f"the {key} of updates") for key, kept in contents.update.kept.items()}
     return Snapshot(
         step=step,

@@ -249,7 +249,7 @@ class _Fitting:
         }
 
     def _note_lost(self) -> None:
-        manifest, schedule, own_seed = self.checkpoint.manifest, self._schedule, self._contents.run.settings.seed
+        manifest, schedule, own_seed = self.checkpoint.manifest, self._schedule, self._contents.run.options.seed
         if manifest.kind == "weights":
             return
         if manifest.versions and not self._is_same_rule:

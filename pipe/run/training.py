@@ -61,7 +61,7 @@ class Training:
         self._collectives = run.collectives
         self._has_groups = max(run.layout.place.mesh.tensor_sizes) > 1
         self.unchanged = unchanged
-        self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
+        self._reports = StepReports(run.options.on_step, rank=run.layout.place.world.rank, device=run.options.device)
         self._clocks = clocks
         replan = run.layout.replan
         self._orders = None if replan is None else replan(update.schedule, run.collectives, run.guard)

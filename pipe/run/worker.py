@@ -98,7 +98,7 @@ class Worker(ABC):
         self._stages = stages
         self._mode = mode
         self.updates = updates
-        self._device = run.settings.device
+        self._device = run.options.device
         self._seeder = run.seeder
         self._codecs = run.codecs if schedule.has_backward else None
         self._batch_indices = schedule.batch_indices

@@ -101,7 +101,7 @@ class FlushUpdate(Update):
 
     def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
         schedule, ownership, local = programs.schedule, parts.ownership, tuple(parts.recorders)
-        settings = parts.run.settings
+        options = parts.run.options
         refuse_sparse_modules(
             parts.model.root, {name for name, holders in ownership.tied() if not set(holders) <= set(local)}
         )
@@ -111,17 +111,17 @@ class FlushUpdate(Update):
         stages = [
             parts.make_optimizers(s, ownership.stage_parameters(s), delays=no_delay)
             for s in sorted(first)
-            if settings.optimizer is not None
+            if options.optimizer is not None
         ]
         self.shards = shards = parts.shard(local[0], stages, schedule)
-        scale = None if settings.grad_scaler is None else LossScale(settings.grad_scaler)
+        scale = None if options.grad_scaler is None else LossScale(options.grad_scaler)
         self._parts = parts
         self._flush_ranks = {rank: self._make_rank(rank, programs, scale) for rank in local}
         super().__init__(schedule, self._flush_ranks, stages, shards, scale)
         self._steppers = [(rank, [one for one in stages if first[one.stage] == rank]) for rank in local]
         self._programs = programs
         self._orders: dict[int, FlushPrograms] = {}  # by id of their schedules, which they keep alive
-        self._max_grad_norm = settings.max_grad_norm
+        self._max_grad_norm = options.max_grad_norm
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._prepared: tuple[float | None, bool] | None = None  # its norm, and whether its update is skipped

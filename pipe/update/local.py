@@ -74,7 +74,7 @@ class LocalUpdate(FlushUpdate):
     def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
         super().__init__(programs, parts)
         run = parts.run
-        sync, collectives, (replica, count) = run.layout.sync, run.collectives, run.layout.place.replica
+        sync, collectives, (replica, count) = run.options.mesh.sync, run.collectives, run.layout.place.replica
         (rank,) = run.layout.place.local_ranks
         self.averaging = Averaging(FIRST if sync == ADAPTIVE else int(sync))
         self._adapts = sync == ADAPTIVE

@@ -37,7 +37,7 @@ class UpdateParts:
 
     @property
     def device(self) -> torch.device:
-        return self.run.settings.device
+        return self.run.options.device
 
     def make_optimizers(
         self,
@@ -54,17 +54,17 @@ class UpdateParts:
         """
         if self.made:
             return next(one for one in self.made if one.stage == stage)
-        settings, ownership = self.run.settings, self.ownership
-        assert settings.optimizer is not None
+        options, ownership = self.run.options, self.ownership
+        assert options.optimizer is not None
         feedback = None
-        if (correction := settings.delay_correction) is not None:
+        if (correction := options.delay_correction) is not None:
             factors = correction.factors({name: ownership.stages[name] for name, _ in parameters}, delays)
             feedback = Feedback(factors, fresh=correction.fresh)
         made = StageOptimizers(
             stage,
             parameters,
-            settings.optimizer,
-            settings.lr_scheduler,
+            options.optimizer,
+            options.lr_scheduler,
             where=f"stage {stage} ({self.model.names[stage]})",
             model={id(parameter) for parameter in self.model.root.parameters()},
             versions=versions,

@@ -213,7 +213,7 @@ def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
     for ranks in sharing.parts:
         run.collectives.subgroup(ranks)  # for what is done with an empty pipeline
     late = _with_late_updates(mode.schedule, sharing)
-    return make_course(mode.schedule, sharing=sharing, flush_first=run.settings.flush_first, late=late)
+    return make_course(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
 
 
 def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
@@ -222,7 +222,7 @@ def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
     Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage updates
     by itself.
     """
-    schedule, max_grad_norm, shards = mode.schedule, run.settings.max_grad_norm, run.layout.sharding.shards
+    schedule, max_grad_norm, shards = mode.schedule, run.options.max_grad_norm, run.layout.sharding.shards
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
     ties = [(name, ranks) for name, ranks in ownership.tied() if ranks not in stage_groups]

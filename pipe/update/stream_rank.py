@@ -59,7 +59,7 @@ class StreamRank(RankUpdate):
         self._course = course
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
-        self._max_grad_norm = parts.run.settings.max_grad_norm
+        self._max_grad_norm = parts.run.options.max_grad_norm
         self._tensor_group = ownership.group
         self._device = parts.device
         self._first_batch = 0

@@ -84,13 +84,13 @@ class Verifier:
         self._seeder = run.seeder
         self._collectives = run.collectives
         self._guard = run.guard
-        self._settings = run.settings
+        self._options = run.options
 
     def verify(self, given: Given) -> Verification:
         """See PipelineModule.verify. Collective over the processes."""
-        self._settings.require_loss()
+        self._options.require_loss()
         if not self._place.world.distributed:
-            self._plain = PlainModule(self._run.root, self._settings.loss_fn, given=self._run.model is None)
+            self._plain = PlainModule(self._run.root, self._options.loss_fn, given=self._run.options.model is None)
         elif not self._run.verifies:
             raise NotVerifiableError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
@@ -112,7 +112,7 @@ class Verifier:
         step = self._training.num_steps
         before = self._own_buffers()
         with self._left_as_it_was():
-            with untouched(self._parts.root, device=self._settings.device):
+            with untouched(self._parts.root, device=self._options.device):
                 outputs = self._evaluation.flat_outputs(given.copied())
             with (
                 nullcontext() if self._regions is None else self._regions.seen(),
@@ -162,7 +162,7 @@ class Verifier:
             return None
         group = self._ownership.group
         together = partial(self._collectives.tensor_gather_objects, what="comparing inputs of divided modules")
-        with untouched(self._parts.root, device=self._settings.device):
+        with untouched(self._parts.root, device=self._options.device):
             return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 
     @property
@@ -182,7 +182,7 @@ class Verifier:
     ) -> str | None:
         loss_fn = plain.loss_fn
         assert callable(loss_fn)
-        plain.load(weights, self._settings.device)
+        plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
         for name, (_, after) in moved.items():
             buffers[name] = after
@@ -192,7 +192,7 @@ class Verifier:
         last, mine = self._schedule.owners[-1], set(self._place.local_ranks)  # it evaluates its own microbatches
         group_size = self._schedule.group_size // self._schedule.num_slices
         share = share_of_sum(loss_fn, group_size)
-        with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
+        with untouched(plain.root, device=self._options.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
             entering = watch.entering(self._parts.entering)
             evaluated = [one for one in microbatches if last[one.number % len(last)] in mine]
@@ -226,9 +226,9 @@ class Verifier:
 
     def _microbatches(self, batches: Sequence[Given]) -> list[Microbatch]:
         """All microbatches, in order: microbatch j of data replica q is number j D + q."""
-        own, device = self._schedule.num_microbatches // len(batches), self._settings.device
+        own, device = self._schedule.num_microbatches // len(batches), self._options.device
         found = []
-        loss = self._settings.model_loss
+        loss = self._options.model_loss
         for replica, given in enumerate(batches):
             parts = given.copied().on(device).cut(own)
             microbatches = [part.arguments for part in parts]
@@ -270,7 +270,7 @@ class Verifier:
         if self._update.shards.parts:
             with self._guard.together():
                 taken = self._update.shards.whole_gradients(taken)
-        limit = self._settings.max_grad_norm
+        limit = self._options.max_grad_norm
         if limit is not None and result.grad_norm is not None:
             factor = clip_factor(norm=result.grad_norm, max_norm=limit)
             taken = {name: None if g is None else g / factor for name, g in taken.items()}
@@ -357,7 +357,7 @@ class Verifier:
         codecs = self._run.codecs
         try:
             exact = nullcontext() if codecs is None else codecs.paused()
-            with untouched(self._parts.root, device=self._settings.device), exact:
+            with untouched(self._parts.root, device=self._options.device), exact:
                 yield
         finally:
             training.restart(step)
