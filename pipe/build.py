@@ -44,7 +44,6 @@ from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
 from .update.local import LocalUpdate
-from .update.parts import UpdateParts
 from .update.speculative import SpeculativeUpdate, refuse_sharding
 from .update.stream import StreamUpdate, stream_course
 from .verify.plain import NotVerifiableError, PlainModule, copy_fits
@@ -115,15 +114,7 @@ def _connected(
     links = RankLinks(run, links_of([*programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
     # 8. The update behind them
-    update = make_update(
-        UpdateParts(
-            run=run,
-            model=placed.parts,
-            ownership=placed.ownership,
-            recorders=links.recorders,
-            made=() if before is None else before.update.stages,
-        )
-    )
+    update = make_update(placed.ownership, links.recorders, () if before is None else before.update.stages)
     clocks = HostClocks(run.collectives, now=clock_for(options.device).now, machine=machine())
     guard.on_failure(clocks.abort)
 
@@ -195,7 +186,7 @@ def _assembled(
     )
     if run.options.compress is not None and AUTO in run.options.compress:
         decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
-    state = State(run=run, ownership=placed.ownership, update=update, training=training)
+    state = State(update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)
         state = replace(state, own_checkpoints=before.own_checkpoints)
@@ -293,7 +284,7 @@ def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: boo
     """The same stages under another schedule of the same processes; in one that was alone, some of them."""
     schedule, microbatch = run.layout.schedule, Signature.of(example)
     if goes_on:
-        placed.ownership.follow(schedule)
+        placed.ownership.follow(run)
     else:
         ownership = Ownership(run, placed.parts, group=placed.ownership.group)
         placed = replace(placed, ownership=ownership, unchanged=Unchanged(run, placed.parts))
@@ -412,7 +403,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
     check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))
 
 
-def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[[UpdateParts], Update]]:
+def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:
     """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
     schedule, options = placed.train.schedule, run.options
     if schedule.is_asynchronous:

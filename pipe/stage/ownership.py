@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
-from ...schedules import Schedule
 from ..context import Run
 from ..shards.member_shards import MemberShards
 from ..shards.shard import Shard
@@ -30,6 +29,8 @@ class Ownership:
     tensors stand in the order of their names, since processes have them in other orders."""
 
     def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
+        self.run = run
+        self.model = cut
         self.group = group
         self._root = cut.root
         self._stages = cut.train.stages
@@ -73,9 +74,10 @@ class Ownership:
             if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
                 module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
 
-    def follow(self, schedule: Schedule) -> None:
+    def follow(self, run: Run) -> None:
         """Other ranks hold the stages; this process, the same."""
-        self._owners = schedule.owners
+        self.run = run
+        self._owners = run.layout.schedule.owners
 
     def is_local(self, name: str) -> bool:
         return not self._local.isdisjoint(self.stages[name])

@@ -27,8 +27,9 @@ from torch import nn
 
 from ...comm import TensorSpec
 from ...partition.model.forms import Tensors
+from ...partition.profiler.clock import Stamp
 from ...partition.profiler.memory import bytes_of
-from ...schedules import Action, Collective, Message, Schedule, Timeline
+from ...schedules import Action, Collective, Message, Op, Schedule, Timeline
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
 from ...schedules.timing.records import RankRecord
@@ -44,12 +45,16 @@ from ..batch.batches import (
 )
 from ..batch.checksum import UNKNOWN, Identity
 from ..batch.results import Known
+from ..context import Run
+from ..stage.ownership import Ownership
 from ..stage.stage import LossValue
 from ..stage.weights import WeightVersions
+from ..trace.recorder import RankRecorder
 from .gradients import buckets_of
 from .loss_scale import LossScale
 from .optimizers import StageOptimizers, warn_of_unheld
 from .shards import Shards
+from .shared_sums import SharedSum
 
 Programs = Mapping[int, RankProgram]  # by local rank
 TakeBack = Callable[[Mapping[int, Sequence[tuple[Transfer, bool]]]], None]  # see `Engine.take_back`
@@ -72,16 +77,45 @@ class UpdateGate:
 
 
 class RankUpdate:
-    """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage.
+    """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage. Under a
+    flush, sums of gradients that other processes hold, too.
+
+    Each data replica weighs its samples as if the others had as many. How many they have they tell each other when the
+    batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
+
+    Arguments:
+        sums: none where ranks that share gradients do not add them up now.
+        option_numbers: of the optimizers of this process, see `SharedSum.begin`.
+        replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
 
     Attributes:
         batches: under way, by number: microbatches number * M, number * M + 1, ...
+        behind: by the last backward of a stage, the sum right behind it.
         loss_scale: None: losses are not scaled, and must be finite.
     """
 
-    def __init__(self, rank: int, schedule: Schedule, shards: Shards, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        shards: Shards,
+        loss_scale: LossScale | None = None,
+        *,
+        sums: Mapping[Collective, Sequence[SharedSum]] | None = None,
+        option_numbers: Callable[[], Mapping[int, int]] = dict,
+        replicas: Sequence[int] = (),
+    ) -> None:
         self.loss_scale = loss_scale
         self.shards = shards
+        self.sums = sums or {}
+        self.replicas = replicas
+        self.behind: Mapping[Action, Collective] = {}
+        self._read_options = option_numbers
+        self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was through
+        # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
+        self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
+        self._factor = 1.0
+        self._numbers: Mapping[int, int] | None = None
         self.batches: dict[int, Batch] = {}
         self._rank = rank
         self._batch_indices = schedule.batch_indices
@@ -99,6 +133,13 @@ class RankUpdate:
         """The one batch, whose program counts from microbatch 0."""
         self.drop()
         self.batches[0] = batch
+        self._factor, self._numbers = 1.0, None
+        if self.sums and self.replicas:
+            number, count = batch.replica
+            own = sum(part.size for part in batch.parts[number::count])
+            collectives, what = self.shards.collectives, "counting the samples of all data replicas"
+            samples = torch.tensor([own], dtype=torch.float64, device=collectives.device)
+            self._samples = samples, collectives.begin_all_reduce(samples, what=what, ranks=self.replicas)
 
     def version(self, stage: int, index: int) -> int:
         return 0
@@ -107,17 +148,57 @@ class RankUpdate:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def begin(self, collective: Collective) -> None:
-        """The program has come to what ranks of several processes do together: it goes on beside compute."""
-        self.shards.begin(collective)
+        """The program has come to what ranks of several processes do together: it goes on beside compute.
+
+        Weights come and go; or the backwards that make some gradients are through on this rank.
+        """
+        if collective.op is not Op.REDUCE_GRAD:
+            self.shards.begin(collective)
+            return
+        if not self.sums[collective]:  # others hold them, and agree later
+            return
+        self._count_samples()
+        if self._numbers is None:
+            self._numbers = self._read_options()
+        stamp = self.shards.recorder.clock.stamp
+        stamps = self._begun[collective] = [stamp()]
+        for each in self.sums[collective]:
+            each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
 
     def beside(self, action: Action) -> AbstractContextManager[None]:
-        """Around a backward: what of the update goes on beside it."""
-        return nullcontext()
+        """Around a backward: what of the update goes on beside it, see `SharedSum.beside`.
+
+        Where there are two sums, their order would be that of the gradients.
+        """
+        sums = self.sums.get(self.behind[action], ()) if action in self.behind else ()
+        if len(sums) != 1:
+            return nullcontext()
+        self._count_samples()
+        return sums[0].beside(self._factor)
 
     def settle(self) -> None:
         """Block until what was begun is through: the program is."""
+        self._count_samples()
+        for collective, stamps in self._begun.items():
+            for each in self.sums[collective]:
+                each.wait()
+            recorder = self.shards.recorder
+            end = stamps[-1] if len(stamps) > 1 else recorder.clock.stamp()
+            recorder.collective(collective, stamps[0], end)
         if self.shards.apart:
             self.shards.settle()
+
+    def finish_sums(self) -> set[str]:
+        present = {name for collective in self._begun for each in self.sums[collective] for name in each.finish()}
+        self._begun.clear()
+        return present
+
+    def _count_samples(self) -> None:
+        if self._samples is not None:
+            samples, wait = self._samples
+            wait()
+            self._samples = None
+            self._factor = self.batches[0].num_items / float(samples)
 
     def finish(self, step: GroupStep) -> None:
         raise AssertionError(f"{step} in a program without updates")
@@ -196,13 +277,18 @@ class RankUpdate:
         self.batches.clear()
         self._own.clear()
         self._summaries.clear()
+        self._begun.clear()
+        self._samples = None
+        for sums in self.sums.values():
+            for each in sums:
+                each.drop()
 
 
 class Update(ABC):
     """The updates of one process, between two batches at rest unless said otherwise.
 
     Arguments:
-        ranks: by local rank.
+        ranks: by local rank, as are `recorders`.
         stages: of all local ranks, in order; none without an optimizer.
         shards: what its rank has of the parameters that it divides with others.
 
@@ -219,9 +305,14 @@ class Update(ABC):
         ranks: Mapping[int, RankUpdate],
         stages: Sequence[StageOptimizers],
         shards: Shards,
+        *,
+        ownership: Ownership,
+        recorders: Mapping[int, RankRecorder],
         loss_scale: LossScale | None = None,
     ) -> None:
         self.gate = UpdateGate()
+        self.ownership = ownership
+        self.recorders = recorders
         self.loss_scale = loss_scale
         self.shards = shards
         self.schedule = schedule
@@ -229,6 +320,10 @@ class Update(ABC):
         self.stages = stages
         self._lost: str | None = None
         warn_of_unheld(stages)
+
+    @property
+    def run(self) -> Run:
+        return self.ownership.run
 
     @property
     def is_lost(self) -> bool:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ...schedules import Schedule
-from ..context import Run
 from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
-from ..stage.build import CutModel
 from ..stage.ownership import BETWEEN_BATCHES, Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
@@ -20,107 +16,89 @@ from .optimizers import StageOptimizers
 from .shards import Shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateParts:
-    """Parts that either update is made of.
+def stage_optimizers(
+    ownership: Ownership,
+    stage: int,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    *,
+    delays: Sequence[float],
+    versions: WeightVersions | None = None,
+) -> StageOptimizers:
+    """The optimizers of a stage's parameters; see StageOptimizers.
 
     Arguments:
-        recorders: by local rank.
-        made: optimizers that go on, where the membership has changed.
+        delays: [S] of each stage's gradients [updates].
     """
+    options, model = ownership.run.options, ownership.model
+    assert options.optimizer is not None
+    feedback = None
+    if (correction := options.delay_correction) is not None:
+        factors = correction.factors({name: ownership.stages[name] for name, _ in parameters}, delays)
+        feedback = Feedback(factors, fresh=correction.fresh)
+    made = StageOptimizers(
+        stage,
+        parameters,
+        options.optimizer,
+        options.lr_scheduler,
+        where=f"stage {stage} ({model.names[stage]})",
+        model={id(parameter) for parameter in model.root.parameters()},
+        versions=versions,
+        feedback=feedback,
+    )
+    made.refuse_to_divide([name for name, _ in parameters if ownership.group.is_divided(name)])
+    return made
 
-    run: Run
-    model: CutModel
-    ownership: Ownership
-    recorders: Mapping[int, RankRecorder]
-    made: Sequence[StageOptimizers] = ()
 
-    @property
-    def device(self) -> torch.device:
-        return self.run.options.device
+def shard(
+    ownership: Ownership, rank: int, stages: Sequence[StageOptimizers], schedule: Schedule, recorder: RankRecorder
+) -> Shards:
+    """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes.
 
-    def make_optimizers(
-        self,
-        stage: int,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        *,
-        delays: Sequence[float],
-        versions: WeightVersions | None = None,
-    ) -> StageOptimizers:
-        """The optimizers of a stage's parameters; see StageOptimizers.
+    Raises ValueError for an optimizer that cannot be given parts.
+    """
+    sharding, collectives = ownership.run.layout.sharding, ownership.run.collectives
+    if not sharding.is_any:
+        return Shards({}, collectives, recorder)
+    proposed: dict[str, ParameterSplit] = {}
+    stage_of: dict[str, int] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for one in stages:
+        count = sharding.shards[one.stage]
+        if count > 1:
+            own = dict(ownership.stage_parameters(one.stage, frozen=sharding.weights))
+            ranks = sorted(schedule.owners[one.stage])
+            proposed |= split_parameters(own, ranks=ranks, count=count, whole=one.whole_names())
+            parameters |= own
+            stage_of |= dict.fromkeys(own, one.stage)
+    parts = {
+        name: ShardedParameter(name, parameters[name], split, rank, apart=sharding.weights)
+        for name, split in _agreed(ownership, proposed).items()
+    }
+    if sharding.weights:
+        ownership.refuse_plain_state([part.whole for part in parts.values()], BETWEEN_BATCHES)
+    by_stage: dict[int, list[ShardedParameter]] = {}
+    for one in stages:
+        own_parts = {name: part for name, part in parts.items() if stage_of[name] == one.stage}
+        if own_parts:
+            one.divide({name: part for name, part in own_parts.items() if part.whole.requires_grad})
+            by_stage[one.stage] = list(own_parts.values())
+    several = [name for name in parts if len({*ownership.stages[name]} & {*schedule.placement[rank]}) > 1]
+    return Shards(by_stage, collectives, recorder, several=several, apart=sharding.weights)
 
-        Arguments:
-            delays: [S] of each stage's gradients [updates].
-        """
-        if self.made:
-            return next(one for one in self.made if one.stage == stage)
-        options, ownership = self.run.options, self.ownership
-        assert options.optimizer is not None
-        feedback = None
-        if (correction := options.delay_correction) is not None:
-            factors = correction.factors({name: ownership.stages[name] for name, _ in parameters}, delays)
-            feedback = Feedback(factors, fresh=correction.fresh)
-        made = StageOptimizers(
-            stage,
-            parameters,
-            options.optimizer,
-            options.lr_scheduler,
-            where=f"stage {stage} ({self.model.names[stage]})",
-            model={id(parameter) for parameter in self.model.root.parameters()},
-            versions=versions,
-            feedback=feedback,
-        )
-        made.refuse_to_divide([name for name, _ in parameters if ownership.group.is_divided(name)])
-        return made
 
-    def shard(self, rank: int, stages: Sequence[StageOptimizers], schedule: Schedule) -> Shards:
-        """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes.
+def _agreed(ownership: Ownership, mine: Mapping[str, ParameterSplit]) -> dict[str, ParameterSplit]:
+    """The splits that all holders agree on: a parameter that one has to keep whole (tied weights), all keep whole.
 
-        Raises ValueError for an optimizer that cannot be given parts.
-        """
-        sharding, ownership, collectives = self.run.layout.sharding, self.ownership, self.run.collectives
-        recorder = self.recorders[rank]
-        if not sharding.is_any:
-            return Shards({}, collectives, recorder)
-        proposed: dict[str, ParameterSplit] = {}
-        stage_of: dict[str, int] = {}
-        parameters: dict[str, nn.Parameter] = {}
-        for one in stages:
-            count = sharding.shards[one.stage]
-            if count > 1:
-                own = dict(ownership.stage_parameters(one.stage, frozen=sharding.weights))
-                ranks = sorted(schedule.owners[one.stage])
-                proposed |= split_parameters(own, ranks=ranks, count=count, whole=one.whole_names())
-                parameters |= own
-                stage_of |= dict.fromkeys(own, one.stage)
-        parts = {
-            name: ShardedParameter(name, parameters[name], split, rank, apart=sharding.weights)
-            for name, split in self._agreed(proposed).items()
-        }
-        if sharding.weights:
-            ownership.refuse_plain_state([part.whole for part in parts.values()], BETWEEN_BATCHES)
-        by_stage: dict[int, list[ShardedParameter]] = {}
-        for one in stages:
-            own_parts = {name: part for name, part in parts.items() if stage_of[name] == one.stage}
-            if own_parts:
-                one.divide({name: part for name, part in own_parts.items() if part.whole.requires_grad})
-                by_stage[one.stage] = list(own_parts.values())
-        several = [name for name in parts if len({*ownership.stages[name]} & {*schedule.placement[rank]}) > 1]
-        return Shards(by_stage, collectives, recorder, several=several, apart=sharding.weights)
-
-    def _agreed(self, mine: Mapping[str, ParameterSplit]) -> dict[str, ParameterSplit]:
-        """The splits that all holders agree on: a parameter that one has to keep whole (tied weights), all keep whole.
-
-        Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways.
-        """
-        proposed = self.run.collectives.by_rank(dict(mine), what="agreeing on the parts of optimizers")
-        found = {}
-        for name in dict.fromkeys(name for own in proposed.values() for name in own):
-            by_rank = {holder: proposed[holder].get(name) for holder in self.ownership.holders(name)}
-            if _is_agreed(name, by_rank) and name in mine:
-                shards = {holder: split.shards[holder] for holder, split in by_rank.items() if split is not None}
-                found[name] = ParameterSplit(ranks=mine[name].ranks, shards=shards)
-        return {name: found[name] for name in mine if name in found}
+    Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways.
+    """
+    proposed = ownership.run.collectives.by_rank(dict(mine), what="agreeing on the parts of optimizers")
+    found = {}
+    for name in dict.fromkeys(name for own in proposed.values() for name in own):
+        by_rank = {holder: proposed[holder].get(name) for holder in ownership.holders(name)}
+        if _is_agreed(name, by_rank) and name in mine:
+            shards = {holder: split.shards[holder] for holder, split in by_rank.items() if split is not None}
+            found[name] = ParameterSplit(ranks=mine[name].ranks, shards=shards)
+    return {name: found[name] for name in mine if name in found}
 
 
 def _is_agreed(name: str, found: Mapping[int, ParameterSplit | None]) -> bool:

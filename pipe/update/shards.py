@@ -144,8 +144,8 @@ class Shards:
         self.awaited: dict[int, Wait] = {}
         self._stages = stages
         self._several = frozenset(several)
-        self._collectives = collectives
-        self._recorder = recorder
+        self.collectives = collectives
+        self.recorder = recorder
         self._let_go()
 
     def counted(self, ownership: Ownership) -> list[ShardedParameter]:
@@ -172,14 +172,14 @@ class Shards:
             for part, whole in zip(parts, wholes, strict=True):
                 if part.parameter.grad is not None:
                     part.of(whole).copy_(part.parameter.grad)
-            _begin_gather(parts, wholes, self._collectives, what="gathering gradients")()
+            _begin_gather(parts, wholes, self.collectives, what="gathering gradients")()
             for part, whole in zip(parts, wholes, strict=True):
                 part.whole.grad, part.parameter.grad = whole, None
 
     def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Gradients by name, those of divided parameters made whole from the parts. Collective over the processes."""
         mine = [name for name, gradient in gradients.items() if name in self.parts and gradient is not None]
-        told = self._collectives.gather(mine, what="telling which parameters have gradients")
+        told = self.collectives.gather(mine, what="telling which parameters have gradients")
         found = dict(gradients)
         for name, part in self.parts.items():
             part.parameter.grad = gradients.get(name)
@@ -214,7 +214,7 @@ class Shards:
 
     def begin(self, collective: Collective) -> None:
         """UNSHARD or RESHARD."""
-        stage, recorder = collective.stages[0], self._recorder
+        stage, recorder = collective.stages[0], self.recorder
         if stage not in self._stages:  # nothing of it could be divided
             return
         stamp = recorder.clock.stamp
@@ -256,7 +256,7 @@ class Shards:
         for part in parts:
             part.make_room()
         wholes = [part.whole.data for part in parts]
-        return _begin_gather(parts, wholes, self._collectives, what=what, on_through=on_through)
+        return _begin_gather(parts, wholes, self.collectives, what=what, on_through=on_through)
 
     def _let_go(self) -> None:
         for part in self.parts.values():
