@@ -23,7 +23,8 @@ from ..stage.buffers import MovingBuffers, standing_in
 from ..stage.shapes import Signature
 from ..stage.wiring import Mode
 from ..update.flush import FlushUpdate, batch_programs
-from ..update.interface import Programs, RankUpdate
+from ..update.interface import Programs
+from ..update.rank_update import RankUpdate
 from .engine import Engine
 from .fills import FillWork
 from .ranks import RankLinks, Ranks, links_of

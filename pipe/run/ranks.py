@@ -29,7 +29,8 @@ from ..stage.reruns import CheckpointedModules
 from ..stage.stage import LossOf, LossValue, Stage
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
-from ..update.interface import RankUpdate, Update
+from ..update.interface import Update
+from ..update.rank_update import RankUpdate
 from .engine import Engine, LocalRank
 from .worker import EvaluationWorker, TrainingWorker
 

@@ -38,7 +38,7 @@ from ..stage.moving import Host
 from ..stage.slices import KVCache
 from ..stage.stage import Stage
 from ..stage.wiring import Mode
-from ..update.interface import RankUpdate
+from ..update.rank_update import RankUpdate
 
 
 @dataclass(frozen=True, slots=True)

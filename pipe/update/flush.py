@@ -27,11 +27,11 @@ from ..stage.ownership import Ownership
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
 from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
-from .interface import Programs, RankUpdate, Update
+from .interface import Programs, Update
 from .loss_scale import LossScale, unscale
 from .optimizers import StageOptimizers
-from .parts import shard, stage_optimizers
-from .shards import Shards
+from .rank_update import RankUpdate
+from .shards import Shards, shard, stage_optimizers
 from .shared_sums import SharedSum
 
 _ORDERS = 32  # of batches, whose programs are kept

@@ -29,7 +29,7 @@ from ..trace.recorder import RankRecorder
 from .gradients import refuse_sparse_modules
 from .interface import Programs, Update
 from .optimizers import StageOptimizers
-from .parts import shard, stage_optimizers
+from .shards import shard, stage_optimizers
 from .stream_rank import StreamRank
 
 _SCHEDULED = {"lr", "betas", "momentum"}  # what torch's schedules change

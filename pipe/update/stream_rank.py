@@ -23,9 +23,9 @@ from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFinit
 from ..batch.results import Known
 from ..stage.ownership import Ownership
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
-from .interface import RankUpdate, UpdateGate
 from .optimizers import StageOptimizers
 from .options import SameOptions
+from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
 
