@@ -121,7 +121,7 @@ def _connected(
     # 9. and 10. What trains, evaluates, measures, saves and verifies
     if before is None:
         _tell_of_two_axes(run, placed, Signature.of(example))
-    ranks = Ranks(run, placed.parts, links, update)
+    ranks = Ranks(links, update)
     return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain, before=before)
 
 
@@ -140,13 +140,13 @@ def _copy_to_verify(run: Run) -> PlainModule | None:
     return plain
 
 
-def _budgets(run: Run, placed: _Placed, ranks: Ranks) -> Callable[[Batch], None] | None:
+def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
     """Decision of the first batch on what runs again; None where no stage has a memory budget."""
-    if float not in map(type, run.layout.recompute.stages):
+    if float not in map(type, ranks.update.run.layout.recompute.stages):
         return None
     from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
 
-    return Budgets(run, placed.train, ranks, placed.ownership).decide
+    return Budgets(train, ranks).decide
 
 
 def _assembled(
@@ -159,15 +159,15 @@ def _assembled(
     plain: PlainModule | None,
     before: State | None,
 ) -> Pipeline:
-    update, train, unchanged = ranks.update, placed.train, placed.unchanged
+    update, train = ranks.update, placed.train
     inferred = train.inference.of(Signature.of(example))
 
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
     reader = ranks.reader(train, has_loss=run.has_loss, like=example)
-    decide = _budgets(run, placed, ranks)
-    training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks, decide=decide)
-    evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
+    decide = _budgets(train, ranks)
+    training = Training(engine, update, reader, unchanged=placed.unchanged, clocks=clocks, decide=decide)
+    evaluation = Evaluation(ranks, placed.evaluate, like=example, training=training)
     if isinstance(update, LocalUpdate):
         training.before_step = partial(update.look_at_neighbour, partial(evaluation.step, at_rest=False))
 
@@ -177,7 +177,7 @@ def _assembled(
 
     measurement = Measurement(
         run,
-        list(ranks.links.recorders.values()),
+        list(update.recorders.values()),
         schedule=update.schedule,
         assemble=put_together,
         drain=training.drain,
@@ -199,13 +199,13 @@ def _assembled(
 
     return Pipeline(
         schedule=update.schedule,
-        parts=placed.parts,
+        parts=update.ownership.model,
         engine=engine,
         training=training,
         evaluation=evaluation,
         state=state,
         measurement=measurement,
-        verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation, parts=placed.parts),
+        verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation),
         again=again,
         message_bytes=partial(message_bytes, train, inferred, run.codecs),
     )
@@ -213,9 +213,8 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """The cut model, and this process's stages; regions are for `Verifier`, where a tensor group divides modules."""
+    """This process's stages; regions are for `Verifier`, where a tensor group divides modules."""
 
-    parts: CutModel
     train: Mode
     evaluate: Mode
     ownership: Ownership
@@ -270,7 +269,6 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     if same is not None:
         same.settled()
     return _Placed(
-        parts=parts,
         train=train,
         evaluate=evaluate,
         ownership=ownership,
@@ -286,8 +284,8 @@ def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: boo
     if goes_on:
         placed.ownership.follow(run)
     else:
-        ownership = Ownership(run, placed.parts, group=placed.ownership.group)
-        placed = replace(placed, ownership=ownership, unchanged=Unchanged(run, placed.parts))
+        ownership = Ownership(run, placed.ownership.model, group=placed.ownership.group)
+        placed = replace(placed, ownership=ownership, unchanged=Unchanged(run, ownership.model))
     return replace(
         placed,
         train=Mode(schedule, placed.train.inference, microbatch),

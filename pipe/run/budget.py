@@ -43,7 +43,6 @@ from ...schedules.wording import duration, size
 from ..batch.agreement import agreed
 from ..batch.batches import Batch
 from ..context import Run
-from ..stage.ownership import Ownership
 from ..stage.recompute import BUDGET
 from ..stage.reruns import CheckpointedModules
 from ..stage.stage import Stage
@@ -246,9 +245,9 @@ class Budgets:
     """Decides, for a batch to train on, what runs again of this process's stages under a budget. Raises ValueError
     beside what has memory that is not counted here."""
 
-    def __init__(self, run: Run, mode: Mode, ranks: Ranks, ownership: Ownership) -> None:
-        self._run, self._mode, self._ranks, self._ownership = run, mode, ranks, ownership
-        self._recomputed = ranks.parts.recomputed
+    def __init__(self, mode: Mode, ranks: Ranks) -> None:
+        self._run, self._mode, self._ranks, self._ownership = ranks.update.run, mode, ranks, ranks.update.ownership
+        run, self._recomputed = self._run, ranks.parts.recomputed
         layout, schedule = run.layout, mode.schedule
         others = {
             f"schedule={schedule.name!r}, which splits backwards": bool(schedule.split_stages),

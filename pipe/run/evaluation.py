@@ -18,7 +18,6 @@ from ..batch.checksum import Call
 from ..batch.given import Given, check_batch, check_like_example
 from ..batch.reader import BatchReader
 from ..batch.results import EvalResult
-from ..context import Run
 from ..stage.buffers import MovingBuffers, standing_in
 from ..stage.shapes import Signature
 from ..stage.wiring import Mode
@@ -51,13 +50,12 @@ class Evaluation:
     """Runs batches forwards; one of fewer samples than M makes fewer microbatches. A model that returns its own loss is
     trained with labels and predicts without: the same stages, run in another way."""
 
-    def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
-        self._run = run
+    def __init__(self, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
+        self._run = run = ranks.update.run
         self._ranks = ranks
         self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
         self._forwards: dict[object, _Forwards] = {}
         self._adds_up = share_of_sum(run.options.loss_fn, 1) is not None
-        self._num_microbatches = run.layout.schedule.num_microbatches
         self._training = training
         self._dimensions: dict[Form, Sequence[int | None]] = {}
         self._beside: RankLinks | None = None  # of evaluations in waits
@@ -250,7 +248,7 @@ class Evaluation:
     def _microbatches_for(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
         num_replicas = self._run.num_replicas
-        most = self._num_microbatches // num_replicas
+        most = self._run.layout.schedule.num_microbatches // num_replicas
         check_batch(given, most if given.microbatches else 1)
         fitting = min(given.num_samples, most)
         if num_replicas > 1:

@@ -22,7 +22,6 @@ from ..batch.reader import BatchReader
 from ..batch.slicing import SlicedLoss
 from ..context import Run
 from ..shards.tensor_option import LEAST_BYTES
-from ..stage.build import CutModel
 from ..stage.compiled import compiled_units, refuse_backward
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stage.reruns import CheckpointedModules
@@ -111,9 +110,8 @@ class Ranks:
     """Makes stages, engines and readers, once the model is cut and the ranks are connected. `stages`: by local rank and
     number; in one process each replica of a stage is one of its own."""
 
-    def __init__(self, run: Run, parts: CutModel, links: RankLinks, update: Update) -> None:
-        self._run = run
-        self.parts = parts
+    def __init__(self, links: RankLinks, update: Update) -> None:
+        self._run, self.parts = run, parts = update.run, update.ownership.model
         self.links = links
         self.update = update
         loss_fn, schedule = run.options.loss_fn, run.layout.schedule
