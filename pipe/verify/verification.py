@@ -28,7 +28,7 @@ from ..checkpoint.state import State
 from ..run.evaluation import Evaluation
 from ..update.gradients import clip_factor
 from .compare import Outcome, first_difference
-from .plain import Microbatch, NotVerifiableError, PlainModule, Watch
+from .plain import NotVerifiableError, PlainModule, Watch
 from .regions import Regions
 
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -179,18 +179,15 @@ class Verifier:
         piped = replace(piped, buffers={name: value for name, value in buffers.items() if self._is_compared(name)})
         plain.follow(is_divided=self._regions is not None)
         microbatches = self._microbatches(batches)
-        last, mine = (
-            self._schedule.owners[-1],
-            set(self._run.layout.place.local_ranks),
-        )  # it evaluates its own microbatches
+        last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
         group_size = self._schedule.group_size // self._schedule.num_slices
         share = share_of_sum(loss_fn, group_size)
         with untouched(plain.root, device=self._options.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
             entering = watch.entering(self._parts.entering)
-            evaluated = [one for one in microbatches if last[one.number % len(last)] in mine]
+            evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
             columns = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
-            outputs = _each(self._evaluation.join(columns, like=evaluated[0].arguments))
+            outputs = _each(self._evaluation.join(columns, like=evaluated[0][1].arguments))
             outcome = plain.run(
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
@@ -217,22 +214,18 @@ class Verifier:
         plain.unload()
         return difference
 
-    def _microbatches(self, batches: Sequence[Given]) -> list[Microbatch]:
-        """All microbatches, in order: microbatch j of data replica q is number j D + q."""
+    def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
+        """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
         own, device = self._schedule.num_microbatches // len(batches), self._options.device
-        found = []
+        found: list[tuple[int, Given]] = []
         loss = self._options.model_loss
         for replica, given in enumerate(batches):
             parts = given.copied().on(device).cut(own)
-            microbatches = [part.arguments for part in parts]
-            targets: Sequence[object] = [part.target for part in parts]
             if loss is not None:
-                targets = loss.weigh(microbatches)
-            found += [
-                Microbatch(arguments=microbatch, target=target, number=j * len(batches) + replica)
-                for j, (microbatch, target) in enumerate(zip(microbatches, targets, strict=True))
-            ]
-        return sorted(found, key=lambda one: one.number)
+                weights = loss.weigh([part.arguments for part in parts])
+                parts = [replace(part, target=weight) for part, weight in zip(parts, weights, strict=True)]
+            found += [(j * len(batches) + replica, part) for j, part in enumerate(parts)]
+        return sorted(found, key=lambda one: one[0])
 
     def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
         """The batch's loss, and the gradients of this process's parameters, with no update made."""
