@@ -89,7 +89,7 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     whole = Given(arguments=agreed(first, run.collectives, guard, what="the first batch"))
     num_slices = layout.schedule.num_slices
     slices = cut_in_slices(options, whole, num_slices) if num_slices > 1 else []
-    example = (slices[0].given if slices else whole).arguments
+    example = (slices[0][0] if slices else whole).arguments
 
     # 2. A copy to compare with, before the model is divided
     refuse_divided(run.root)

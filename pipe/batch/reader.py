@@ -128,7 +128,7 @@ class BatchReader:
         if self._slices_agree is not None:
             self._slices_agree(microbatches[0], slices[0])
             self._slices_agree = None
-        return [part.given for each in slices for part in each], [part.span for each in slices for part in each]
+        return [part for each in slices for part, _ in each], [span for each in slices for _, span in each]
 
     def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
         place = next((each.float16 for each in inferred if each.float16 is not None), None)

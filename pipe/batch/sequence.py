@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,12 +20,7 @@ from ..options import Options
 from ..stage.slices import TokenSpan
 from .given import Given, key_of, signature_of
 
-
-class Slice(NamedTuple):
-    """A slice of a microbatch, and where it stands in its sequence."""
-
-    given: Given
-    span: TokenSpan
+Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
 
 
 def check_slices(options: Options, num_slices: int) -> None:
@@ -87,7 +82,7 @@ def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice
             arguments=Arguments(arguments.form, tensors, arguments.dims),
             target=pytree.tree_unflatten(target, spec),
         )
-        slices.append(Slice(part, span))
+        slices.append((part, span))
     return slices
 
 

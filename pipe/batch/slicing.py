@@ -55,9 +55,9 @@ def check_slicing(layout: Layout, options: Options) -> None:
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
     """ValueError for a stage of this process that computes something else from slices than from a whole microbatch."""
     inference, device = parts.train, run.options.device
-    arguments = [whole.arguments, *(part.given.arguments for part in slices)]
+    arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
     inferred = [inference.of(Signature.of(each)) for each in arguments]
-    spans = [part.span for part in slices]
+    spans = [span for _, span in slices]
     for s in run.local_stages:
         module = inference.stages[s].module
         with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
@@ -195,15 +195,15 @@ class SlicedLoss:
 
     def expect(self, whole: Given, slices: Sequence[Slice], inference: InferredStages) -> None:
         self._whole, self._slices = whole, slices
-        arguments = [whole.arguments, *(part.given.arguments for part in slices)]
+        arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
         self._specs = list(zip(*(inference.of(Signature.of(each)).specs[-1] for each in arguments), strict=True))
 
     def saw(self, flat: Tensors, target: object) -> None:
         """The loss is computed of a slice. Raises ValueError, with the last one, where it is another one in slices."""
         if self._whole is None:
             return
-        for q, part in enumerate(self._slices):
-            if part.given.target is target and q not in self._outputs:
+        for q, (part, _) in enumerate(self._slices):
+            if part.target is target and q not in self._outputs:
                 self._outputs[q] = tuple(x.detach().clone() for x in flat)
                 break
         if len(self._outputs) == len(self._slices):
@@ -212,13 +212,13 @@ class SlicedLoss:
             self._outputs.clear()
 
     def _check(self, whole: Given) -> None:
-        spans = [part.span for part in self._slices]
+        spans = [span for _, span in self._slices]
         flat = []
         for slot, specs in enumerate(self._specs):
             dim = sequence_dim(specs, spans, f"output {slot} of the model")
             parts = [self._outputs[q][slot] for q in range(len(spans))]
             flat.append(parts[0] if dim is None else torch.cat(parts, dim))
-        targets = [whole.target, *(part.given.target for part in self._slices)]
+        targets = [whole.target, *(part.target for part, _ in self._slices)]
         columns = [tuple(flat), *(self._outputs[q] for q in range(len(spans)))]
         kept = [self._loss_fn] if isinstance(self._loss_fn, nn.Module) else []
         with torch.no_grad(), untouched(*kept, device=flat[0].device):
