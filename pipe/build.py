@@ -26,6 +26,7 @@ from .batch.slicing import check_stages
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
+from .options import FIRST
 from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
@@ -130,10 +131,10 @@ def _copy_to_verify(run: Run) -> PlainModule | None:
     place, plain, fits = run.layout.place, None, True
     if place.process_of(run.layout.schedule.owners[-1][0], tensor=0) == place.world.rank:
         try:
-            fits = not run.options.verify_if_it_fits or copy_fits(run.root, run.options.device)
+            fits = run.options.verify != FIRST or copy_fits(run.root, run.options.device)
             plain = PlainModule(run.root, run.options.loss_fn, given=run.options.model is None) if fits else None
         except NotVerifiableError:
-            if not run.options.verify_if_it_fits:
+            if run.options.verify != FIRST:
                 raise
             fits = False
     run.verifies = all(run.collectives.gather(fits, what="asking whether a copy to verify with fits"))

@@ -75,7 +75,7 @@ class Building:
     def __init__(
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
     ) -> None:
-        self._options = options
+        self.options = options
         self.world = world
         self.guard = guard
         self._members: Membership | None = None  # of a run that goes on when processes die
@@ -96,7 +96,7 @@ class Building:
             self._start(make_layout(world), options.example)
 
     def _start(self, layout: Layout, example: Given | None) -> None:
-        options = self._options
+        options = self.options
         options.check_kind(layout.schedule)
         check_slicing(layout, options)
         check_sync(layout, options)
@@ -136,8 +136,8 @@ class Building:
         from .auto.kept import cache_folder
         from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
-        self._options.refuse_flush(AUTO)
-        self._auto = AutoLayout(self._options, self.world, guard=self.guard, cache=cache_folder())
+        self.options.refuse_flush(AUTO)
+        self._auto = AutoLayout(self.options, self.world, guard=self.guard, cache=cache_folder())
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -277,7 +277,7 @@ class Building:
         schedule = on_rows(schedule_without(self.layout.schedule, gone), members.members)
         layout = replace(self.layout, schedule=schedule, place=MeshPlace.line(world))
         with guard.together():
-            self.pipeline = before.again(Run(layout, self._options, guard))
+            self.pipeline = before.again(Run(layout, self.options, guard))
         if members.folder is not None:
             self.pipeline.state.take_from_others(Path(members.folder))
         self.world, self.guard, members.changed = world, guard, False
@@ -312,7 +312,7 @@ class Building:
         self.unequal = None
 
     def _load_first(self, folder: Path, loader: HasState | None) -> None:
-        options, world = self._options, self.world
+        options, world = self.options, self.world
         root = with_loss(options.root, options.loss_fn)
         place = MeshPlace.line(world)
         collectives = Collectives(place, device=options.device, timeout=options.timeout, guard=self.guard)
@@ -337,8 +337,8 @@ class Building:
             raise ValueError(
                 "a piece of background work calls its pipeline in the midst of a step: expected other work"
             )
-        dtype = self._options.autocast
-        autocast = nullcontext() if dtype is None else torch.autocast(self._options.device.type, dtype=dtype)
+        dtype = self.options.autocast
+        autocast = nullcontext() if dtype is None else torch.autocast(self.options.device.type, dtype=dtype)
         with self._edited(), torch.inference_mode(False), autocast:
             if self.world.distributed or self._members is not None:  # for a thread's turn all ranks would wait
                 yield
@@ -352,7 +352,7 @@ class Building:
                     raise
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
-        run_on, own = self._options.device, layout.schedule.num_microbatches // layout.place.replica[1]
+        run_on, own = self.options.device, layout.schedule.num_microbatches // layout.place.replica[1]
 
         def like(x: torch.Tensor) -> torch.Tensor:
             if x.is_meta:
@@ -366,8 +366,8 @@ class Building:
         joins = self._members is not None and self._members.life > 0
         slow = told_if_slow("building the pipeline", rank=self.world.rank)
         with self.alone(), self.guard.together(), slow:
-            verifies = self._options.verify_every is not None and not joins
-            run = Run(layout, self._options, self.guard, verifies=verifies)
+            verifies = self.options.verify_every is not None and not joins
+            run = Run(layout, self.options, self.guard, verifies=verifies)
             if self._loaded is None:
                 self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)
             pipeline = build(run, first)

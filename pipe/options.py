@@ -79,8 +79,7 @@ class Options:
         compress: that of the mesh, as it was read.
         loss_fn: of a model that returns its own: a ModelLoss.
         sequence_dims: dimension of the sequence in each argument, and in the target.
-        verify_every: batches from one that is verified to the next; None: no copy of the model is kept to verify with.
-        verify_if_it_fits: whether batches go unverified where a copy of the model would take much of the memory.
+        verify: as it was given; `verify_every` has the number.
     """
 
     model: nn.Module | None = None
@@ -113,8 +112,7 @@ class Options:
     delay_correction: ErrorFeedback | None = None
     flush_first: int = 0
     on_step: Callable[[StepRecord], object] | None = None
-    verify_every: float | None = None
-    verify_if_it_fits: bool = False
+    verify: bool | int | str = False
     seed: int = 0
     device: torch.device
     timeout: float
@@ -149,6 +147,11 @@ class Options:
                 raise ValueError(f'mesh={self.sizes!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
             return None
         return self.sizes
+
+    @property
+    def verify_every(self) -> float | None:
+        """Batches from one that is verified to the next; None: no copy of the model is kept to verify with."""
+        return option("verify", self.verify, _VERIFY) or None
 
     @property
     def user_code(self) -> list[object]:
@@ -309,17 +312,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
     names = {each.name for each in fields(Options)} - {"trials"}
     told = Options(**{name: value for name, value in {**given, **read}.items() if name in names})
     trials = read_trials(given["trials"], schedule=given["schedule"])
-    verify = option("verify", given["verify"], _VERIFY)
+    option("verify", told.verify, _VERIFY)
     read_example = None if example is None else calls.example(example)
     option("sends", mesh.sends, one_of(SENDS))
-    return replace(
-        told,
-        trials=trials,
-        verify_every=verify or None,
-        verify_if_it_fits=given["verify"] == FIRST,
-        example=read_example,
-        compress=read_compress(mesh.compress),
-    )
+    return replace(told, trials=trials, example=read_example, compress=read_compress(mesh.compress))
 
 
 def _is_length(value: object) -> bool:

@@ -90,7 +90,7 @@ def test_no_option_of_the_constructor_is_forgotten() -> None:
     defaults = {name: parameter.default for name, parameter in names.items() if name != "old"}
     options = Read(arguments.read_arguments(defaults | {"model": layers()}, {}))
     read_options(options)
-    made = {"calls", "compress", "example", "verify_every", "verify_if_it_fits"}  # of several, or under another name
+    made = {"calls", "compress", "example"}  # of several, or under another name
     assert options.asked | {field.name for field in fields(Options)} == {*options, *made}
 
 
