@@ -123,7 +123,23 @@ class FlushUpdate(Update):
         ]
         shards = shard(ownership, local[0], stages, schedule, recorders[local[0]])
         scale = None if options.grad_scaler is None else LossScale(options.grad_scaler)
-        ranks = {rank: self._make_rank(rank, programs, ownership, shards, scale) for rank in local}
+
+        def make(rank: int) -> RankUpdate:
+            return RankUpdate(
+                rank,
+                schedule,
+                shards,
+                scale,
+                sums={
+                    each: shared_sums(ownership, shards, each, each.ranks(schedule.owners))
+                    for each in programs.programs[rank].steps
+                    if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
+                },
+                option_numbers=lambda: {key: n for one in stages for key, n in one.option_numbers().items()},
+                replicas=programs.data_groups[rank],
+            )
+
+        ranks = {rank: make(rank) for rank in local}
         super().__init__(schedule, ranks, stages, shards, ownership=ownership, recorders=recorders, loss_scale=scale)
         self._steppers = [(rank, [one for one in stages if first[one.stage] == rank]) for rank in local]
         self._programs = programs
@@ -296,24 +312,6 @@ class FlushUpdate(Update):
             if grad is not None and not part.is_empty:
                 part.parameter.grad = _sum(part.of(grad), part.parameter.grad)
         self._before = []
-
-    def _make_rank(
-        self, rank: int, programs: FlushPrograms, ownership: Ownership, shards: Shards, loss_scale: LossScale | None
-    ) -> RankUpdate:
-        owners = programs.schedule.owners
-        return RankUpdate(
-            rank,
-            programs.schedule,
-            shards,
-            loss_scale,
-            sums={
-                each: shared_sums(ownership, shards, each, each.ranks(owners))
-                for each in programs.programs[rank].steps
-                if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
-            },
-            option_numbers=lambda: {key: number for one in self.stages for key, number in one.option_numbers().items()},
-            replicas=programs.data_groups[rank],
-        )
 
 
 def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:

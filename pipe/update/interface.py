@@ -26,9 +26,7 @@ from ...schedules import Schedule, Timeline
 from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
-from ..batch.batches import (
-    Batch,
-)
+from ..batch.batches import Batch
 from ..batch.results import Known
 from ..context import Run
 from ..stage.ownership import Ownership
