@@ -154,6 +154,7 @@ class PipelineModule(RunFigures):
                 given["model"] = model = model.model
             options = read_options(read_arguments(given, old, edits))
             make_layout = choose_layout(options)
+            self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__
             self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
             self._has_trained = False
@@ -168,10 +169,9 @@ class PipelineModule(RunFigures):
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
         """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""
-        calls, alone = self._building.options.calls, self._building.pipeline is None or self._building.replica[1] == 1
-        assert calls is not None
+        alone = self._building.pipeline is None or self._building.replica[1] == 1
         with nullcontext() if alone else self._guard.together():
-            return calls.batch(args, kwargs) if has_target else calls.inputs(args, kwargs)
+            return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
 
     def _training_for(self, given: Given) -> Training:
         refuse_float16_autocast(self.device, scales_loss=self._building.options.grad_scaler is not None)

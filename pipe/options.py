@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -71,7 +72,7 @@ class Options:
 
     Arguments:
         model: None: it is given as stages.
-        calls: reads what `train_step` and its likes are given; of a module alone.
+        calls: reads what `train_step` and its likes are given.
         example: a batch to build the stages for at once.
         schedule: None: the default, or a plan's.
         kind: of the schedule, where the user says it: synchronous, asynchronous, sliced.
@@ -84,7 +85,7 @@ class Options:
 
     model: nn.Module | None = None
     stages: Sequence[nn.Module] | None = None
-    calls: CallReader | None = None
+    calls: CallReader = field(default_factory=partial(CallReader, None, has_target=True, batch_dims={}))
     example: Given | None = None
     schedule: ScheduleLike | None = None
     plan: PlanLike | None = None
