@@ -16,7 +16,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,11 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.mesh import AXES
 from ..partition.plans.plan import Plan
+from ..schedules.custom.user_schedules import UserScheduleLike
 from .batch.model_loss import LossWeight
-from .options import AUTO, PlanLike, ScheduleLike
 from .shards.tensor_option import TensorParallelLike
 from .update.delay_correction import ErrorFeedback
 
+AUTO = "auto"
+
+ScheduleLike: TypeAlias = UserScheduleLike
+PlanLike: TypeAlias = Plan | str | os.PathLike[str]
 BatchDimsLike: TypeAlias = Mapping[str | int, int | None]
 
 
@@ -221,6 +225,8 @@ _RENAMED = {
     "grad_scaler": "precision=stagewright.Precision(grad_scaler=...)",
     "compile": "precision=stagewright.Precision(compile=...)",
 }
+_OF_MESH = {"mesh_order": "order", "tensor_sends": "sends"}  # of Mesh, by their old names
+_OF_MESH |= {name: name for name in ("data_parallel", "tensor_parallel")}
 
 # What others call it.
 _MEANT = {
@@ -247,9 +253,8 @@ def read_arguments(
     Raises TypeError for a name that it never had, ValueError for what is no record and stands for none.
     """
     given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
-    options: dict[str, Any] = dict.fromkeys(_RENAMED)
-    options |= {"flush_first": 0, "post_validation": False, "data_parallel": "replicate", "tensor_sends": "auto"}
-    options |= {"sync": 1, "on_failure": "stop", "compress": None}
+    options: dict[str, Any] = dict.fromkeys(_RENAMED.keys() - _OF_MESH.keys())
+    options |= {"flush_first": 0, "post_validation": False}
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
     options |= {"split_points": given["cut"], "compile": False, "kind": None}
     model = given["model"]
@@ -259,10 +264,12 @@ def read_arguments(
         options |= {"model": None, "stages": list(model)}
     options |= _mesh_options(given["mesh"]) | _schedule_options(given["schedule"])
     options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
-    for name, said in (("recompute", "recompute="), ("split_points", "cut="), ("tensor_parallel", "tensor_parallel=")):
-        if name in (edits or {}) and options[name] not in (None, "none"):
-            raise ValueError(f"{said} beside edits that say the same: expected one of them")
-    options |= edits or {}
+    for name, value in (edits or {}).items():
+        before = getattr(options["mesh"], name) if name in _OF_MESH else options[name]
+        if before not in (None, "none"):
+            said = "cut" if name == "split_points" else name
+            raise ValueError(f"{said}= beside edits that say the same: expected one of them")
+        _put(options, name, value)
     for name, value in old.items():
         if name not in _RENAMED:
             meant = [own for own, others in _MEANT.items() if name in others.split()]
@@ -278,8 +285,15 @@ def read_arguments(
             FutureWarning,
             stacklevel=4,
         )
-        options[name] = value
+        _put(options, name, value)
     return options
+
+
+def _put(options: dict[str, Any], name: str, value: object) -> None:
+    if name in _OF_MESH:
+        options["mesh"] = replace(options["mesh"], **{_OF_MESH[name]: value})
+    else:
+        options[name] = value
 
 
 def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
@@ -314,19 +328,10 @@ def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:
     if isinstance(mesh, DeviceMesh):
         mesh = _mesh_of(mesh)
     if not isinstance(mesh, Mesh):
-        return {"mesh": mesh}
+        return {"mesh": Mesh(), "sizes": mesh}
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     given = {axis: size for axis, size in sizes.items() if size is not None and (size != 1 or axis == "pipe")}
-    return {
-        "mesh": given or None,
-        "mesh_order": mesh.order,
-        "data_parallel": mesh.data_parallel,
-        "tensor_parallel": mesh.tensor_parallel,
-        "tensor_sends": mesh.sends,
-        "sync": mesh.sync,
-        "on_failure": mesh.on_failure,
-        "compress": mesh.compress,
-    }
+    return {"mesh": mesh, "sizes": given or None}
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:

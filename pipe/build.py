@@ -17,15 +17,16 @@ from ..schedules import Schedule, Timeline
 from ..schedules.messages import Sharing
 from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
+from .arguments import AUTO
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.batches import Batch
 from .batch.given import Given
-from .batch.sequence import Slice
+from .batch.sequence import Slice, cut_in_slices
 from .batch.slicing import check_stages
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
-from .options import AUTO
+from .options import FIRST
 from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
@@ -34,7 +35,7 @@ from .run.training import Training
 from .run.worker import TrainingWorker
 from .shards.cutting import in_ways
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
-from .shards.tensor_option import read_tensor_parallel
+from .shards.tensor_option import peers_in_parts, read_tensor_parallel
 from .stage.build import CutModel, cut_model
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
@@ -44,7 +45,6 @@ from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
 from .update.local import LocalUpdate
-from .update.parts import UpdateParts
 from .update.speculative import SpeculativeUpdate, refuse_sharding
 from .update.stream import StreamUpdate, stream_course
 from .verify.plain import NotVerifiableError, PlainModule, copy_fits
@@ -86,11 +86,11 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     Raises ValueError, on every rank alike, for what does not fit together; the user's model is whole again then.
     """
     # 1. A microbatch that all processes know, and its slices
-    layout, settings, guard = run.layout, run.settings, run.guard
+    layout, options, guard = run.layout, run.options, run.guard
     whole = Given(arguments=agreed(first, run.collectives, guard, what="the first batch"))
     num_slices = layout.schedule.num_slices
-    slices = settings.sequence.cut(whole, num_slices) if num_slices > 1 else []
-    example = (slices[0].given if slices else whole).arguments
+    slices = cut_in_slices(options, whole, num_slices) if num_slices > 1 else []
+    example = (slices[0][0] if slices else whole).arguments
 
     # 2. A copy to compare with, before the model is divided
     refuse_divided(run.root)
@@ -106,7 +106,7 @@ def _connected(
     run: Run, placed: _Placed, example: Arguments, *, plain: PlainModule | None, before: State | None = None
 ) -> Pipeline:
     """Steps 7 to 10, with the optimizers of another membership before, if any. Collective over the processes."""
-    settings, guard = run.settings, run.guard
+    options, guard = run.options, run.guard
 
     # 7. Programs, and the links that they need
     programs, make_update = _update(run, placed)
@@ -115,22 +115,14 @@ def _connected(
     links = RankLinks(run, links_of([*programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
     # 8. The update behind them
-    update = make_update(
-        UpdateParts(
-            run=run,
-            model=placed.parts,
-            ownership=placed.ownership,
-            recorders=links.recorders,
-            made=() if before is None else before.update.stages,
-        )
-    )
-    clocks = HostClocks(run.collectives, now=clock_for(settings.device).now, machine=machine())
+    update = make_update(placed.ownership, links.recorders, () if before is None else before.update.stages)
+    clocks = HostClocks(run.collectives, now=clock_for(options.device).now, machine=machine())
     guard.on_failure(clocks.abort)
 
     # 9. and 10. What trains, evaluates, measures, saves and verifies
     if before is None:
         _tell_of_two_axes(run, placed, Signature.of(example))
-    ranks = Ranks(run, placed.parts, links, update)
+    ranks = Ranks(links, update)
     return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain, before=before)
 
 
@@ -139,23 +131,23 @@ def _copy_to_verify(run: Run) -> PlainModule | None:
     place, plain, fits = run.layout.place, None, True
     if place.process_of(run.layout.schedule.owners[-1][0], tensor=0) == place.world.rank:
         try:
-            fits = not run.if_it_fits or copy_fits(run.root, run.settings.device)
-            plain = PlainModule(run.root, run.settings.loss_fn, given=run.model is None) if fits else None
+            fits = run.options.verify != FIRST or copy_fits(run.root, run.options.device)
+            plain = PlainModule(run.root, run.options.loss_fn, given=run.options.model is None) if fits else None
         except NotVerifiableError:
-            if not run.if_it_fits:
+            if run.options.verify != FIRST:
                 raise
             fits = False
     run.verifies = all(run.collectives.gather(fits, what="asking whether a copy to verify with fits"))
     return plain
 
 
-def _budgets(run: Run, placed: _Placed, ranks: Ranks) -> Callable[[Batch], None] | None:
+def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
     """Decision of the first batch on what runs again; None where no stage has a memory budget."""
-    if float not in map(type, run.layout.recompute.stages):
+    if float not in map(type, ranks.update.run.layout.recompute.stages):
         return None
     from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
 
-    return Budgets(run, placed.train, ranks, placed.ownership).decide
+    return Budgets(train, ranks).decide
 
 
 def _assembled(
@@ -168,15 +160,15 @@ def _assembled(
     plain: PlainModule | None,
     before: State | None,
 ) -> Pipeline:
-    update, train, unchanged = ranks.update, placed.train, placed.unchanged
+    update, train = ranks.update, placed.train
     inferred = train.inference.of(Signature.of(example))
 
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
     reader = ranks.reader(train, has_loss=run.has_loss, like=example)
-    decide = _budgets(run, placed, ranks)
-    training = Training(run, engine, update, reader, unchanged=unchanged, clocks=clocks, decide=decide)
-    evaluation = Evaluation(run, ranks, placed.evaluate, like=example, training=training)
+    decide = _budgets(train, ranks)
+    training = Training(engine, update, reader, unchanged=placed.unchanged, clocks=clocks, decide=decide)
+    evaluation = Evaluation(ranks, placed.evaluate, like=example, training=training)
     if isinstance(update, LocalUpdate):
         training.before_step = partial(update.look_at_neighbour, partial(evaluation.step, at_rest=False))
 
@@ -186,16 +178,16 @@ def _assembled(
 
     measurement = Measurement(
         run,
-        list(ranks.links.recorders.values()),
+        list(update.recorders.values()),
         schedule=update.schedule,
         assemble=put_together,
         drain=training.drain,
         one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,
     )
-    if run.compress is not None and AUTO in run.compress:
+    if run.options.compress is not None and AUTO in run.options.compress:
         decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
-    state = State(run=run, ownership=placed.ownership, update=update, training=training)
+    state = State(update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)
         state = replace(state, own_checkpoints=before.own_checkpoints)
@@ -208,13 +200,13 @@ def _assembled(
 
     return Pipeline(
         schedule=update.schedule,
-        parts=placed.parts,
+        parts=update.ownership.model,
         engine=engine,
         training=training,
         evaluation=evaluation,
         state=state,
         measurement=measurement,
-        verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation, parts=placed.parts),
+        verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation),
         again=again,
         message_bytes=partial(message_bytes, train, inferred, run.codecs),
     )
@@ -222,9 +214,8 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """The cut model, and this process's stages; regions are for `Verifier`, where a tensor group divides modules."""
+    """This process's stages; regions are for `Verifier`, where a tensor group divides modules."""
 
-    parts: CutModel
     train: Mode
     evaluate: Mode
     ownership: Ownership
@@ -235,7 +226,7 @@ class _Placed:
 
 def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) -> _Placed:
     """Steps 3 to 6: stages with the weights of their first owners. Collective over the processes."""
-    layout, settings, root = run.layout, run.settings, run.root
+    layout, options, root = run.layout, run.options, run.root
     together = run.collectives, run.guard
     microbatch = Signature.of(example)
     is_uneven = layout.place.is_uneven()
@@ -246,7 +237,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     cut = partial(cut_model, run, example, same)
 
     # 3. Outputs of the model that is whole, where members of a tensor group send parts of them, or groups differ
-    peers = layout.tensor.peers_in_parts(layout.place, run.collectives)
+    peers = peers_in_parts(options.mesh.sends, layout.place, run.collectives)
     undivided = agreed(
         lambda: _whole_outputs(run, cut, microbatch) if peers or is_uneven else (None, None),
         *together,
@@ -261,25 +252,24 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             partial(_divided_and_cut, run, stack, cut, undivided, example), *together, what="cutting the model"
         )
         _agree(run, parts, microbatch, tensor=tensor)
-        if run.compress is not None:
+        if options.compress is not None:
             run.codecs = LinkCodecs()
-            if isinstance(run.compress, Mapping) and AUTO not in run.compress:  # else it is measured first
-                take_codecs(run.codecs, run.compress, train, train.inference.of(microbatch))
+            if isinstance(options.compress, Mapping) and AUTO not in options.compress:  # else it is measured first
+                take_codecs(run.codecs, options.compress, train, train.inference.of(microbatch))
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
         ownership = Ownership(run, parts, group=group, by_name=by_name)
         unchanged = Unchanged(run, parts)
         for stage in local:
-            parts.train.stages[stage].module.to(settings.device)
-            parts.evaluate.stages[stage].module.to(settings.device)
+            parts.train.stages[stage].module.to(options.device)
+            parts.evaluate.stages[stage].module.to(options.device)
         if slices:
             check_stages(run, parts, whole, slices)
         ownership.spread_from_first_owners(run.collectives)
     if same is not None:
         same.settled()
     return _Placed(
-        parts=parts,
         train=train,
         evaluate=evaluate,
         ownership=ownership,
@@ -293,10 +283,10 @@ def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: boo
     """The same stages under another schedule of the same processes; in one that was alone, some of them."""
     schedule, microbatch = run.layout.schedule, Signature.of(example)
     if goes_on:
-        placed.ownership.follow(schedule)
+        placed.ownership.follow(run)
     else:
-        ownership = Ownership(run, placed.parts, group=placed.ownership.group)
-        placed = replace(placed, ownership=ownership, unchanged=Unchanged(run, placed.parts))
+        ownership = Ownership(run, placed.ownership.model, group=placed.ownership.group)
+        placed = replace(placed, ownership=ownership, unchanged=Unchanged(run, ownership.model))
     return replace(
         placed,
         train=Mode(schedule, placed.train.inference, microbatch),
@@ -313,7 +303,10 @@ def _divided_and_cut(
     """
     # 4. The model divided over the tensor group
     layout, root, microbatch, mesh = run.layout, run.root, Signature.of(example), run.layout.place.mesh
-    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=layout.place.tensor[1], example=example)
+    styles = run.options.mesh.tensor_parallel
+    if styles is None and layout.plan is not None:  # it may split tensors, and does not say how
+        styles = AUTO
+    tensor = read_tensor_parallel(styles, root, count=layout.place.tensor[1], example=example)
     tensor = in_ways(tensor, layout.plan, root)
     if tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
@@ -330,7 +323,7 @@ def _divided_and_cut(
         modes = zip((train, evaluate), undivided, strict=True)
         between = "; ".join(_uneven_layouts(run, mode, microbatch, whole) for mode, whole in modes)
         how = f"groups of different sizes, and between them {zlib.crc32(between.encode()):08x}"
-    sends = "" if how == "none" else f", sends {layout.tensor.sends}"
+    sends = "" if how == "none" else f", sends {run.options.mesh.sends}"
     return group, regions, parts, train, evaluate, f"{how}{sends}"
 
 
@@ -388,37 +381,37 @@ def _whole_outputs(
 
 
 def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> None:
-    settings = run.settings
-    kind = "none" if settings.loss_fn is None else "given" if settings.model_loss is None else "model"
+    options = run.options
+    kind = "none" if options.loss_fn is None else "given" if options.model_loss is None else "model"
     mine = describe(
         run.layout.schedule,
         parts.names,
-        seed=settings.seed,
-        slice_lengths=settings.sequence.lengths,
-        max_grad_norm=settings.max_grad_norm,
-        delay_correction=settings.delay_correction,
-        flush_first=settings.flush_first,
-        grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
+        seed=options.seed,
+        slice_lengths=options.slice_lengths,
+        max_grad_norm=options.max_grad_norm,
+        delay_correction=options.delay_correction,
+        flush_first=options.flush_first,
+        grad_scaler=None if options.grad_scaler is None else options.grad_scaler.state_dict(),
         loss_fn=kind,
         verify=run.verifies,
         tensor=tensor,
-        **({} if run.layout.sync == 1 else {"sync": run.layout.sync}),
-        **({} if run.compress is None else {"compress": run.compress}),
+        **({} if options.mesh.sync == 1 else {"sync": options.mesh.sync}),
+        **({} if options.compress is None else {"compress": options.compress}),
     )
     common = f", microbatches of {microbatch}"
     check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))
 
 
-def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[[UpdateParts], Update]]:
+def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:
     """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
-    schedule, settings = placed.train.schedule, run.settings
+    schedule, options = placed.train.schedule, run.options
     if schedule.is_asynchronous:
-        if settings.post_validation:
+        if options.post_validation:
             raise ValueError(
                 f"post_validation=True under the asynchronous schedule {schedule.name!r}, whose batches overlap as it "
                 f"is: expected a flush schedule such as 'zb-h2', or post_validation=False"
             )
-        if settings.grad_scaler is not None:
+        if options.grad_scaler is not None:
             raise ValueError(
                 f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights "
                 f"of several updates, each with a scale of its own. Expected a flush schedule such as "
@@ -426,13 +419,13 @@ def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[
             )
         course = stream_course(run, placed.train, placed.ownership)
         return course.programs, partial(StreamUpdate, course)
-    settings.refuse_flush(schedule.name)
+    options.refuse_flush(schedule.name)
     programs = flush_programs(run, placed.train, placed.ownership)
-    if settings.post_validation:
+    if options.post_validation:
         refuse_sharding(run.layout.sharding)
-    if run.layout.sync != 1:
+    if options.mesh.sync != 1:
         return programs.programs, partial(LocalUpdate, programs)
-    return programs.programs, partial(SpeculativeUpdate if settings.post_validation else FlushUpdate, programs)
+    return programs.programs, partial(SpeculativeUpdate if options.post_validation else FlushUpdate, programs)
 
 
 def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:

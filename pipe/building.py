@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..comm import (
     Collectives,
@@ -31,6 +30,7 @@ from ..comm import (
 from ..comm.membership import LIFE, Membership
 from ..partition.model.forms import Arguments
 from ..schedules.transform import on_rows, schedule_without
+from .arguments import AUTO
 from .batch.agreement import unequal_weights
 from .batch.given import Given, check_batch
 from .batch.results import StepResult
@@ -41,7 +41,7 @@ from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run, check_sync
-from .options import AUTO, REROUTE, LayoutOptions, Options
+from .options import REROUTE, Options
 from .run.compression import check_compress
 from .run.engine import check_runnable
 from .run.training import Training
@@ -60,10 +60,9 @@ def meet(options: Options) -> World:
 
     Raises ValueError for options under which nobody goes on; see join_world.
     """
-    settings = options.settings
     if LIFE not in os.environ or dist.is_initialized():
-        return join_world(device=settings.device, timeout=settings.timeout)
-    if options.layout.on_failure != REROUTE:
+        return join_world(device=options.device, timeout=options.timeout)
+    if options.mesh.on_failure != REROUTE:
         raise ValueError(
             'a PipelineModule in a process that was started again, to join others: expected Mesh(on_failure="reroute")'
         )
@@ -76,7 +75,7 @@ class Building:
     def __init__(
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
     ) -> None:
-        self._options = options
+        self.options = options
         self.world = world
         self.guard = guard
         self._members: Membership | None = None  # of a run that goes on when processes die
@@ -92,25 +91,23 @@ class Building:
         self.edits: tuple[ExitStack, Callable[[], AbstractContextManager[object]]] = ExitStack(), nullcontext
         self._are_undone = False
         if make_layout is None:
-            self._plan_first(options.layout)
+            self._plan_first()
         else:
             self._start(make_layout(world), options.example)
 
     def _start(self, layout: Layout, example: Given | None) -> None:
-        settings = self._options.settings
-        self._options.layout.check_kind(layout.schedule, settings)
-        check_slicing(layout, settings)
-        check_sync(layout, settings)
-        if self._options.layout.compress is not None:
-            check_compress(self._options.layout.compress, layout, settings)
-        check_runnable(layout.schedule, has_optimizer=settings.optimizer is not None)
-        layout.sharding.check_optimizer(has_optimizer=settings.optimizer is not None)
+        options = self.options
+        options.check_kind(layout.schedule)
+        check_slicing(layout, options)
+        check_sync(layout, options)
+        check_compress(layout, options)
+        check_runnable(layout.schedule, has_optimizer=options.optimizer is not None)
+        layout.sharding.check_optimizer(has_optimizer=options.optimizer is not None)
         self.layout = layout
-        if self._options.layout.on_failure == REROUTE:
-            settings.refuse_reroute()
+        if options.mesh.on_failure == REROUTE:
+            options.refuse_reroute()
             if self.world.distributed or LIFE in os.environ:
-                made = self._options.in_words(layout.schedule)
-                self._members = Membership(self.world, timeout=settings.timeout, made=made)
+                self._members = Membership(self.world, timeout=options.timeout, made=options.in_words(layout.schedule))
                 self._judged(self.guard, self._members)
         self.guard.stands_at(layout.place)
         if example is not None:
@@ -135,14 +132,12 @@ class Building:
         if self.pipeline is not None:
             edits.close()
 
-    def _plan_first(self, options: LayoutOptions) -> None:
+    def _plan_first(self) -> None:
         from .auto.kept import cache_folder
         from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
-        self._options.settings.refuse_flush(AUTO)
-        assert self._options.model is not None
-        settings, cache = self._options.settings, cache_folder()
-        self._auto = AutoLayout(self._options.model, self.world, options, settings, guard=self.guard, cache=cache)
+        self.options.refuse_flush(AUTO)
+        self._auto = AutoLayout(self.options, self.world, guard=self.guard, cache=cache_folder())
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -272,7 +267,7 @@ class Building:
         """The world and the pipeline of those that are left. Collective over them."""
         assert self.layout is not None
         assert self.pipeline is not None
-        before, options = self.pipeline, self._options
+        before = self.pipeline
         for local in before.engine.ranks:
             local.transport.close()
         world = members.form()
@@ -282,8 +277,7 @@ class Building:
         schedule = on_rows(schedule_without(self.layout.schedule, gone), members.members)
         layout = replace(self.layout, schedule=schedule, place=MeshPlace.line(world))
         with guard.together():
-            run = Run(layout, options.settings, guard, model=options.model, stages=options.layout.stages)
-            self.pipeline = before.again(run)
+            self.pipeline = before.again(Run(layout, self.options, guard))
         if members.folder is not None:
             self.pipeline.state.take_from_others(Path(members.folder))
         self.world, self.guard, members.changed = world, guard, False
@@ -318,10 +312,10 @@ class Building:
         self.unequal = None
 
     def _load_first(self, folder: Path, loader: HasState | None) -> None:
-        settings, model, world = self._options.settings, self._options.model, self.world
-        root = with_loss(nn.ModuleList(self._options.layout.stages) if model is None else model, settings.loss_fn)
+        options, world = self.options, self.world
+        root = with_loss(options.root, options.loss_fn)
         place = MeshPlace.line(world)
-        collectives = Collectives(place, device=settings.device, timeout=settings.timeout, guard=self.guard)
+        collectives = Collectives(place, device=options.device, timeout=options.timeout, guard=self.guard)
 
         def read(checkpoint: Checkpoint) -> ProcessState:
             check_model(checkpoint, root)
@@ -339,13 +333,12 @@ class Building:
 
         In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
         """
-        settings = self._options.settings
         if self.pipeline is not None and self.pipeline.training.fills.is_running:
             raise ValueError(
                 "a piece of background work calls its pipeline in the midst of a step: expected other work"
             )
-        dtype = settings.autocast
-        autocast = nullcontext() if dtype is None else torch.autocast(settings.device.type, dtype=dtype)
+        dtype = self.options.autocast
+        autocast = nullcontext() if dtype is None else torch.autocast(self.options.device.type, dtype=dtype)
         with self._edited(), torch.inference_mode(False), autocast:
             if self.world.distributed or self._members is not None:  # for a thread's turn all ranks would wait
                 yield
@@ -359,7 +352,7 @@ class Building:
                     raise
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
-        run_on, own = self._options.settings.device, layout.schedule.num_microbatches // layout.place.replica[1]
+        run_on, own = self.options.device, layout.schedule.num_microbatches // layout.place.replica[1]
 
         def like(x: torch.Tensor) -> torch.Tensor:
             if x.is_meta:
@@ -373,16 +366,8 @@ class Building:
         joins = self._members is not None and self._members.life > 0
         slow = told_if_slow("building the pipeline", rank=self.world.rank)
         with self.alone(), self.guard.together(), slow:
-            run = Run(
-                layout,
-                self._options.settings,
-                self.guard,
-                model=self._options.model,
-                stages=self._options.layout.stages,
-                verifies=self._options.verify_every is not None and not joins,
-                if_it_fits=self._options.verify_if_it_fits,
-                compress=self._options.layout.compress,
-            )
+            verifies = self.options.verify_every is not None and not joins
+            run = Run(layout, self.options, self.guard, verifies=verifies)
             if self._loaded is None:
                 self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)
             pipeline = build(run, first)

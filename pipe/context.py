@@ -8,25 +8,23 @@ plan     stages by node, ranks, schedule, recompute ------+
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
-from ..comm import Collectives, Compress, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
+from ..comm import Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.kinds import one_of, option
 from ..schedules.transform import replicate
+from .arguments import AUTO, PlanLike
 from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
-from .options import AUTO, REROUTE, LayoutOptions, PlanLike, Settings
+from .options import REROUTE, Options
 from .shards.shard import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
-from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
 from .stage.recompute import Recompute, read_recompute
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -35,34 +33,23 @@ _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A schedule, and how the model is cut for it.
+    """A schedule, and what each of its ranks does.
 
     Arguments:
         schedule: over all replicas.
-        split_points: of the user; None: even weights, or the plan's nodes.
-        plan: where it came from, if from one.
+        plan: where it came from, if from one: then its nodes say where the model is cut.
         recompute: what is computed again in the backward.
         sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
-        tensor: options of the tensor axis.
         replan: makes what orders each batch; None: all have the schedule's order.
-        sync: steps from one agreement of the data replicas to the next, or "adaptive".
-
-    Raises ValueError for a tensor group that divides nothing.
     """
 
     schedule: Schedule
-    split_points: Sequence[str] | None
     plan: Plan | None
     recompute: Recompute
     sharding: Sharding
     place: MeshPlace
-    tensor: TensorAxis = NO_TENSOR_AXIS
     replan: Callable[[Schedule, Collectives, Guard], BatchSchedules] | None = None
-    sync: int | str = 1
-
-    def __post_init__(self) -> None:
-        self.tensor.check(self.place)
 
 
 class Run:
@@ -71,41 +58,25 @@ class Run:
     Attributes:
         root: above all modules of the model or of the stages.
         verifies: whether there is a copy of the plain model to verify with.
-        if_it_fits: whether there need not be one.
         codecs: of its links, once the stages are cut; None: everything goes as it is.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        settings: Settings,
-        guard: Guard,
-        *,
-        model: nn.Module | None = None,
-        stages: Sequence[nn.Module] | None = None,
-        verifies: bool = False,
-        if_it_fits: bool = False,
-        compress: Compress | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, options: Options, guard: Guard, *, verifies: bool = False) -> None:
         self.layout = layout
-        self.settings = settings
+        self.options = options
         self.guard = guard
-        self.model = model
-        self.stages = stages
-        self.root: nn.Module = nn.ModuleList(stages) if model is None else model
+        self.root = options.root
         self.verifies = verifies
-        self.if_it_fits = if_it_fits
-        self.compress = compress
         self.codecs: LinkCodecs | None = None
-        device, timeout, place = settings.device, settings.timeout, layout.place
+        device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)
         runs_again = layout.recompute.runs_again
-        self.seeder = Seeder(settings.seed, device, runs_again=runs_again, member=place.tensor[0])
+        self.seeder = Seeder(options.seed, device, runs_again=runs_again, member=place.tensor[0])
 
     @property
     def has_loss(self) -> bool:
-        return self.settings.loss_fn is not None
+        return self.options.loss_fn is not None
 
     @property
     def num_replicas(self) -> int:
@@ -117,24 +88,22 @@ class Run:
         return sorted({stage for rank in self.layout.place.local_ranks for stage in placement[rank]})
 
 
-def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
+def choose_layout(options: Options) -> Callable[[World], Layout] | None:
     """Maker of the layout; None: under schedule="auto" the first batch decides.
 
     Raises ValueError for options that exclude each other.
     """
     sizes = options.mesh_sizes
     options.check_replan()
-    option("data_parallel", options.data_parallel, one_of(DATA_PARALLEL))
-    option("sync", options.sync, SYNC)
-    option("on_failure", options.on_failure, one_of(("stop", REROUTE)))
-    decided = ("num_chunks", "num_slices", "split_points", "stages", "recompute", "data_parallel", "sync", "on_failure")
+    option("data_parallel", options.mesh.data_parallel, one_of(DATA_PARALLEL))
+    option("sync", options.mesh.sync, SYNC)
+    option("on_failure", options.mesh.on_failure, one_of(("stop", REROUTE)))
     if options.plan is not None:
-        options.refuse_beside("a plan", *decided, "schedule", "mesh", "mesh_order")
-        plan, number = read_plan(options.plan), options.num_microbatches
-        return partial(layout_of_plan, plan, num_microbatches=number, tensor=options.tensor)
+        options.refuse_decided()
+        return partial(layout_of_plan, read_plan(options.plan), num_microbatches=options.num_microbatches)
     if options.schedule == AUTO:
         members = (sizes or {}).get("tensor", 1)
-        options.refuse_beside('schedule="auto"', *decided, "mesh_order")
+        options.refuse_decided()
         if members != 1:
             raise ValueError(
                 f'mesh={{"tensor": {members}}} beside schedule="auto", which measures whole modules: expected '
@@ -149,13 +118,8 @@ def choose_layout(options: LayoutOptions) -> Callable[[World], Layout] | None:
     return layout_of_options(options)
 
 
-def layout_of_plan(
-    plan: Plan, world: World, *, num_microbatches: int | None, tensor: TensorAxis = NO_TENSOR_AXIS
-) -> Layout:
+def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
     """Layout that a plan asks for. All ranks pass the same batch, whatever replicas there are.
-
-    Arguments:
-        tensor: options of the tensor axis; where the plan splits tensors, "auto" says how, unless they do.
 
     Raises ValueError for a plan for another number of processes, and for what the runtime does not do.
     """
@@ -183,8 +147,6 @@ def layout_of_plan(
             f"the plan splits tensors over {' and '.join(map(str, sorted({*sizes})))} ranks under the asynchronous "
             f"schedule {schedule.name!r}: expected one size for all stages, or a flush schedule such as '1f1b'"
         )
-    if plan.tensor > 1 and tensor.parallel is None:
-        tensor = replace(tensor, parallel=AUTO)
     idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
     if idle and schedule.is_asynchronous:
         raise ValueError(
@@ -193,25 +155,23 @@ def layout_of_plan(
         )
     return Layout(
         schedule=schedule,
-        split_points=None,
         plan=plan,
         # What leaves for the host stands in the schedule.
         recompute=Recompute(stages=tuple("none" if s.recompute == OFFLOAD else s.recompute for s in plan.stages)),
         sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
         # Replicas share one batch: no axis of data.
         place=MeshPlace(world=world, mesh=ProcessMesh(pipe=len(sizes), tensor=sizes[0] if is_even else sizes)),
-        tensor=tensor,
     )
 
 
-def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
+def layout_of_options(options: Options) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
     Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
     A name or a file that does not exist is refused at once, before anybody looks for other ranks.
     """
     schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
-    mesh = options.mesh_sizes
+    sizes, mesh = options.mesh_sizes, options.mesh
     own = find_user_schedule(schedule, option="schedule=")
     given = {size: getattr(options, size) for size in _SIZES}
     whole: Schedule | None = None
@@ -222,51 +182,55 @@ def layout_of_options(options: LayoutOptions) -> Callable[[World], Layout]:
 
     def make(world: World) -> Layout:
         wanted = None if whole is None else whole.num_ranks
-        if own is not None and own.takes_ranks and not (own.needs_ranks or world.distributed or "pipe" in (mesh or {})):
-            wanted = own.build(given).num_ranks
-        axes = read_mesh(mesh, world, wanted=wanted, order=options.mesh_order)
-        sizes = {size: number for size, number in given.items() if number is not None} | {"num_ranks": axes.pipe}
+        if own is not None and own.takes_ranks and not own.needs_ranks:
+            says_ranks = world.distributed or "pipe" in (sizes or {})
+            wanted = wanted if says_ranks else own.build(given).num_ranks
+        axes = read_mesh(sizes, world, wanted=wanted, order=mesh.order)
+        asked = {size: number for size, number in given.items() if number is not None} | {"num_ranks": axes.pipe}
         otherwise = {"num_microbatches": 2 * axes.pipe}
         if own is None:
-            one = build(str(schedule), **(otherwise | sizes))
+            one = build(str(schedule), **(otherwise | asked))
         else:
-            one = own.build(otherwise | sizes if own.needs_ranks else sizes) if whole is None else whole
-            _check_sizes(one, sizes)
-        replicated, goes_on = replicate(one, axes.data), options.on_failure == REROUTE
+            one = own.build(otherwise | asked if own.needs_ranks else asked) if whole is None else whole
+            _check_sizes(one, asked)
+        replicated, goes_on, members = replicate(one, axes.data), mesh.on_failure == REROUTE, max(axes.tensor_sizes)
         if goes_on:
-            options.check_reroute(replicated, num_replicas=axes.data, tensor=max(axes.tensor_sizes))
-        return Layout(
+            options.check_reroute(replicated, num_replicas=axes.data, tensor=members)
+        layout = Layout(
             schedule=replicated,
-            split_points=options.split_points,
             plan=None,
             recompute=read_recompute(options.recompute, one.num_stages),
-            sharding=sharding_of(options.data_parallel, replicated, world),
+            sharding=sharding_of(mesh.data_parallel, replicated, world),
             # Whoever takes over a microbatch has its samples: replicas share one batch, and there is no axis of data.
             place=MeshPlace.line(world) if goes_on and world.distributed else MeshPlace(world=world, mesh=axes),
-            tensor=options.tensor,
-            sync=options.sync,
         )
+        if members > 1 and mesh.tensor_parallel is None:
+            raise ValueError(
+                f"a tensor group of {members} processes without tensor_parallel=: each of them would do the "
+                f"same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
+            )
+        return layout
 
     return make
 
 
-def check_sync(layout: Layout, settings: Settings) -> None:
+def check_sync(layout: Layout, options: Options) -> None:
     """ValueError for what does not go with replicas that agree now and then."""
-    place, schedule = layout.place, layout.schedule
-    if layout.sync == 1:
+    place, schedule, sync = layout.place, layout.schedule, options.mesh.sync
+    if sync == 1:
         return
     wrong = [
         (not place.world.distributed, "in one process, where replicas share Parameters: expected processes"),
         (place.mesh.data == 1, "for one replica: expected Mesh(data=D) with D of at least 2"),
         (schedule.is_asynchronous, f"under the asynchronous schedule {schedule.name!r}: expected '1f1b'"),
         (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
-        (settings.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
-        (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-        (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
+        (options.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
+        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (options.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
     ]
     for is_wrong, why in wrong:
         if is_wrong:
-            raise ValueError(f"sync={layout.sync!r} {why}, or sync=1")
+            raise ValueError(f"sync={sync!r} {why}, or sync=1")
 
 
 def read_plan(plan: PlanLike) -> Plan:

@@ -19,7 +19,6 @@ from .building import Building
 from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, CopiedBy, Every, check_options
 from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
-from .options import Settings
 from .run.memory import ActionMemory, stage_bytes, watch
 from .telling import tell
 from .trace.tracer import TraceEvery, Tracer, check_every
@@ -30,7 +29,6 @@ class RunFigures:
     """Figures, parts and state of a run, for `PipelineModule`."""
 
     _building: Building
-    _settings: Settings
 
     @property
     def world(self) -> World:
@@ -68,7 +66,7 @@ class RunFigures:
     @property
     def device(self) -> torch.device:
         """Where it runs."""
-        return self._settings.device
+        return self._building.options.device
 
     @property
     def rank(self) -> int:
@@ -119,7 +117,7 @@ class RunFigures:
         For whole steps, on a pipeline that is empty at the start and at the end (`flush()` a stream). The ActionMemory
         says what the process held at the most, `peak_bytes`.
         """
-        return watch(self._building.built("watch_memory"), self._settings.device)
+        return watch(self._building.built("watch_memory"), self._building.options.device)
 
     def stage_bytes(self, watched: ActionMemory) -> tuple[StageBytes, ...]:
         """[S] bytes of each stage, of which `memory_curves` makes memory over time. Collective over the processes.

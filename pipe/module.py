@@ -153,11 +153,9 @@ class PipelineModule(RunFigures):
                 again = partial(model.applied, [*model])
                 given["model"] = model = model.model
             options = read_options(read_arguments(given, old, edits))
-            make_layout = choose_layout(options.layout)
-            self._settings = options.settings
-            self._name = "stages" if options.model is None else type(model).__name__
+            make_layout = choose_layout(options)
             self._calls = options.calls
-            self._verify_every = options.verify_every or math.inf
+            self._name = "stages" if options.model is None else type(model).__name__
             self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
             self._has_trained = False
             world = meet(options)
@@ -176,7 +174,7 @@ class PipelineModule(RunFigures):
             return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
 
     def _training_for(self, given: Given) -> Training:
-        refuse_float16_autocast(self.device, scales_loss=self._settings.grad_scaler is not None)
+        refuse_float16_autocast(self.device, scales_loss=self._building.options.grad_scaler is not None)
         schedule = self._building.decided_for(given).schedule
         if not schedule.has_backward:
             raise ScheduleError(
@@ -197,7 +195,7 @@ class PipelineModule(RunFigures):
         try:
             self._verify(given)
         except NotVerifiableError as error:
-            if not pipeline.state.run.if_it_fits:
+            if self._building.options.verify != FIRST:
                 raise
             self._until_verified = math.inf
             _log.info("the first batch is not verified: %s", error)
@@ -259,7 +257,7 @@ class PipelineModule(RunFigures):
             replica=replica,
             num_replicas=num_replicas,
             shuffle=shuffle,
-            seed=self._settings.seed,
+            seed=self._building.options.seed,
             remainder=remainder,
         )
         run = self._building
@@ -269,7 +267,7 @@ class PipelineModule(RunFigures):
             is_idle=lambda: run.reads_nothing,
             same_shapes=same_shapes,
             waiting=run.waiting_for_data,
-            share=None if shared is None else share_on_host(run.decided().place, timeout=self._settings.timeout),
+            share=None if shared is None else share_on_host(run.decided().place, timeout=run.options.timeout),
             cache=cache,
             **options,
         )
@@ -296,15 +294,15 @@ class PipelineModule(RunFigures):
         and PeerLost with who waited for what.
         """
         with self._building.alone():
-            self._settings.require_optimizer()
-            self._settings.require_loss()
+            self._building.options.require_optimizer()
+            self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
             return self._building.step_of(self._training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
         with self._building.alone():
-            self._settings.require_loss()
+            self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
             return self._training_for(given).accumulate(given)
 
@@ -340,7 +338,7 @@ class PipelineModule(RunFigures):
         likely cause.
         """
         with self._building.alone():
-            self._settings.require_loss()
+            self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
             return self._verify(given)
 
@@ -348,7 +346,7 @@ class PipelineModule(RunFigures):
         verifier = self._building.ready_for(given).verifier
         with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
             found = verifier.verify(given.detached())
-        self._until_verified = self._verify_every
+        self._until_verified = self._building.options.verify_every or math.inf
         return found
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
@@ -443,5 +441,5 @@ class PipelineModule(RunFigures):
         """
         self._building.is_closed = True
         if self._building.pipeline is not None:
-            self._building.pipeline.training.close(self._settings.timeout)
+            self._building.pipeline.training.close(self._building.options.timeout)
             self._building.pipeline.training.fills.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +19,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, read_compress
-from ..partition.model.batch_dims import check_batch_dims, parameter_names
+from ..partition.model.batch_dims import BatchDims, check_batch_dims
 from ..partition.model.fingerprint import told_apart
-from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
-from ..schedules.custom.user_schedules import UserScheduleLike
-from ..schedules.kinds import FLAG, Kind, above_zero, at_least, option
+from ..schedules.kinds import FLAG, Kind, above_zero, at_least, one_of, option
 from ..schedules.transform import schedule_without
+from .arguments import AUTO, Mesh, PlanLike, ScheduleLike
 from .batch.agreement import describe
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss, read_loss_option
 from .batch.results import StepRecord
-from .batch.sequence import NO_SEQUENCE, SequenceOptions
-from .shards.tensor_option import NO_TENSOR_AXIS, TensorAxis
+from .shards.tensor_option import SENDS
 from .stage.compiled import read_compile
 from .stage.recompute import RecomputeLike
 from .update.delay_correction import ErrorFeedback, read_delay_correction
@@ -40,11 +38,7 @@ from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
 from .update.optimizers import SchedulerFactory
 
 REROUTE = "reroute"
-AUTO = "auto"
 TRIALS = 3  # of plans under schedule="auto", at most
-
-ScheduleLike: TypeAlias = UserScheduleLike
-PlanLike = Plan | str | os.PathLike[str]
 
 _CALLED = {  # options that are called: with how many arguments, and such a one
     "loss_fn": (2, "lambda output, target: F.mse_loss(output, target)"),
@@ -66,25 +60,63 @@ _VERIFY: Kind[float] = Kind(
 _SEED = Kind("a whole number", lambda value: value if isinstance(value, Integral) else None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Options that do not say what runs where; see PipelineModule. Raises ValueError for what makes no sense."""
+_LENGTHS: Kind[Sequence[int]] = Kind(
+    "a list of tokens, one number a slice, as in [96, 32]",
+    lambda value: value if isinstance(value, list | tuple) and value and all(map(_is_length, value)) else None,
+)
 
-    loss_fn: Callable[[Any, Any], Any] | None  # of a model that returns its own: a ModelLoss
-    optimizer: OptimizerFactory | None
-    device: torch.device
-    timeout: float
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All that PipelineModule is told; see there. Raises ValueError for what makes no sense.
+
+    Arguments:
+        model: None: it is given as stages.
+        calls: reads what `train_step` and its likes are given.
+        example: a batch to build the stages for at once.
+        schedule: None: the default, or a plan's.
+        kind: of the schedule, where the user says it: synchronous, asynchronous, sliced.
+        sizes: of the mesh, by axis, or a word; the rest of it stands in `mesh`.
+        compress: that of the mesh, as it was read.
+        loss_fn: of a model that returns its own: a ModelLoss.
+        sequence_dims: dimension of the sequence in each argument, and in the target.
+        verify: as it was given; `verify_every` has the number.
+    """
+
+    model: nn.Module | None = None
+    stages: Sequence[nn.Module] | None = None
+    calls: CallReader = field(default_factory=partial(CallReader, None, has_target=True, batch_dims={}))
+    example: Given | None = None
+    schedule: ScheduleLike | None = None
+    plan: PlanLike | None = None
+    kind: str | None = None
+    mesh: Mesh = field(default_factory=Mesh)
+    sizes: Mapping[str, int] | str | None = None
+    compress: Compress | None = None
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+    num_slices: int | None = None
+    slice_lengths: Sequence[int] | None = None
+    sequence_dims: BatchDims = field(default_factory=dict)
+    split_points: Sequence[str] | None = None
+    recompute: RecomputeLike = "none"
+    replan: str | None = None
+    trials: int = 0
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     max_grad_norm: float | None = None
     grad_scaler: GradScaler | None = None
-    seed: int = 0
-    sequence: SequenceOptions = NO_SEQUENCE
-    compile: Mapping[str, Any] | None = None
     autocast: torch.dtype | None = None
+    compile: Mapping[str, Any] | None = None
     post_validation: bool = False
     delay_correction: ErrorFeedback | None = None
     flush_first: int = 0
     on_step: Callable[[StepRecord], object] | None = None
+    verify: bool | int | str = False
+    seed: int = 0
+    device: torch.device
+    timeout: float
 
     def __post_init__(self) -> None:
         option("timeout", self.timeout, above_zero("seconds above 0"))
@@ -103,27 +135,24 @@ class Settings:
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
                 )
 
-    def refuse_flush(self, schedule: str) -> None:
-        """ValueError for options of an asynchronous schedule under one that flushes."""
-        if self.flush_first:
-            raise ValueError(
-                f"flush_first={self.flush_first} under the schedule {schedule!r}, which flushes behind every batch: "
-                f"expected an asynchronous schedule such as '2bw', or flush_first=0"
-            )
-        if self.delay_correction is not None:
-            self.delay_correction.refuse_flush(schedule)
+    @property
+    def root(self) -> nn.Module:
+        """Above all modules of the model or of the stages."""
+        return nn.ModuleList(self.stages or []) if self.model is None else self.model
 
-    def refuse_reroute(self) -> None:
-        """ValueError for options under which no rank's work can be another's, or a step cannot be done again."""
-        given = {
-            "a loss scale, which moves with each try": self.grad_scaler is not None,
-            "post_validation=True, which is ahead of the others": self.post_validation,
-            "a CUDA device, whose groups were never broken": self.device.type == "cuda",
-            "an optimizer of your own": self.optimizer is None,
-        }
-        for what, is_given in given.items():
-            if is_given:
-                raise ValueError(f'Mesh(on_failure="reroute") beside {what}: expected none, or on_failure="stop"')
+    @property
+    def mesh_sizes(self) -> Mapping[str, int] | None:
+        """By axis; None where the number of processes decides. ValueError for another word than "auto"."""
+        if isinstance(self.sizes, str):
+            if self.sizes != AUTO:
+                raise ValueError(f'mesh={self.sizes!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
+            return None
+        return self.sizes
+
+    @property
+    def verify_every(self) -> float | None:
+        """Batches from one that is verified to the next; None: no copy of the model is kept to verify with."""
+        return option("verify", self.verify, _VERIFY) or None
 
     @property
     def user_code(self) -> list[object]:
@@ -140,6 +169,13 @@ class Settings:
         """The loss of a model that returns its own; None for any other, and where there is none."""
         return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
 
+    def in_words(self, schedule: Schedule) -> dict[str, str]:
+        """What decides on the numbers of a run, by name: the same in a process that is started with the same script."""
+        told = {name: getattr(self, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
+        options = describe(schedule, self.split_points or ["as they come"], **told)
+        code = {"optimizer": self.user_code[-1], "loss_fn": self.loss_fn, "lr_scheduler": self.lr_scheduler}
+        return {"set of options": options, **told_apart(self.root, code)}
+
     def require_optimizer(self) -> None:
         if self.optimizer is None:
             raise ValueError(
@@ -154,43 +190,20 @@ class Settings:
                 'which returns a scalar mean or (sum, count); or loss_fn="model" for a model that returns its own'
             )
 
+    def refuse_flush(self, schedule: str) -> None:
+        """ValueError for options of an asynchronous schedule under one that flushes."""
+        if self.flush_first:
+            raise ValueError(
+                f"flush_first={self.flush_first} under the schedule {schedule!r}, which flushes behind every batch: "
+                f"expected an asynchronous schedule such as '2bw', or flush_first=0"
+            )
+        if self.delay_correction is not None:
+            self.delay_correction.refuse_flush(schedule)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutOptions:
-    """Options that say what runs where; see PipelineModule."""
-
-    schedule: ScheduleLike | None = None
-    plan: PlanLike | None = None
-    mesh: Mapping[str, int] | str | None = None
-    mesh_order: Sequence[str] | None = None
-    tensor: TensorAxis = NO_TENSOR_AXIS
-    num_microbatches: int | None = None
-    num_chunks: int | None = None
-    num_slices: int | None = None
-    split_points: Sequence[str] | None = None
-    stages: Sequence[nn.Module] | None = None
-    recompute: RecomputeLike = "none"
-    data_parallel: str = "replicate"
-    sync: int | str = 1
-    compress: Compress | None = None
-    replan: str | None = None
-    trials: int = 0
-    on_failure: str = "stop"
-    kind: str | None = None  # of the schedule, where the user says it: synchronous, asynchronous, sliced
-
-    @property
-    def mesh_sizes(self) -> Mapping[str, int] | None:
-        """By axis; None where the number of processes decides. ValueError for another word than "auto"."""
-        if isinstance(self.mesh, str):
-            if self.mesh != AUTO:
-                raise ValueError(f'mesh={self.mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
-            return None
-        return self.mesh
-
-    def check_kind(self, schedule: Schedule, settings: Settings) -> None:
+    def check_kind(self, schedule: Schedule) -> None:
         """ValueError for a schedule of another kind than the record around it says."""
         late, sliced = schedule.is_asynchronous, schedule.num_slices > 1
-        corrected = settings.flush_first or settings.delay_correction is not None  # has words of its own
+        corrected = self.flush_first or self.delay_correction is not None  # has words of its own
         is_so = {"synchronous": not late, "asynchronous": late or corrected, "sliced": sliced}
         if self.kind is not None and not is_so[self.kind]:
             record, such = _KINDS[self.kind]
@@ -213,27 +226,52 @@ class LayoutOptions:
                 f'batch: expected schedule="auto", whose plan knows what microbatches of each size take'
             )
 
+    def refuse_reroute(self) -> None:
+        """ValueError for options under which no rank's work can be another's, or a step cannot be done again."""
+        given = {
+            "a loss scale, which moves with each try": self.grad_scaler is not None,
+            "post_validation=True, which is ahead of the others": self.post_validation,
+            "a CUDA device, whose groups were never broken": self.device.type == "cuda",
+            "an optimizer of your own": self.optimizer is None,
+        }
+        for what, is_given in given.items():
+            if is_given:
+                raise ValueError(f'Mesh(on_failure="reroute") beside {what}: expected none, or on_failure="stop"')
+
     def check_reroute(self, schedule: Schedule, *, num_replicas: int, tensor: int) -> None:
         """ValueError for a mesh without replicas that could take over, and for what only one rank has."""
-        said = 'mesh=Mesh(on_failure="reroute")'
+        said, mesh = 'mesh=Mesh(on_failure="reroute")', self.mesh
         if num_replicas < 2:
             raise ValueError(f"{said} with data={num_replicas}: nobody could take over. Expected data=2 or more")
-        if tensor > 1 or self.data_parallel != "replicate" or self.mesh_order is not None:
+        if tensor > 1 or mesh.data_parallel != "replicate" or mesh.order is not None:
             raise ValueError(
-                f"{said} beside tensor={tensor}, data_parallel={self.data_parallel!r}, order={self.mesh_order}: "
+                f"{said} beside tensor={tensor}, data_parallel={mesh.data_parallel!r}, order={mesh.order}: "
                 f'expected tensor=1, "replicate" and no order, so that each replica of a stage has all of it'
             )
         if self.compress is not None:
             raise ValueError(f"{said} beside compress={self.compress!r}: expected one of them")
         schedule_without(schedule, range(1, num_replicas))  # says what else it cannot do
 
-    def refuse_beside(self, what: str, *names: str) -> None:
-        for name in names:
-            value = self.mesh_sizes if name == "mesh" else getattr(self, name)
-            if value is not None and value != _DEFAULTS.get(name):
-                raise ValueError(
-                    f"{_SAID.get(name, f'{name}=')} beside {what}: expected one of them, since the plan decides on it"
-                )
+    def refuse_decided(self) -> None:
+        """ValueError for an option that the plan decides on: the one that was given, or that "auto" finds."""
+        mesh, is_found = self.mesh, self.plan is None
+        given = {
+            "num_chunks=": self.num_chunks is not None,
+            "num_slices=": self.num_slices is not None,
+            "cut=": self.split_points is not None,
+            "a list of stages": self.stages is not None,
+            "recompute=": self.recompute not in (None, "none"),
+            "data_parallel=": mesh.data_parallel not in (None, "replicate"),
+            "Mesh(sync=)": mesh.sync not in (None, 1),
+            "Mesh(on_failure=)": mesh.on_failure not in (None, "stop"),
+            "schedule=": self.schedule is not None and not is_found,
+            "mesh=": self.mesh_sizes is not None and not is_found,
+            "Mesh(order=)": mesh.order is not None,
+        }
+        for said, is_given in given.items():
+            if is_given:
+                what = 'schedule="auto"' if is_found else "a plan"
+                raise ValueError(f"{said} beside {what}: expected one of them, since the plan decides on it")
 
 
 _KINDS = {
@@ -241,92 +279,48 @@ _KINDS = {
     "asynchronous": ("Asynchronous", "2bw"),
     "sliced": ("Slices", "seq1f1b"),
 }
-_DEFAULTS = {"recompute": "none", "data_parallel": "replicate", "sync": 1, "on_failure": "stop"}
-_SAID = {
-    "on_failure": "Mesh(on_failure=)",
-    "split_points": "cut=",
-    "stages": "a list of stages",
-    "mesh_order": "Mesh(order=)",
-    "sync": "Mesh(sync=)",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """All that PipelineModule is told.
-
-    Arguments:
-        model: None: it is given as stages.
-        calls: reads what `train_step` and its likes are given.
-        example: a batch to build the stages for at once.
-        verify_every: batches from one that is verified to the next; None: no copy of the model is kept to verify with.
-        verify_if_it_fits: whether batches go unverified where a copy of the model would take much of the memory.
-    """
-
-    model: nn.Module | None
-    settings: Settings
-    layout: LayoutOptions
-    calls: CallReader
-    example: Given | None
-    verify_every: float | None
-    verify_if_it_fits: bool = False
-
-    def in_words(self, schedule: Schedule) -> dict[str, str]:
-        """What decides on the numbers of a run, by name: the same in a process that is started with the same script."""
-        settings, layout = self.settings, self.layout
-        root = nn.ModuleList(layout.stages or []) if self.model is None else self.model
-        told = {name: getattr(settings, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
-        options = describe(schedule, layout.split_points or ["as they come"], **told)
-        code = {"optimizer": settings.user_code[-1], "loss_fn": settings.loss_fn, "lr_scheduler": settings.lr_scheduler}
-        return {"set of options": options, **told_apart(root, code)}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
-    """Options by the names that PipelineModule has for them; ValueError for the first one that makes no sense."""
-    model, loss_fn, example = given["model"], given["loss_fn"], given["example_inputs"]
+    """Options by the names that their records have; ValueError for the first one that makes no sense."""
+    model, loss_fn, example, mesh = given["model"], given["loss_fn"], given["example_inputs"], given["mesh"]
     check_model(model, given["stages"], given["split_points"])
     root = nn.ModuleList(given["stages"] or []) if model is None else model
     loss = read_loss_option(loss_fn, given["loss_weight"], model)
     signature = signature_of(model)
     has_target = loss is not None and not isinstance(loss, ModelLoss)
     calls = CallReader(model, has_target=has_target, batch_dims=check_batch_dims(given["batch_dims"], signature))
-    shared_by = "slices of a microbatch"
     correction = read_delay_correction(given["delay_correction"])
     scaler, device = read_grad_scaler(given["grad_scaler"]), device_of(root, given["device"])
     if scaler is None and given["autocast"] is torch.float16 and given["optimizer"] is not None:
         scaler = GradScaler(device.type)
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
+    shared_by, lengths = "slices of a microbatch", given["slice_lengths"]
+    dims = check_batch_dims(given["sequence_dims"], signature, option="dims", shared_by=shared_by)
+    if lengths is not None:
+        option("lengths", lengths, _LENGTHS)
     read = {
+        "calls": calls,
         "loss_fn": loss,
         "delay_correction": correction,
         "grad_scaler": scaler,
         "device": device,
-        "sequence": SequenceOptions(
-            lengths=given["slice_lengths"],
-            dims=check_batch_dims(given["sequence_dims"], signature, option="dims", shared_by=shared_by),
-            names=parameter_names(signature),
-        ),
+        "sequence_dims": dims,
         "compile": read_compile(given["compile"]),
         "post_validation": option("post_validation", given["post_validation"], FLAG),
     }
-    settings = Settings(**{each.name: {**given, **read}[each.name] for each in fields(Settings)})
+    names = {each.name for each in fields(Options)} - {"trials"}
+    told = Options(**{name: value for name, value in {**given, **read}.items() if name in names})
     trials = read_trials(given["trials"], schedule=given["schedule"])
-    verify = option("verify", given["verify"], _VERIFY)
-    example = None if example is None else calls.example(example)
-    tensor = TensorAxis(parallel=given["tensor_parallel"], sends=given["tensor_sends"])
-    own = {each.name: given[each.name] for each in fields(LayoutOptions) if each.name in given}
-    return Options(
-        model=model,
-        settings=settings,
-        layout=LayoutOptions(
-            **own | {"tensor": tensor, "trials": trials, "compress": read_compress(given["compress"])}
-        ),
-        calls=calls,
-        example=example,
-        verify_every=verify or None,
-        verify_if_it_fits=given["verify"] == FIRST,
-    )
+    option("verify", told.verify, _VERIFY)
+    read_example = None if example is None else calls.example(example)
+    option("sends", mesh.sends, one_of(SENDS))
+    return replace(told, trials=trials, example=read_example, compress=read_compress(mesh.compress))
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def read_trials(trials: object, *, schedule: object) -> int:

@@ -42,7 +42,7 @@ from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
 from ..batch.given import Given, check_batch, signature_of
 from ..context import Layout, layout_of_plan
-from ..options import LayoutOptions, Settings
+from ..options import Options
 from ..stage.shapes import Signature
 from ..telling import Phases, told_if_slow
 from .kept import VARIABLE, Measured, keep, profile_key, read_kept
@@ -68,20 +68,11 @@ class AutoLayout:
         predicted: the plan that was taken, as the profile alone has it; None before there is one.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        options: LayoutOptions,
-        settings: Settings,
-        *,
-        guard: Guard,
-        cache: Path | None = None,
-    ) -> None:
+    def __init__(self, options: Options, world: World, *, guard: Guard, cache: Path | None = None) -> None:
         self.predicted: Plan | None = None
-        self._model = model
+        self._model = options.root
         self._world = world
-        self._settings = settings
+        self._options = options
         self._guard = guard
         self._cache = cache
         self._kept: list[str] = []  # what is said about profiles of other runs
@@ -90,16 +81,14 @@ class AutoLayout:
         # Axes that the user gave stay as they are; without, the plan divides all ranks.
         self._axes = {"pipeline_sizes": (mesh.pipe,), "data_sizes": (mesh.data,)} if options.mesh_sizes else {}
         self._phases = Phases(world.rank)
-        self._num_microbatches = options.num_microbatches
         self._replans = options.replan is not None
-        self._trials = options.trials
         self._noise = WITHIN
-        self._parameters = parameter_names(signature_of(model))
+        self._parameters = parameter_names(signature_of(options.model))
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
         self._runtime: tuple[float, float] | None = None
         self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
         self._collectives = Collectives(
-            MeshPlace.line(world), device=settings.device, timeout=settings.timeout, guard=guard
+            MeshPlace.line(world), device=options.device, timeout=options.timeout, guard=guard
         )
         guard.on_failure(self._collectives.abort)
 
@@ -117,11 +106,11 @@ class AutoLayout:
         `restrictions` are of the planner's search. Raises ValueError, on every rank alike, for a batch without a
         target, where nothing fits, and for what a profile raised on one of them.
         """
-        wanted = self._num_microbatches
+        wanted = self._options.num_microbatches
         if wanted is None and given.microbatches:
             wanted = len(given.microbatches)
         num_samples = check_batch(given, wanted or 1)
-        if self._settings.loss_fn is not None and self._settings.model_loss is None and given.target is None:
+        if self._options.loss_fn is not None and self._options.model_loss is None and given.target is None:
             raise ValueError(
                 'schedule="auto" with a first batch without a target: its loss is profiled, too. Expected a '
                 "train_step, or build(inputs, target), in front of the first predict"
@@ -141,7 +130,7 @@ class AutoLayout:
             "then links, a search, and trials where plans come close"
         )
         if wanted is not None and (given.microbatches or self._replans):
-            profiles = self._by_size(given.on(self._settings.device).cut(wanted))
+            profiles = self._by_size(given.on(self._options.device).cut(wanted))
         else:
             profiles = self._by_samples(given, num_samples)
         spread = max(profile.step_spread for profile in profiles.values())
@@ -156,19 +145,19 @@ class AutoLayout:
             restrictions = {"data_sizes": (1,), **restrictions}
         restrictions = {**self._axes, **restrictions}
         # Whether the user's optimizer may be divided is known only once it is made.
-        settings = {
+        bounds = {
             "runnable": True,
             "optimizer_sharding": ("none",),
-            "max_grad_norm": 0.0 if self._settings.post_validation else self._settings.max_grad_norm or 0.0,
+            "max_grad_norm": 0.0 if self._options.post_validation else self._options.max_grad_norm or 0.0,
             **restrictions,
         }
 
         def search() -> list[str]:
             others: list[Plan] = []
-            best = plan(profiles, cluster, global_batch=batch, on_runners_up=others.extend, **settings)
+            best = plan(profiles, cluster, global_batch=batch, on_runners_up=others.extend, **bounds)
             if self._replans:  # each batch has its own
                 return [best.to_json()]
-            chosen = to_try(best, others, trials=self._trials, noise=self._noise)
+            chosen = to_try(best, others, trials=self._options.trials, noise=self._noise)
             ordered = [
                 reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS / len(chosen))
                 for each in chosen
@@ -189,18 +178,18 @@ class AutoLayout:
         batch = "; ".join(dict.fromkeys(str(Signature.of(part.arguments)) for part in given.parts))
         mine = (
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
-            f"a batch of {batch}, trials={self._trials}, max_grad_norm={self._settings.max_grad_norm}"
+            f"a batch of {batch}, trials={self._options.trials}, max_grad_norm={self._options.max_grad_norm}"
         )
         check_agreement(mine, self._collectives, self._guard)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         self.predicted = plans[0]
-        if not self._trials:
+        if not self._options.trials:
             return plans[0]
         note = "each batch has an order of its own" if self._replans else None
-        if len(plans) == 1 < self._trials:
+        if len(plans) == 1 < self._options.trials:
             note = note or f"no other plan comes within {self._noise:.0%} of it, more than the profile can be off"
-        trials = Trials(self._model, self._world, self._settings, self._collectives)
+        trials = Trials(self._options, self._world, self._collectives)
         if note is not None:
             return replace(plans[0], notes=(*plans[0].notes, f"not tried: {note}"))
         if trials.refusal(plans, given) is None:
@@ -210,9 +199,9 @@ class AutoLayout:
 
     def _by_samples(self, given: Given, num_samples: int) -> dict[int, Profile]:
         sizes = sizes_to_profile(num_samples, self._num_ranks)
-        if self._num_microbatches is not None:
-            sizes = (-(-num_samples // self._num_microbatches),)
-        whole = given.on(self._settings.device)
+        if self._options.num_microbatches is not None:
+            sizes = (-(-num_samples // self._options.num_microbatches),)
+        whole = given.on(self._options.device)
         measured = sizes if len(sizes) < 3 else (sizes[1], sizes[-1])  # others by a law through these
         parts = {size: whole.cut(-(-num_samples // size))[0] for size in measured}  # the first is the largest
         found = {size: self._profile(part, PROFILE_SECONDS / len(parts)) for size, part in parts.items()}
@@ -240,18 +229,18 @@ class AutoLayout:
         """
         found = self._measured_or_kept(first, seconds, again=again)
         profile = self._typical([(host, Profile.from_json(text)) for host, text in found])
-        if profile.optimizer_ratio is not None and self._settings.delay_correction is not None:
+        if profile.optimizer_ratio is not None and self._options.delay_correction is not None:
             profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
         return replace(profile, microbatch_size=first.arguments.num_samples)
 
     def _measured_or_kept(self, first: Given, seconds: float, *, again: bool) -> Measured:
-        together, settings, cache = self._collectives, self._settings, self._cache
+        together, options, cache = self._collectives, self._options, self._cache
         mine, why = "", ""
         if cache is not None:
-            options = settings.loss_fn, settings.optimizer, settings.max_grad_norm, settings.model_loss is None
-            what = self._model, first.arguments, first.target, options, self._num_ranks
+            asked = options.loss_fn, options.optimizer, options.max_grad_norm, options.model_loss is None
+            what = self._model, first.arguments, first.target, asked, self._num_ranks
             try:
-                mine = profile_key(*what, device=settings.device)
+                mine = profile_key(*what, device=options.device)
             except ValueError as error:
                 why = f"not kept for the next run: {error}"
         keys = together.gather((mine, socket.gethostname(), why), what="comparing what is profiled")
@@ -278,30 +267,28 @@ class AutoLayout:
 
     def _measure(self, first: Given, seconds: float) -> Measured:
         """Measurements of each rank, all at once. Collective."""
-        settings = self._settings
-        loss, target = settings.loss_fn, first.target
-        if settings.model_loss is not None:
-            target = settings.model_loss.weigh([first.arguments])[0]
-        kind = settings.device.type
+        options = self._options
+        loss, target = options.loss_fn, first.target
+        if options.model_loss is not None:
+            target = options.model_loss.weigh([first.arguments])[0]
+        kind = options.device.type
         same = SamePrograms(self._collectives, self._guard, str(Signature.of(first.arguments)))
 
         def measure() -> tuple[str, str]:
-            with untouched(*settings.user_code, device=settings.device):
+            with untouched(*options.user_code, device=options.device):
                 found = profile_model(
-                    self._model.to(settings.device),
+                    self._model.to(options.device),
                     first.arguments,
                     target=target,
                     loss_fn=loss,
-                    optimizer=None
-                    if settings.optimizer is None
-                    else clipping(settings.optimizer, settings.max_grad_norm),
+                    optimizer=None if options.optimizer is None else clipping(options.optimizer, options.max_grad_norm),
                     autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                     seconds=seconds,
                     agree=None if self._collectives.alone else same,
                 )
             if self._runtime is None:
                 with torch.autocast(kind, enabled=False):  # its layers have no loss scale, which float16 asks for
-                    self._runtime = measure_runtime_seconds(settings.device)
+                    self._runtime = measure_runtime_seconds(options.device)
             action, around = self._runtime
             return socket.gethostname(), replace(found, action_seconds=action, around_seconds=around).to_json()
 
@@ -320,15 +307,15 @@ class AutoLayout:
         return median_profile([each for host, each in found if speeds[host] == 1.0]).typical()
 
     def _cluster(self) -> Cluster:
-        device, world = self._settings.device, self._world
+        device, world = self._options.device, self._world
         # Compiled stages keep what they want where they are.
-        host = None if self._settings.compile is not None else host_bandwidth(device, self._collectives)
+        host = None if self._options.compile is not None else host_bandwidth(device, self._collectives)
         if not world.distributed:
             level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
             kind = DeviceKind(memory_bytes=device_memory(device, sharing=1), host_bandwidth=host)
             return Cluster(levels=(level,), kinds=(kind,))
         memory = least_memory(device, self._collectives)
-        measured = measure_links(world, device=device, timeout=self._settings.timeout)
+        measured = measure_links(world, device=device, timeout=self._options.timeout)
         cluster = cluster_of(measured, memory_bytes=memory, host_bandwidth=host)
         if len(set(host_speeds(self._hosts))) > 1:
             cluster = with_host_speeds(cluster, measured.hosts, self._hosts)
@@ -404,19 +391,19 @@ def plan_here(
     timeout: float,
     trials: int = 0,
     restrictions: Mapping[str, Any],
-    **settings: Any,
+    **options: Any,
 ) -> tuple[Plan, Plan]:
     """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it, without a pipeline.
 
-    `batch` are inputs and target, `restrictions` of the planner's search, `settings` as PipelineModule takes them.
+    `batch` are inputs and target, `restrictions` of the planner's search, `options` as PipelineModule takes them.
     Collective over the processes; the same plans on each.
     """
     device = torch.device("cpu")
     world = join_world(device=device, timeout=timeout)
-    options = LayoutOptions(num_microbatches=num_microbatches, trials=trials)
-    layout = AutoLayout(
-        model, world, options, Settings(device=device, timeout=timeout, **settings), guard=make_guard(world)
+    told = Options(
+        model=model, num_microbatches=num_microbatches, trials=trials, device=device, timeout=timeout, **options
     )
+    layout = AutoLayout(told, world, guard=make_guard(world))
     taken = layout.plan(Given(arguments=Arguments.of(batch[0]), target=batch[1]), **restrictions)
     assert layout.predicted is not None
     return taken, layout.predicted

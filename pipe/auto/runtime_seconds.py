@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from ...partition.profiler.optimizers import NamedParameters, OptimizerFactory, 
 from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, choose_layout
-from ..options import LayoutOptions, Settings
+from ..options import Options
 from ..update.gradients import clip_gradients, norm_of, norm_part
 
 _SHORT, _LONG = 4, 16  # microbatches
@@ -53,23 +52,8 @@ class _Caches:
         self.seconds += time.thread_time() - begun
 
 
-class _Pushing(torch.autograd.Function):
-    """The identity, behind which caches are cold in F and in B."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
-        ctx.caches = caches
-        caches.push()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.caches.push()
-        return gradient, None
-
-
 class _Tiny(nn.Module):
-    """A layer that computes next to nothing."""
+    """A layer that computes next to nothing; behind it caches are cold in F, and in front of it in B."""
 
     def __init__(self, caches: _Caches) -> None:
         super().__init__()
@@ -77,7 +61,10 @@ class _Tiny(nn.Module):
         self._caches = caches
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Pushing.apply(self.layer(x), self._caches)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = self.layer(x)
+        self._caches.push()
+        if found.requires_grad:
+            found.register_hook(lambda gradient: self._caches.push())  # type: ignore[no-untyped-call]
         return found
 
 
@@ -143,12 +130,18 @@ def _pipeline(
     num_ranks: int, num_microbatches: int, caches: _Caches, optimizer: OptimizerFactory | None = None
 ) -> Pipeline:
     """Ranks of this process, whatever other processes there are."""
-    stages = [_Tiny(caches) for _ in range(num_ranks)]
-    options = LayoutOptions(mesh={"pipe": num_ranks}, num_microbatches=num_microbatches, stages=stages)
+    options = Options(
+        stages=[_Tiny(caches) for _ in range(num_ranks)],
+        sizes={"pipe": num_ranks},
+        num_microbatches=num_microbatches,
+        loss_fn=F.mse_loss,
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        timeout=_TIMEOUT,
+    )
     make_layout = choose_layout(options)
     assert make_layout is not None
-    settings = Settings(loss_fn=F.mse_loss, optimizer=optimizer, device=torch.device("cpu"), timeout=_TIMEOUT)
-    run = Run(make_layout(World(rank=0, size=1)), settings, Guard(None), stages=stages)
+    run = Run(make_layout(World(rank=0, size=1)), options, Guard(None))
     return build(run, lambda: _given(1).arguments)
 
 

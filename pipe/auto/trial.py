@@ -37,7 +37,7 @@ from ...schedules.wording import count, duration, size
 from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, layout_of_plan
-from ..options import Settings
+from ..options import Options
 from ..telling import figure, tell, told_if_slow
 
 TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less
@@ -74,10 +74,10 @@ _Ran = tuple[list[Timeline], Costs]  # steps of a trial, and costs
 class Trials:
     """Tries plans on the ranks that will train; nothing of that is left in the model."""
 
-    def __init__(self, model: nn.Module, world: World, settings: Settings, collectives: Collectives) -> None:
-        self._model = model
+    def __init__(self, options: Options, world: World, collectives: Collectives) -> None:
+        self._options = options
+        self._model = options.root
         self._world = world
-        self._settings = settings
         self._collectives = collectives
 
     def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
@@ -122,7 +122,7 @@ class Trials:
 
     def refusal(self, plans: Sequence[Plan], given: Given) -> str | None:
         """Why none of the plans can be tried; None where one can."""
-        if self._settings.compile is not None:
+        if self._options.compile is not None:
             return "compile= would compile the model for each trial"
         sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
         if len(sizes) > 1:
@@ -209,8 +209,8 @@ class Trials:
     @contextmanager
     def _as_found(self) -> Iterator[None]:
         """Within, user code may run; afterwards gradients, generators and what it reaches are as they were."""
-        settings, hook = self._settings, sys.excepthook
-        kept = StateSnapshot([self._model, *settings.user_code], device=settings.device)
+        options, hook = self._options, sys.excepthook
+        kept = StateSnapshot([self._model, *options.user_code], device=options.device)
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None  # a loss may compute with the user's own parameters
@@ -222,11 +222,11 @@ class Trials:
             kept.restore()
             sys.excepthook = hook
 
-    def _copied(self) -> tuple[tuple[nn.Module, Settings] | None, str | None]:
-        """A copy of the model, and the options of a trial; or why there is none."""
-        settings = self._settings
+    def _copied(self) -> tuple[Options | None, str | None]:
+        """The options of a trial, with a copy of the model; or why there is none."""
+        options = self._options
         copies: dict[int, Any] = {}  # by id of what was copied
-        originals = {"the model": self._model, "loss_fn": settings.loss_fn, "grad_scaler": settings.grad_scaler}
+        originals = {"the model": self._model, "loss_fn": options.loss_fn, "grad_scaler": options.grad_scaler}
         copied: list[Any] = []
         for name, original in originals.items():
             try:
@@ -234,38 +234,33 @@ class Trials:
             except Exception as error:
                 return None, f"{name} cannot be copied: {type(error).__name__}: {error}"
         model, loss, scaler = copied
-        if StateSnapshot((model, loss), device=settings.device).reaches(list(self._model.parameters())):
+        if StateSnapshot((model, loss), device=options.device).reaches(list(self._model.parameters())):
             return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
         for parameter in model.parameters():
             parameter.grad = None
-        owners = [each for each in (self._model, settings.loss_fn) if isinstance(each, nn.Module)]
+        owners = [each for each in (self._model, options.loss_fn) if isinstance(each, nn.Module)]
         own = {id(copies[id(p)]): p for owner in owners for p in owner.parameters() if id(p) in copies}
-        optimizer = None if settings.optimizer is None else named(partial(self._optimizers, own))
-        return (
-            model,
-            replace(settings, loss_fn=loss, optimizer=optimizer, lr_scheduler=None, grad_scaler=scaler, on_step=None),
-        ), None
+        optimizer = None if options.optimizer is None else named(partial(self._optimizers, own))
+        alone = replace(options, model=model, lr_scheduler=None, on_step=None, compress=None)
+        return replace(alone, loss_fn=loss, optimizer=optimizer, grad_scaler=scaler), None
 
     def _optimizers(self, own: Mapping[int, nn.Parameter], parameters: NamedParameters) -> list[torch.optim.Optimizer]:
         """The user's, which take their time and change nothing; by id of a copy, `own` has the run's parameter."""
-        assert self._settings.optimizer is not None
+        assert self._options.optimizer is not None
         called = [(name, own.get(id(each), each), each) for name, each in parameters]
-        optimizers = make_optimizers_of_copies(self._settings.optimizer, called, where="a stage")
+        optimizers = make_optimizers_of_copies(self._options.optimizer, called, where="a stage")
         for group in (group for each in optimizers for group in each.param_groups):
             if "lr" in group:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
         return optimizers
 
-    def _carry_out(
-        self, plan: Plan, given: Given, copied: tuple[nn.Module, Settings], guard: Guard, *, seconds: float
-    ) -> _Ran:
+    def _carry_out(self, plan: Plan, given: Given, options: Options, guard: Guard, *, seconds: float) -> _Ran:
         """Steps of a plan, recorded as any run is. Collective over the processes."""
-        model, settings = copied
         layout = layout_of_plan(plan, self._world, num_microbatches=None)
         guard.stands_at(layout.place)
-        first = given.on(settings.device).cut(layout.schedule.num_microbatches)[0]
+        first = given.on(options.device).cut(layout.schedule.num_microbatches)[0]
         with guard.together():
-            pipeline = build(Run(layout, settings, guard, model=model), lambda: first.arguments)
+            pipeline = build(Run(layout, options, guard), lambda: first.arguments)
         try:
             step = self._step_of(pipeline, given)
             once = step()().batch_seconds  # the same on every rank, and so is the number of steps
@@ -278,12 +273,12 @@ class Trials:
             timelines = [step() for _ in range(number)]
             return [timeline() for timeline in timelines], pipeline.measurement.costs()
         finally:
-            pipeline.training.close(settings.timeout)
+            pipeline.training.close(options.timeout)
 
     def _step_of(self, pipeline: Pipeline, given: Given) -> Callable[[], Callable[[], Timeline]]:
         """A step of a pipeline; it answers with what gives its timeline."""
         training = pipeline.training
-        if self._settings.optimizer is not None:
+        if self._options.optimizer is not None:
             return lambda: training.step(given.copied(), is_reported=False).timeline
 
         def accumulated() -> Callable[[], Timeline]:

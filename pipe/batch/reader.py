@@ -16,7 +16,7 @@ from ..stage.wiring import Mode
 from .batches import Batch, BatchPart, weigh
 from .checksum import Identity, checksum, is_shape_alone
 from .given import Given, check_batch, check_like_example
-from .sequence import Slice
+from .sequence import Slice, cut_in_slices
 
 
 class BatchReader:
@@ -44,19 +44,19 @@ class BatchReader:
         has_loss: bool,
         slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
     ) -> None:
-        settings, place, schedule, inference = run.settings, run.layout.place, mode.schedule, mode.inference
+        options, place, schedule, inference = run.options, run.layout.place, mode.schedule, mode.inference
         M, n = schedule.num_microbatches, schedule.num_slices
         self._inference = inference
         self._example = example
-        self._settings = settings
+        self._options = options
         self._slices_agree = slices_agree
         self._num_slices = n
         self._keeps = schedule.is_asynchronous
         self._has_loss = has_loss
-        self._model_loss = settings.model_loss if has_loss else None
+        self._model_loss = options.model_loss if has_loss else None
         self._compares = place.world.distributed
         self._group = place.tensor[1] / 4096  # groups of other sizes have other programs: see Identity
-        replicas_differ = place.replica[1] > 1 or settings.model_loss is not None
+        replicas_differ = place.replica[1] > 1 or options.model_loss is not None
         self._together: Callable[[], AbstractContextManager[None]] = (
             run.guard.together if replicas_differ else nullcontext
         )
@@ -73,7 +73,7 @@ class BatchReader:
     def read(self, given: Given, *, step: int, call: Identity) -> Batch:
         """The batch of a call; ValueError for one that does not fit the pipeline."""
         with self._together():
-            own, device = self._own, self._settings.device
+            own, device = self._own, self._options.device
             check_batch(given, len(own))
             has_target = self._has_loss and self._model_loss is None
             for part in given.parts:
@@ -124,15 +124,15 @@ class BatchReader:
             )
 
     def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[TokenSpan]]:
-        slices = [self._settings.sequence.cut(each, self._num_slices) for each in microbatches]
+        slices = [cut_in_slices(self._options, each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:
             self._slices_agree(microbatches[0], slices[0])
             self._slices_agree = None
-        return [part.given for each in slices for part in each], [part.span for each in slices for part in each]
+        return [part for each in slices for part, _ in each], [span for each in slices for _, span in each]
 
     def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
         place = next((each.float16 for each in inferred if each.float16 is not None), None)
-        if place is not None and self._settings.grad_scaler is None:
+        if place is not None and self._options.grad_scaler is None:
             raise ValueError(
                 f"{place} in torch.float16, where small gradients become 0 without a loss scale: expected "
                 f"PipelineModule(..., precision='fp16'), or torch.bfloat16, which "

@@ -7,143 +7,110 @@ slice q      tokens [B, start : end], target [B, start : end]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ...partition.model.batch_dims import TARGET, BatchDims, keys_of
+from ...partition.model.batch_dims import TARGET, BatchDims, keys_of, parameter_names
 from ...partition.model.forms import Arguments
+from ..options import Options
 from ..stage.slices import TokenSpan
-from .given import Given, key_of
+from .given import Given, key_of, signature_of
+
+Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
 
 
-class Slice(NamedTuple):
-    """A slice of a microbatch, and where it stands in its sequence."""
+def check_slices(options: Options, num_slices: int) -> None:
+    """ValueError for options that do not go with so many slices."""
+    lengths = options.slice_lengths
+    if num_slices == 1:
+        given = {"lengths": lengths, "dims": options.sequence_dims or None}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} for a schedule without slices: expected a schedule over slices of the "
+                    f"sequence, such as stagewright.Slices('seq1f1b', num_slices=4)"
+                )
+    if lengths is not None and len(lengths) != num_slices:
+        raise ValueError(f"lengths={list(lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens")
 
-    given: Given
-    span: TokenSpan
+
+def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[TokenSpan]:
+    if total < num_slices:
+        raise ValueError(
+            f"a sequence of {total} tokens for num_slices={num_slices}: expected at least one token a slice"
+        )
+    if lengths is None:
+        least, longer = divmod(total, num_slices)
+        lengths = [least + (q < longer) for q in range(num_slices)]
+    elif sum(lengths) != total:
+        raise ValueError(
+            f"lengths={list(lengths)} make {sum(lengths)} tokens, and the sequences of this batch have "
+            f"{total}: expected lengths that add up to {total}, or none, for slices as equal as can be"
+        )
+    return [TokenSpan(start, end, total) for start, end in pairwise([0, *accumulate(lengths)])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOptions:
-    """How sequences are cut; see PipelineModule.
+def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
+    """The slices of a microbatch; ValueError where it is not clear where the sequence stands in a tensor."""
+    arguments, named = given.arguments, options.sequence_dims
+    names = parameter_names(signature_of(options.model))
+    keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
+    dims = _dims(arguments, keys, named)
+    total = next((x.shape[d] for x, d in zip(arguments.tensors, dims, strict=True) if d is not None), None)
+    if total is None:
+        raise ValueError(
+            "no input has a sequence: expected one with it in dimension 1, or named by stagewright.Slices(dims=)"
+        )
+    for key, name, x, dim in zip(keys, arguments.names, arguments.tensors, dims, strict=True):
+        if dim is not None and (x.shape[dim] != total or (key is None and total in x.shape[2:])):
+            raise ValueError(_unclear(name, x, key_of(name), total))
+    leaves, spec = pytree.tree_flatten(given.target)
+    target_dims = [_target_dim(leaf, named, total) for leaf in leaves]
+    slices = []
+    for span in _spans(options.slice_lengths, total, num_slices):
+        tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
+        target = [
+            span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, dim in zip(leaves, target_dims, strict=True)
+        ]
+        part = replace(
+            given,
+            arguments=Arguments(arguments.form, tensors, arguments.dims),
+            target=pytree.tree_unflatten(target, spec),
+        )
+        slices.append((part, span))
+    return slices
 
-    Arguments:
-        lengths: tokens of each slice; None: as equal as can be.
-        dims: dimension of the sequence in each argument, and in the target.
-        names: of the model's parameters.
 
-    Raises ValueError for lengths that are none.
-    """
+def _dims(arguments: Arguments, keys: Sequence[str | int | None], named: BatchDims) -> list[int | None]:
+    found: list[int | None] = []
+    for key, name, x, batch in zip(keys, arguments.names, arguments.tensors, arguments.dims, strict=True):
+        if key is not None:
+            found.append(_checked(f"dims[{key!r}]", name, x, named[key], batch))
+        elif x.dim() == 0:
+            found.append(None)
+        elif x.dim() == 1 or batch != 0:
+            raise ValueError(_unclear(name, x, key_of(name)))
+        else:
+            found.append(1)
+    return found
 
-    lengths: Sequence[int] | None = None
-    dims: BatchDims = field(default_factory=dict)
-    names: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        lengths = self.lengths
-        if lengths is not None and (
-            not isinstance(lengths, list | tuple)
-            or not lengths
-            or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in lengths)
-        ):
-            raise ValueError(f"lengths={lengths!r}: expected a list of tokens, one number a slice, as in [96, 32]")
-
-    def check(self, num_slices: int) -> None:
-        """ValueError for options that do not go with so many slices."""
-        if num_slices == 1:
-            given = {"lengths": self.lengths, "dims": self.dims or None}
-            for name, value in given.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{name}={value!r} for a schedule without slices: expected a schedule over slices of the "
-                        f"sequence, such as stagewright.Slices('seq1f1b', num_slices=4)"
-                    )
-        if self.lengths is not None and len(self.lengths) != num_slices:
-            raise ValueError(
-                f"lengths={list(self.lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens"
-            )
-
-    def spans(self, total: int, num_slices: int) -> list[TokenSpan]:
-        if total < num_slices:
-            raise ValueError(
-                f"a sequence of {total} tokens for num_slices={num_slices}: expected at least one token a slice"
-            )
-        lengths = self.lengths
-        if lengths is None:
-            least, longer = divmod(total, num_slices)
-            lengths = [least + (q < longer) for q in range(num_slices)]
-        elif sum(lengths) != total:
-            raise ValueError(
-                f"lengths={list(lengths)} make {sum(lengths)} tokens, and the sequences of this batch have "
-                f"{total}: expected lengths that add up to {total}, or none, for slices as equal as can be"
-            )
-        return [TokenSpan(start, end, total) for start, end in pairwise([0, *accumulate(lengths)])]
-
-    def cut(self, given: Given, num_slices: int) -> list[Slice]:
-        """The slices of a microbatch; ValueError where it is not clear where the sequence stands in a tensor."""
-        arguments = given.arguments
-        dims = self._dims(arguments)
-        total = next((x.shape[d] for x, d in zip(arguments.tensors, dims, strict=True) if d is not None), None)
-        if total is None:
-            raise ValueError(
-                "no input has a sequence: expected one with it in dimension 1, or named by stagewright.Slices(dims=)"
-            )
-        self._check_totals(arguments, dims, total)
-        leaves, spec = pytree.tree_flatten(given.target)
-        target_dims = [self._target_dim(leaf, total) for leaf in leaves]
-        slices = []
-        for span in self.spans(total, num_slices):
-            tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
-            target = [
-                span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
-                for leaf, dim in zip(leaves, target_dims, strict=True)
-            ]
-            part = replace(
-                given,
-                arguments=Arguments(arguments.form, tensors, arguments.dims),
-                target=pytree.tree_unflatten(target, spec),
-            )
-            slices.append(Slice(part, span))
-        return slices
-
-    def _dims(self, arguments: Arguments) -> list[int | None]:
-        found: list[int | None] = []
-        paths = arguments.form.paths
-        for path, name, x, batch in zip(paths, arguments.names, arguments.tensors, arguments.dims, strict=True):
-            key = next((key for key in keys_of(path, self.names) if key in self.dims), None)
-            if key is not None:
-                found.append(_checked(f"dims[{key!r}]", name, x, self.dims[key], batch))
-            elif x.dim() == 0:
-                found.append(None)
-            elif x.dim() == 1 or batch != 0:
-                raise ValueError(_unclear(name, x, key_of(name)))
-            else:
-                found.append(1)
-        return found
-
-    def _check_totals(self, arguments: Arguments, dims: Sequence[int | None], total: int) -> None:
-        for path, name, x, dim in zip(arguments.form.paths, arguments.names, arguments.tensors, dims, strict=True):
-            if dim is None:
-                continue
-            named = any(key in self.dims for key in keys_of(path, self.names))
-            if x.shape[dim] != total or (not named and total in x.shape[2:]):
-                raise ValueError(_unclear(name, x, key_of(name), total))
-
-    def _target_dim(self, leaf: object, total: int) -> int | None:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            return None
-        if TARGET in self.dims:
-            dim = _checked(f"dims[{TARGET!r}]", "the target", leaf, self.dims[TARGET], None)
-            if dim is None or leaf.shape[dim] == total:
-                return dim
-            raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
-        if leaf.dim() < 2 or leaf.shape[1] != total or total in leaf.shape[2:]:
-            raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
-        return 1
+def _target_dim(leaf: object, named: BatchDims, total: int) -> int | None:
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+        return None
+    if TARGET in named:
+        dim = _checked(f"dims[{TARGET!r}]", "the target", leaf, named[TARGET], None)
+        if dim is None or leaf.shape[dim] == total:
+            return dim
+        raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
+    if leaf.dim() < 2 or leaf.shape[1] != total or total in leaf.shape[2:]:
+        raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
+    return 1
 
 
 def _checked(option: str, name: str, x: torch.Tensor, dim: int | None, batch: int | None) -> int | None:
@@ -163,6 +130,3 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
         f"{name} has shape {tuple(x.shape)}, and where in it the sequence{of} stands is not clear: expected it in "
         f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all slices share it}}"
     )
-
-
-NO_SEQUENCE = SequenceOptions()

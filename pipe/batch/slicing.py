@@ -20,33 +20,33 @@ from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
 from ..context import Layout, Run
-from ..options import Settings
+from ..options import Options
 from ..stage.build import CutModel
 from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import KeptCalls, TokenSpan, attending
 from ..stage.stage import LossValue
 from .batches import read_loss
 from .given import Given
-from .sequence import Slice
+from .sequence import Slice, check_slices
 
 # Most that numbers of two ways may differ, in units of their root mean square.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _COARSE = 0.25  # of shorter types
 
 
-def check_slicing(layout: Layout, settings: Settings) -> None:
+def check_slicing(layout: Layout, options: Options) -> None:
     """ValueError for options that do not go with slices, and for ones that need them."""
     schedule = layout.schedule
-    settings.sequence.check(schedule.num_slices)
+    check_slices(options, schedule.num_slices)
     if schedule.num_slices == 1:
         return
     what = f"schedule {schedule.name!r} over {schedule.num_slices} slices of the sequence"
-    if settings.model_loss is not None:
+    if options.model_loss is not None:
         raise ValueError(
             f'loss_fn="model" under {what}: a model shifts its labels within what it is given. Expected '
             f"loss_fn=lambda output, target: ..., with targets that are shifted already"
         )
-    if settings.compile is not None:
+    if options.compile is not None:
         raise ValueError(f"compile= under {what}: expected compile=False, since keys and values are kept in Python")
     if max(layout.place.mesh.tensor_sizes) > 1:
         raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
@@ -54,10 +54,10 @@ def check_slicing(layout: Layout, settings: Settings) -> None:
 
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
     """ValueError for a stage of this process that computes something else from slices than from a whole microbatch."""
-    inference, device = parts.train, run.settings.device
-    arguments = [whole.arguments, *(part.given.arguments for part in slices)]
+    inference, device = parts.train, run.options.device
+    arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
     inferred = [inference.of(Signature.of(each)) for each in arguments]
-    spans = [part.span for part in slices]
+    spans = [span for _, span in slices]
     for s in run.local_stages:
         module = inference.stages[s].module
         with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
@@ -195,15 +195,15 @@ class SlicedLoss:
 
     def expect(self, whole: Given, slices: Sequence[Slice], inference: InferredStages) -> None:
         self._whole, self._slices = whole, slices
-        arguments = [whole.arguments, *(part.given.arguments for part in slices)]
+        arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
         self._specs = list(zip(*(inference.of(Signature.of(each)).specs[-1] for each in arguments), strict=True))
 
     def saw(self, flat: Tensors, target: object) -> None:
         """The loss is computed of a slice. Raises ValueError, with the last one, where it is another one in slices."""
         if self._whole is None:
             return
-        for q, part in enumerate(self._slices):
-            if part.given.target is target and q not in self._outputs:
+        for q, (part, _) in enumerate(self._slices):
+            if part.target is target and q not in self._outputs:
                 self._outputs[q] = tuple(x.detach().clone() for x in flat)
                 break
         if len(self._outputs) == len(self._slices):
@@ -212,13 +212,13 @@ class SlicedLoss:
             self._outputs.clear()
 
     def _check(self, whole: Given) -> None:
-        spans = [part.span for part in self._slices]
+        spans = [span for _, span in self._slices]
         flat = []
         for slot, specs in enumerate(self._specs):
             dim = sequence_dim(specs, spans, f"output {slot} of the model")
             parts = [self._outputs[q][slot] for q in range(len(spans))]
             flat.append(parts[0] if dim is None else torch.cat(parts, dim))
-        targets = [whole.target, *(part.given.target for part in self._slices)]
+        targets = [whole.target, *(part.target for part, _ in self._slices)]
         columns = [tuple(flat), *(self._outputs[q] for q in range(len(spans)))]
         kept = [self._loss_fn] if isinstance(self._loss_fn, nn.Module) else []
         with torch.no_grad(), untouched(*kept, device=flat[0].device):

@@ -105,7 +105,7 @@ class Checkpointer:
         run = state.run
         self._in_waits = copies == "waits"
         if self._in_waits:
-            state.training.fills.require(run.settings.device)
+            state.training.fills.require(run.options.device)
         self.records: list[CheckpointRecord] = []
         self._folder = folder
         self._state = state
@@ -113,7 +113,7 @@ class Checkpointer:
         self._loader = loader
         self._on_saved = on_saved
         self._interval = Interval(overhead) if every == "auto" else None
-        self._copies = HostCopy(run.settings.device, in_waits=self._in_waits)
+        self._copies = HostCopy(run.options.device, in_waits=self._in_waits)
         self._under_way: _UnderWay | None = None
         self._number = 0
         self._clock = _StepClock()
@@ -246,7 +246,7 @@ class Checkpointer:
             one.result = SaveResult(path=None, problem=f"no checkpoint was saved in {self._folder}: {text}")
 
     def _wait(self) -> None:
-        one, timeout = self._under_way, self._state.run.settings.timeout
+        one, timeout = self._under_way, self._state.run.options.timeout
         if one is None:
             return
         assert one.thread is not None

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from ...schedules import Schedule
-from ..context import Run
 from ..shards.shard import Shard, TensorBox
 from ..stage.ownership import Ownership
 from ..update.interface import Update
@@ -87,46 +86,38 @@ class Snapshot:
         return replace(self, pieces=tuple(replace(piece, tensor=copy(piece.tensor)) for piece in self.pieces))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """Everything to save in this process."""
+def one_by_stage(update: Update) -> list[StageOptimizers]:
+    """The optimizers of each stage, of its first local rank: the others are equal."""
+    found: dict[int, StageOptimizers] = {}
+    for one in update.stages:
+        found.setdefault(one.stage, one)
+    return list(found.values())
 
-    run: Run
-    ownership: Ownership
-    update: Update
 
-    @property
-    def stages(self) -> list[StageOptimizers]:
-        """One of each stage, of its first local rank: the others are equal."""
-        found: dict[int, StageOptimizers] = {}
-        for one in self.update.stages:
-            found.setdefault(one.stage, one)
-        return list(found.values())
-
-    def held(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-        """Name of each parameter and buffer, what this process has of it, and which part that is."""
-        tied, shards = self.ownership.tied_names(), self.update.shards
-        parts = shards.parts if shards.apart else {}  # where the model's own Parameters are let go
-        for name, tensor in self.ownership.state_dict().items():
-            part, shard = parts.get(tied.get(name, name)), self.ownership.shard(name)
-            yield (name, tensor.data, shard) if part is None else (name, part.parameter.data, part.shard(shard))
+def held(update: Update) -> Iterator[tuple[str, torch.Tensor, Shard]]:
+    """Name of each parameter and buffer, what this process has of it, and which part that is."""
+    tied, shards = update.ownership.tied_names(), update.shards
+    parts = shards.parts if shards.apart else {}  # where the model's own Parameters are let go
+    for name, tensor in update.ownership.state_dict().items():
+        part, shard = parts.get(tied.get(name, name)), update.ownership.shard(name)
+        yield (name, tensor.data, shard) if part is None else (name, part.parameter.data, part.shard(shard))
 
 
 class Writers:
     """Parts that this process writes of each tensor, agreed once with the others. Making it is collective."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, update: Update) -> None:
         mine: dict[_Place, int] = {}
-        ownership, collectives, layout = contents.ownership, contents.run.collectives, contents.run.layout
+        ownership, collectives, layout = update.ownership, update.run.collectives, update.run.layout
         parameters, tied = dict(ownership.named_parameters()), ownership.tied_names()
-        for name, tensor, shard in contents.held():
+        for name, tensor, shard in held(update):
             is_first = layout.schedule.owners[ownership.stages[name][0]][0] in layout.place.local_ranks
             if name not in tied and (name in parameters or is_first):  # its first owner alone writes a buffer
                 mine |= {
                     (model_key(name), box.start, box.sizes): prod(box.sizes) * tensor.element_size()
                     for box in _boxes(shard)
                 }
-        for one in contents.stages:
+        for one in one_by_stage(update):
             for name in dict.fromkeys(one.names.values()):
                 boxes = _boxes(state_shard(one, name, ownership))
                 mine |= {(_state(name), box.start, box.sizes): 2 * prod(box.sizes) for box in boxes}
@@ -143,21 +134,21 @@ class Writers:
         return (_rest(name), (), ()) in self._mine
 
 
-def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Mapping[str, Any] | None) -> Snapshot:
+def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mapping[str, Any] | None) -> Snapshot:
     """State of this process; the tensors are those that train. What several stages here hold of a tied weight is in it
     once.
 
     Raises ValueError for state that a checkpoint has no name or no form for.
     """
-    ownership = contents.ownership
+    ownership = update.ownership
     tied = ownership.tied_names()
     pieces: list[HeldPiece] = []
-    for name, tensor, shard in contents.held():
+    for name, tensor, shard in held(update):
         if name not in tied:
             pieces += _pieces(model_key(name), tensor, shard, writers.boxes(model_key(name), shard))
-    values: dict[str, Json] = {"rule": encode(rule_of(contents.update.schedule), what="the weight rule")}
+    values: dict[str, Json] = {"rule": encode(rule_of(update.schedule), what="the weight rule")}
     optimizers: list[Json] = []
-    for one in contents.stages:
+    for one in one_by_stage(update):
         optimizers += _optimizer_content(one)
         of_stage, rest = _stage_state(one, ownership, writers)
         pieces += of_stage
@@ -167,8 +158,8 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
         by_process[random_key(generator)] = encode(where, what=f"the state of the generator of {generator}")
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
-    values["seed"] = contents.run.settings.seed
-    values |= {key: encode(kept, what=f"the {key} of updates") for key, kept in contents.update.kept.items()}
+    values["seed"] = update.run.options.seed
+    values |= {key: encode(kept, what=f"the {key} of updates") for key, kept in update.kept.items()}
     return Snapshot(
         step=step,
         kind="training",

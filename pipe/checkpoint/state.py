@@ -21,28 +21,40 @@ from torch import nn
 
 from ...partition.profiler.memory import storage_bytes
 from ...schedules import MemoryPart
+from ..context import Run
 from ..run.training import Training
 from ..shards.shard import Shard
+from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
+from ..update.interface import Update
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import Processes, SaveResult, persist
 from .process_state import ProcessState, lost_text, read_together
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
-from .snapshot import Contents, HasState, Snapshot, Writers, rule_of, take_snapshot
+from .snapshot import HasState, Snapshot, Writers, held, rule_of, take_snapshot
 
 Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor: shape and type
 
 
 @dataclass(frozen=True, kw_only=True)
-class State(Contents):
+class State:
     """Tensors that this process holds, under the model's original names. `training`: drained before anything is read or
     replaced; it counts the steps."""
 
+    update: Update
     training: Training
     own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)
     _writers: list[Writers] = field(default_factory=list)  # once they are agreed on
+
+    @property
+    def run(self) -> Run:
+        return self.update.run
+
+    @property
+    def ownership(self) -> Ownership:
+        return self.update.ownership
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -84,9 +96,9 @@ class State(Contents):
             self.training.unchanged.check_objects()
             self.update.unite()
             if not self._writers:
-                self._writers.append(Writers(self))
+                self._writers.append(Writers(self.update))
             place = None if loader is None else loader.state_dict()
-            return take_snapshot(self, self._writers[0], step=self.training.num_steps, loader=place)
+            return take_snapshot(self.update, self._writers[0], step=self.training.num_steps, loader=place)
 
     def persist(
         self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
@@ -109,7 +121,7 @@ class State(Contents):
 
         def read(checkpoint: Checkpoint) -> tuple[_Fitting, ProcessState]:
             own = ProcessState(checkpoint, loader, process=collectives.rank, num_processes=collectives.size)
-            return _Fitting(checkpoint, self), own
+            return _Fitting(checkpoint, self.update), own
 
         checkpoint, (found, own) = read_together(folder, read, collectives, self.run.guard)
         own.take()
@@ -117,7 +129,8 @@ class State(Contents):
 
     def resume(self, place: Path) -> None:
         """From the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
-        checkpoint, found = read_together(place, lambda it: _Fitting(it, self), self.run.collectives, self.run.guard)
+        collectives, guard = self.run.collectives, self.run.guard
+        checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update), collectives, guard)
         self._take(checkpoint, found, found.lost)
 
     def save_for_others(self, folder: str) -> None:
@@ -137,7 +150,7 @@ class State(Contents):
                 "a process that joins has the model's modules in another order than the others: expected the same "
                 "order in every process, so no modules from a set"
             )
-        checkpoint, found = read_together(folder, lambda it: _Fitting(it, self), collectives, guard)
+        checkpoint, found = read_together(folder, lambda it: _Fitting(it, self.update), collectives, guard)
         found.take()
         self.update.go_on(found.kept)
         self.training.restart(checkpoint.manifest.step)
@@ -184,13 +197,13 @@ class State(Contents):
 class _Fitting:
     """A checkpoint that fits this process, before anything is changed. Raises ValueError for one that does not."""
 
-    def __init__(self, checkpoint: Checkpoint, contents: Contents) -> None:
+    def __init__(self, checkpoint: Checkpoint, update: Update) -> None:
         self.checkpoint = checkpoint
         self.lost: list[str] = []
-        self._contents = contents
-        self._stages = contents.update.stages
-        self._schedule = contents.update.schedule
-        ownership = contents.ownership
+        self._update = update
+        self._stages = update.stages
+        self._schedule = update.schedule
+        ownership = update.ownership
         dtypes = ownership.dtypes()
         self._sources = _sources(
             checkpoint,
@@ -198,7 +211,7 @@ class _Fitting:
             ownership.tied_names(),
             lambda name: (ownership.shard(name).full, dtypes[name]),
         )
-        for name, _, shard in contents.held():
+        for name, _, shard in held(update):
             checkpoint.check(self._sources[name], shard)
         for one in self._stages:
             if one.versions is not None:
@@ -209,14 +222,14 @@ class _Fitting:
         if self._optimizers is not None:
             for one in self._stages:
                 self._optimizers.check(one, ownership)
-        self.kept = {key: value for key in contents.update.kept if (value := checkpoint.value(key)) is not None}
+        self.kept = {key: value for key in update.kept if (value := checkpoint.value(key)) is not None}
         self._note_lost()
 
     def take(self) -> None:
         """Copy everything to its place."""
-        ownership, checkpoint = self._contents.ownership, self.checkpoint
+        ownership, checkpoint = self._update.ownership, self.checkpoint
         with torch.no_grad():
-            for name, tensor, shard in self._contents.held():
+            for name, tensor, shard in held(self._update):
                 tensor.copy_(checkpoint.read(self._sources[name], shard))
             for one in self._stages:
                 if one.versions is not None:
@@ -226,7 +239,7 @@ class _Fitting:
 
     def _take_versions(self, versions: WeightVersions) -> None:
         for parameter, name in zip(versions.own, versions.names, strict=True):
-            shard = self._contents.ownership.shard(name)
+            shard = self._update.ownership.shard(name)
             parameter.data.copy_(self.checkpoint.read(self._sources[name], shard))
         older: dict[int, dict[str, torch.Tensor]] = {}
         for (number, name), (key, shard) in self._older(versions).items():
@@ -242,14 +255,14 @@ class _Fitting:
         if not self._is_same_rule:
             return {}
         return {
-            (number, name): (keys[name], self._contents.ownership.shard(name))
+            (number, name): (keys[name], self._update.ownership.shard(name))
             for number, keys in self.checkpoint.manifest.versions.items()
             for name in versions.names
             if name in keys
         }
 
     def _note_lost(self) -> None:
-        manifest, schedule, own_seed = self.checkpoint.manifest, self._schedule, self._contents.run.settings.seed
+        manifest, schedule, own_seed = self.checkpoint.manifest, self._schedule, self._update.run.options.seed
         if manifest.kind == "weights":
             return
         if manifest.versions and not self._is_same_rule:
@@ -260,7 +273,7 @@ class _Fitting:
             )
         if self._optimizers is not None and manifest.step:
             self.lost += self._optimizers.lost(self._stages)
-        codecs = self._contents.run.codecs
+        codecs = self._update.run.codecs
         if codecs is not None and codecs.remember and manifest.step:
             self.lost.append("it has nothing of what compress= had left out and owed its links, which begin anew")
         seed = self.checkpoint.value("seed")

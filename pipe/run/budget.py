@@ -43,7 +43,6 @@ from ...schedules.wording import duration, size
 from ..batch.agreement import agreed
 from ..batch.batches import Batch
 from ..context import Run
-from ..stage.ownership import Ownership
 from ..stage.recompute import BUDGET
 from ..stage.reruns import CheckpointedModules
 from ..stage.stage import Stage
@@ -138,14 +137,14 @@ class _Probe:
                 self.inputs.append(part.inputs[ref.slot])
             else:  # as the stage before might send it: small numbers, zeros for integers
                 spec = self.specs[ref.producer][ref.slot]
-                x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=run.settings.device)
+                x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=run.options.device)
                 self.inputs.append(x.normal_() if x.is_floating_point() else x.zero_())
         targets = part.target if stage.index + 1 == mode.schedule.num_stages else None
         given = [x for ref, x in zip(self.module.inputs, self.inputs, strict=True) if ref.producer == MODEL_INPUT]
         self.given_bytes = bytes_of(tensors_in(given, targets))
         self._wants, self._target = mode.wants_grad[stage.index], part.target
         self._stage, self._batch, self._seeder = stage, batch, run.seeder
-        self._clock = clock_for(run.settings.device)
+        self._clock = clock_for(run.options.device)
 
     def reruns(self, choice: Choice) -> CheckpointedModules:
         """Modules that run again so; it has learned what changes in place."""
@@ -246,16 +245,16 @@ class Budgets:
     """Decides, for a batch to train on, what runs again of this process's stages under a budget. Raises ValueError
     beside what has memory that is not counted here."""
 
-    def __init__(self, run: Run, mode: Mode, ranks: Ranks, ownership: Ownership) -> None:
-        self._run, self._mode, self._ranks, self._ownership = run, mode, ranks, ownership
-        self._recomputed = ranks.parts.recomputed
+    def __init__(self, mode: Mode, ranks: Ranks) -> None:
+        self._run, self._mode, self._ranks, self._ownership = ranks.update.run, mode, ranks, ranks.update.ownership
+        run, self._recomputed = self._run, ranks.parts.recomputed
         layout, schedule = run.layout, mode.schedule
         others = {
             f"schedule={schedule.name!r}, which splits backwards": bool(schedule.split_stages),
             f"schedule={schedule.name!r} of slices": schedule.num_slices > 1,
             f"schedule={schedule.name!r}, whose activations move": schedule.moves_activations,
-            "compile=": run.settings.compile is not None,
-            "post_validation=True": run.settings.post_validation,
+            "compile=": run.options.compile is not None,
+            "post_validation=True": run.options.post_validation,
             "a tensor group": layout.place.tensor[1] > 1,
             "a divided optimizer": layout.sharding.is_any,
             "an nn.SyncBatchNorm": layout.place.world.distributed
@@ -307,8 +306,8 @@ class Budgets:
         slow = told_if_slow(what, rank=rank, silent=TOLD_SECONDS)
         why = [self._recomputed.parted(unit) for unit in probe.units]
         optimizer = self._optimizer_bytes(probe, s)
-        left_alone = untouched(*run.settings.user_code, device=run.settings.device)
-        with slow, left_alone, profiled(probe.module.module, device=run.settings.device):
+        left_alone = untouched(*run.options.user_code, device=run.options.device)
+        with slow, left_alone, profiled(probe.module.module, device=run.options.device):
             every = [probe.reruns([0 if each else rule for each in why]) for rule in range(len(RULES))]
             traces = [probe.trace(every[0], LiveBytes())]
             stay = self._stay(probe, s, len(traces[0].units), optimizer)
@@ -344,13 +343,13 @@ class Budgets:
         run, schedule, stages, module = self._run, self._mode.schedule, self._mode.inference.stages, probe.module.module
         local, trained = set(run.local_stages), [p for p in module.parameters() if p.requires_grad]
         versions = max(count_in_flight(schedule)[rank].versions for rank in schedule.owners[s])
-        late = run.settings.delay_correction is not None  # it keeps the last update
+        late = run.options.delay_correction is not None  # it keeps the last update
         held = float(storage_bytes(module.parameters()) * versions + bytes_of(trained) * (1 + late) + optimizer[0])
         held += storage_bytes(module.buffers()) + self._ranks.update.summing_bytes(s, trained)
         inputs = list(zip(probe.module.inputs, probe.inputs, strict=True))
         received = bytes_of(x for ref, x in inputs if ref.producer not in (MODEL_INPUT, *local))
         # A stream copies batches, of which two are under way, and others come to the device as a whole.
-        copies = 2 if schedule.is_asynchronous else int(run.settings.device.type != "cpu")
+        copies = 2 if schedule.is_asynchronous else int(run.options.device.type != "cpu")
         held += copies * schedule.num_microbatches * probe.given_bytes
         consumers = {c for c, stage in enumerate(stages) for ref in stage.inputs if ref.producer == s}
         specs = [spec for spec in probe.specs[s] if spec.requires_grad and consumers]
@@ -373,7 +372,7 @@ class Budgets:
 
     def _optimizer_bytes(self, probe: _Probe, s: int) -> tuple[int, int]:
         """The state of a stage's optimizers, and what they take while they step; on copies."""
-        named, factory = self._ownership.stage_parameters(s), self._run.settings.optimizer
+        named, factory = self._ownership.stage_parameters(s), self._run.options.optimizer
         if factory is None or not named:
             return 0, 0
         made = optimizers_of_copies(factory, named, probe.module.module, probe.inputs, where=f"stage {s}")

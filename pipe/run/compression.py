@@ -28,9 +28,10 @@ from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path
 from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
+from ..arguments import AUTO
 from ..batch.given import Given
 from ..context import Layout, Run
-from ..options import AUTO, Settings
+from ..options import Options
 from ..stage.shapes import Inferred
 from ..stage.wiring import Mode
 from ..telling import tell
@@ -46,16 +47,18 @@ STEPS = 5  # that are measured
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
 
 
-def check_compress(compress: Compress, layout: Layout, settings: Settings) -> None:
+def check_compress(layout: Layout, options: Options) -> None:
     """ValueError for what does not go with packed links."""
-    place, schedule = layout.place, layout.schedule
+    place, schedule, sync, compress = layout.place, layout.schedule, options.mesh.sync, options.compress
+    if compress is None:
+        return
     wrong = [
         (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
-        (settings.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-        (settings.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
+        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (options.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
         (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
         (
-            AUTO in compress and settings.optimizer is None,
+            AUTO in compress and options.optimizer is None,
             "without an optimizer, whose steps it looks at: expected one",
         ),
     ]
@@ -65,7 +68,7 @@ def check_compress(compress: Compress, layout: Layout, settings: Settings) -> No
             (not place.world.distributed, "in one process, where replicas share Parameters: expected no 'data'"),
             (schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected '1f1b', or no 'data'"),
             (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'"),
-            (layout.sync != 1, f"beside sync={layout.sync!r}, which sums no gradients: expected no 'data'"),
+            (sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
         ]
     for is_wrong, why in wrong:
         if is_wrong:
@@ -208,7 +211,7 @@ def decides(
     def busy(link: Boundary, codec: Codec) -> float:
         found = 0.0
         for spec in (each for each in specs[link] if len(wire_specs(codec, each)) > 1):
-            x = torch.linspace(-1.0, 1.0, prod(spec.shape)).view(spec.shape).to(run.settings.device, spec.dtype)
+            x = torch.linspace(-1.0, 1.0, prod(spec.shape)).view(spec.shape).to(run.options.device, spec.dtype)
             times = []
             for _ in range(_TIMED):
                 start = time.perf_counter()
@@ -217,7 +220,8 @@ def decides(
             found += statistics.median(times)
         return found
 
-    stated = run.compress[AUTO] if isinstance(run.compress, Mapping) else None
+    compress = run.options.compress
+    stated = compress[AUTO] if isinstance(compress, Mapping) else None
     if stated is not None:  # ValueError for a way that it lacks
         step_seconds(mode, inferred, Costs(), stated, busy)({})
 
@@ -241,7 +245,7 @@ def decides(
 
 def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSpec]]) -> Network:
     """The links between each two ranks that send each other messages. Collective over the processes."""
-    transport, device = next(iter(ranks.transports.values())), run.settings.device
+    transport, device = next(iter(ranks.transports.values())), run.options.device
     if run.collectives.alone or not specs:
         return Link()
     sizes = _SMALL, max(8 * _SMALL, *map(num_bytes, specs.values()))
@@ -252,7 +256,7 @@ def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSp
                 transport,
                 [TensorSpec((size,), (1,), torch.uint8, False)],
                 device=device,
-                timeout=run.settings.timeout,
+                timeout=run.options.timeout,
                 pair=pair,
                 rounds=_ROUNDS,
             ).seconds

@@ -95,7 +95,7 @@ class Engine:
     def __init__(self, run: Run, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
         self._lost_member = run.collectives.lost_member  # of a tensor group, behind an action's error
-        self._timeout = run.settings.timeout
+        self._timeout = run.options.timeout
         self.fills = Fills()
 
     def run(self, programs: Mapping[int, RankProgram], *, goes_on: bool = False) -> None:

@@ -18,12 +18,12 @@ from ..batch.checksum import Call
 from ..batch.given import Given, check_batch, check_like_example
 from ..batch.reader import BatchReader
 from ..batch.results import EvalResult
-from ..context import Run
 from ..stage.buffers import MovingBuffers, standing_in
 from ..stage.shapes import Signature
 from ..stage.wiring import Mode
 from ..update.flush import FlushUpdate, batch_programs
-from ..update.interface import Programs, RankUpdate
+from ..update.interface import Programs
+from ..update.rank_update import RankUpdate
 from .engine import Engine
 from .fills import FillWork
 from .ranks import RankLinks, Ranks, links_of
@@ -50,13 +50,12 @@ class Evaluation:
     """Runs batches forwards; one of fewer samples than M makes fewer microbatches. A model that returns its own loss is
     trained with labels and predicts without: the same stages, run in another way."""
 
-    def __init__(self, run: Run, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
-        self._run = run
+    def __init__(self, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
+        self._run = run = ranks.update.run
         self._ranks = ranks
         self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
         self._forwards: dict[object, _Forwards] = {}
-        self._adds_up = share_of_sum(run.settings.loss_fn, 1) is not None
-        self._num_microbatches = run.layout.schedule.num_microbatches
+        self._adds_up = share_of_sum(run.options.loss_fn, 1) is not None
         self._training = training
         self._dimensions: dict[Form, Sequence[int | None]] = {}
         self._beside: RankLinks | None = None  # of evaluations in waits
@@ -128,7 +127,7 @@ class Evaluation:
                     f"not linked: expected arguments like those that the stages were built for"
                 )
         for module in self._modules(mode):
-            module.to(self._run.settings.device)
+            module.to(self._run.options.device)
         self._modes[like.form] = mode, like
         return mode, like
 
@@ -137,7 +136,7 @@ class Evaluation:
 
         Its messages have links of their own. Collective.
         """
-        self._training.fills.require(self._run.settings.device)
+        self._training.fills.require(self._run.options.device)
         self._refuse_waits()
         before, has_loss = self._in_waits, self._run.has_loss
         if before is not None:
@@ -176,7 +175,7 @@ class Evaluation:
         layout, update = self._run.layout, self._ranks.update
         for is_so, what in (
             (type(update) is not FlushUpdate, "where updates do not stand behind a flush (a stream, sync=, ahead)"),
-            (self._run.settings.optimizer is None, "without optimizer=, where nobody knows when weights change"),
+            (self._run.options.optimizer is None, "without optimizer=, where nobody knows when weights change"),
             (max(layout.place.mesh.tensor_sizes) > 1, "beside a tensor group, whose members compute together"),
             (bool(layout.sharding.collectives()), 'beside data_parallel="fsdp", which gathers weights together'),
         ):
@@ -203,7 +202,7 @@ class Evaluation:
         run = self._run
         num_microbatches = self._microbatches_for(given)
         microbatches = [
-            each.arguments for each in given.on(run.settings.device).cut(num_microbatches // run.num_replicas)
+            each.arguments for each in given.on(run.options.device).cut(num_microbatches // run.num_replicas)
         ]
         mode, reader, engine, programs = self._forwards_for(
             num_microbatches, has_loss=has_loss, like=microbatches[0], links=links
@@ -211,7 +210,7 @@ class Evaluation:
         batch = self._training.read(reader, given, call)
         with run.guard.together():
             self._training.unchanged.check(training=False)
-            check_same_batch(batch, run.collectives, device=run.settings.device)
+            check_same_batch(batch, run.collectives, device=run.options.device)
         if at_rest:
             self._training.drain()
         for local in engine.ranks:
@@ -224,7 +223,7 @@ class Evaluation:
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
         """Loss, output, and the tensors of the output; of forwards that are through."""
         mode, engine, _, microbatches, _ = begun
-        model_loss, num_replicas = self._run.settings.model_loss, self._run.num_replicas
+        model_loss, num_replicas = self._run.options.model_loss, self._run.num_replicas
         outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         loss = None
         if has_loss:
@@ -249,7 +248,7 @@ class Evaluation:
     def _microbatches_for(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
         num_replicas = self._run.num_replicas
-        most = self._num_microbatches // num_replicas
+        most = self._run.layout.schedule.num_microbatches // num_replicas
         check_batch(given, most if given.microbatches else 1)
         fitting = min(given.num_samples, most)
         if num_replicas > 1:

@@ -21,14 +21,15 @@ from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
 from ..batch.slicing import SlicedLoss
 from ..context import Run
-from ..stage.build import CutModel
+from ..shards.tensor_option import LEAST_BYTES
 from ..stage.compiled import compiled_units, refuse_backward
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stage.reruns import CheckpointedModules
 from ..stage.stage import LossOf, LossValue, Stage
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
-from ..update.interface import RankUpdate, Update
+from ..update.interface import Update
+from ..update.rank_update import RankUpdate
 from .engine import Engine, LocalRank
 from .worker import EvaluationWorker, TrainingWorker
 
@@ -52,8 +53,8 @@ class RankLinks:
     """Links of this process's ranks to others, and what records their use. Collective over the processes."""
 
     def __init__(self, run: Run, between: frozenset[Link], *, peers_in_parts: frozenset[int]) -> None:
-        place, settings = run.layout.place, run.settings
-        clock = clock_for(settings.device)
+        place, options = run.layout.place, run.options
+        clock = clock_for(options.device)
         window = _OVERLAPPING if run.layout.schedule.num_batches > 1 else 1
         takes_turns = len(place.local_ranks) > 1
         self.recorders = {
@@ -67,13 +68,13 @@ class RankLinks:
         else:
             lanes = link_lanes(sorted(between), run.collectives.groups)
             (rank,) = place.local_ranks
-            timeout, least_bytes = settings.timeout, run.layout.tensor.least_bytes
+            timeout, least_bytes = options.timeout, LEAST_BYTES if run.options.mesh.sends == "auto" else 0
             self.transports[rank] = PartsTransport(
                 rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout
             )
         for transport in self.transports.values():
             run.guard.on_failure(transport.abort)
-        self._settings = settings
+        self._options = options
 
     def latency(self, specs: Sequence[TensorSpec]) -> float:
         """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it comes.
@@ -85,7 +86,7 @@ class RankLinks:
         apart = self.between >= {(0, 1), (1, 0)} and not self._are_replicas
         if isinstance(transport, InProcessTransport) or not apart or not specs:
             return 0.0
-        device, timeout = self._settings.device, self._settings.timeout
+        device, timeout = self._options.device, self._options.timeout
         hot, cold = (ping_pong(transport, specs, device=device, timeout=timeout, cold=cold) for cold in (False, True))
         # both ends are in the overhead of actions
         return hot.latency + waking_seconds(hot, cold) if transport.rank == 0 else 0.0
@@ -109,19 +110,18 @@ class Ranks:
     """Makes stages, engines and readers, once the model is cut and the ranks are connected. `stages`: by local rank and
     number; in one process each replica of a stage is one of its own."""
 
-    def __init__(self, run: Run, parts: CutModel, links: RankLinks, update: Update) -> None:
-        self._run = run
-        self.parts = parts
+    def __init__(self, links: RankLinks, update: Update) -> None:
+        self._run, self.parts = run, parts = update.run, update.ownership.model
         self.links = links
         self.update = update
-        loss_fn, schedule = run.settings.loss_fn, run.layout.schedule
+        loss_fn, schedule = run.options.loss_fn, run.layout.schedule
         self._sliced_loss: SlicedLoss | None = None
         if loss_fn is not None and schedule.num_slices > 1 and schedule.num_stages - 1 in run.local_stages:
             self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True))
         self.stages = self._make_stages()
 
     def _make_stages(self) -> StagesOf:
-        layout, parts, compile = self._run.layout, self.parts, self._run.settings.compile
+        layout, parts, compile = self._run.layout, self.parts, self._run.options.compile
         schedule, loss_of = layout.schedule, self._loss_of()
         if schedule.moves_activations and compile is not None:
             raise ValueError(
@@ -158,7 +158,7 @@ class Ranks:
         *,
         links: RankLinks | None = None,
     ) -> Engine:
-        if self._run.settings.device.type == "cpu":
+        if self._run.options.device.type == "cpu":
             keep_freed_memory()
         ranks, links = [], links or self.links
         for rank, transport in links.transports.items():
@@ -177,15 +177,15 @@ class Ranks:
         )
 
     def _loss_of(self) -> LossOf | None:
-        parts, update, settings = self.parts, self.update, self._run.settings
-        loss_fn = settings.loss_fn
+        parts, update, options = self.parts, self.update, self._run.options
+        loss_fn = options.loss_fn
         if loss_fn is None:
             return None
 
         def is_trained(leaf: torch.Tensor) -> bool:
             if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
                 return False
-            return settings.optimizer is None or any(one.holds(leaf) for one in update.stages)
+            return options.optimizer is None or any(one.holds(leaf) for one in update.stages)
 
         sliced = self._sliced_loss
         leaves = UntrainedLeaves(parts.train.stages[-1].module, is_trained)

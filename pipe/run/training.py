@@ -24,7 +24,6 @@ from ..batch.checksum import CALLS, UNKNOWN, Call, Identity
 from ..batch.given import Given
 from ..batch.reader import BatchReader
 from ..batch.results import Known, StepReports, StepResult
-from ..context import Run
 from ..stage.buffers import MovingBuffers, Snapshot
 from ..stage.unchanged import Unchanged
 from ..trace.measurement import gather_records
@@ -40,7 +39,6 @@ class Training:
 
     def __init__(
         self,
-        run: Run,
         engine: Engine,
         update: Update,
         reader: BatchReader,
@@ -49,6 +47,7 @@ class Training:
         clocks: HostClocks,
         decide: Callable[[Batch], None] | None = None,
     ) -> None:
+        run = update.run
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
@@ -61,7 +60,7 @@ class Training:
         self._collectives = run.collectives
         self._has_groups = max(run.layout.place.mesh.tensor_sizes) > 1
         self.unchanged = unchanged
-        self._reports = StepReports(run.settings.on_step, rank=run.layout.place.world.rank, device=run.settings.device)
+        self._reports = StepReports(run.options.on_step, rank=run.layout.place.world.rank, device=run.options.device)
         self._clocks = clocks
         replan = run.layout.replan
         self._orders = None if replan is None else replan(update.schedule, run.collectives, run.guard)

@@ -38,7 +38,7 @@ from ..stage.moving import Host
 from ..stage.slices import KVCache
 from ..stage.stage import Stage
 from ..stage.wiring import Mode
-from ..update.interface import RankUpdate
+from ..update.rank_update import RankUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Worker(ABC):
         self._stages = stages
         self._mode = mode
         self.updates = updates
-        self._device = run.settings.device
+        self._device = run.options.device
         self._seeder = run.seeder
         self._codecs = run.codecs if schedule.has_backward else None
         self._batch_indices = schedule.batch_indices

@@ -154,7 +154,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     full = {id(parameter): parameter.data for parameter in parameters.values()}
     # DTensor remembers what it did on an equal mesh, with the groups of that one: of another pipeline, maybe closed.
     unique = f"tensor_{uuid4().hex}"
-    mesh = DeviceMesh.from_group(collectives.tensor_group, run.settings.device.type, mesh_dim_names=(unique,))
+    mesh = DeviceMesh.from_group(collectives.tensor_group, run.options.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
         collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
     )

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives, MeshPlace
 from ...partition.model.forms import Arguments
-from ...schedules.kinds import one_of, option
 from .attention import Experts, Heads
 from .recognise import HEADS, Recogniser, Region
 from .style import Style, StyleError, match, matches, not_divided
@@ -52,52 +51,26 @@ _WHOLE = ("replicate",)
 _NOT_RUN = ("packed_rowwise", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts", "ep_router", "gather")
 _PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1)}  # dimension, blocks
 
-_LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a smaller one takes longer than it saves
+LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a smaller one takes longer than it saves
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorAxis:
-    """The options tensor_parallel= and tensor_sends=; ValueError for an unknown word."""
+def peers_in_parts(sends: str, place: MeshPlace, collectives: Collectives) -> frozenset[int]:
+    """Ranks to and from which this process sends in parts, the same for all members of a group. Collective.
 
-    parallel: TensorParallelLike | None = None
-    sends: str = "auto"
-
-    def __post_init__(self) -> None:
-        option("sends", self.sends, one_of(SENDS))
-
-    @property
-    def least_bytes(self) -> int:
-        """Size of the smallest tensor that goes in parts."""
-        return _LEAST_BYTES if self.sends == "auto" else 0
-
-    def check(self, place: MeshPlace) -> None:
-        most = max(place.mesh.tensor_sizes)
-        if most > 1 and self.parallel is None:
-            raise ValueError(
-                f"a tensor group of {most} processes without tensor_parallel=: each of them would do the "
-                f"same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
-            )
-
-    def peers_in_parts(self, place: MeshPlace, collectives: Collectives) -> frozenset[int]:
-        """Ranks to and from which this process sends in parts, the same for all members of a group. Collective.
-
-        Groups of another size have other parts: to those it sends whole tensors.
-        """
-        sizes = place.mesh.tensor_sizes
-        if max(sizes) == 1 or self.sends == "whole":
-            return frozenset()
-        (own,) = place.local_ranks
-        others = [rank for rank, size in enumerate(sizes) if rank != own and size == sizes[own] > 1]
-        if self.sends == "parts":
-            return frozenset(others)
-        hosts = collectives.gather(socket.gethostname(), what="finding the hosts of all ranks")
-        by_rank = [{hosts[process] for process in place.mesh.members(rank)} for rank in range(len(sizes))]
-        return frozenset(
-            rank for rank in others if len(by_rank[rank]) == len(by_rank[own]) == 1 and by_rank[rank] != by_rank[own]
-        )
-
-
-NO_TENSOR_AXIS = TensorAxis()
+    Groups of another size have other parts: to those it sends whole tensors.
+    """
+    sizes = place.mesh.tensor_sizes
+    if max(sizes) == 1 or sends == "whole":
+        return frozenset()
+    (own,) = place.local_ranks
+    others = [rank for rank, size in enumerate(sizes) if rank != own and size == sizes[own] > 1]
+    if sends == "parts":
+        return frozenset(others)
+    hosts = collectives.gather(socket.gethostname(), what="finding the hosts of all ranks")
+    by_rank = [{hosts[process] for process in place.mesh.members(rank)} for rank in range(len(sizes))]
+    return frozenset(
+        rank for rank in others if len(by_rank[rank]) == len(by_rank[own]) == 1 and by_rank[rank] != by_rank[own]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,14 +58,14 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
     Raises ValueError for a model that cannot be recorded or cut into so many stages, for wrong split points,
     for a plan for another model, and for modules to be computed again that no stage runs.
     """
-    layout, settings, root, loss_fn = run.layout, run.settings, run.root, run.settings.loss_fn
-    infer = partial(InferredStages, root=root, seeder=run.seeder, device=settings.device, loss_fn=loss_fn)
-    with untouched(loss_fn, device=settings.device):  # it may know lists that forwards fill
+    layout, options, root, loss_fn = run.layout, run.options, run.root, run.options.loss_fn
+    infer = partial(InferredStages, root=root, seeder=run.seeder, device=options.device, loss_fn=loss_fn)
+    with untouched(loss_fn, device=options.device):  # it may know lists that forwards fill
         cut = _cut(run, example, agree)
         nodes = () if layout.plan is None else [node for stage in layout.plan.stages for node in stage.nodes]
         recomputed = RecomputedModules(layout.recompute, root, begins=nodes)
         with recomputed.checked():
-            loss_slot = None if settings.model_loss is None else settings.model_loss.find_slot
+            loss_slot = None if options.model_loss is None else options.model_loss.find_slot
             train = infer(cut, Signature.of(example), training=True, loss_slot=loss_slot)
         recomputed.refuse_parted(train.stages, cut.together)
 
@@ -86,27 +86,27 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
         evaluate=evaluate,
         entering=cut.entering,
         recomputed=recomputed,
-        evaluate_like=None if run.model is None or is_sequential(run.model) else evaluate_like,
+        evaluate_like=None if run.options.model is None or is_sequential(run.options.model) else evaluate_like,
     )
 
 
 def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
-    layout, device, enter = run.layout, run.settings.device, run.seeder.enter
-    num_stages, points, plan = layout.schedule.num_stages, layout.split_points, layout.plan
+    layout, device, enter = run.layout, run.options.device, run.seeder.enter
+    num_stages, points, plan = layout.schedule.num_stages, run.options.split_points, layout.plan
     if points is not None and len(points) != num_stages - 1:
         raise ValueError(
             f"cut={list(points)} begins {len(points) + 1} stages, the schedule has {num_stages}: "
             f"expected {num_stages - 1} names (each begins a stage; the first stage needs none)"
         )
-    if run.stages is not None:
-        if len(run.stages) != num_stages:
+    if run.options.stages is not None:
+        if len(run.options.stages) != num_stages:
             raise ValueError(
-                f"a list of {len(run.stages)} stages, and the schedule has {num_stages} (ranks x chunks): "
+                f"a list of {len(run.options.stages)} stages, and the schedule has {num_stages} (ranks x chunks): "
                 f"expected one module a stage"
             )
-        return given_stages(run.stages, example, device=device, enter_unit=enter)
-    assert run.model is not None
-    units = model_units(run.model, example, enter_unit=enter, agree=agree, device=device)
+        return given_stages(run.options.stages, example, device=device, enter_unit=enter)
+    assert run.options.model is not None
+    units = model_units(run.options.model, example, enter_unit=enter, agree=agree, device=device)
     if plan is not None:
         return units.by_unit(_stage_by_node(plan, [unit.name for unit in units.units]))
     return units.evenly(num_stages) if points is None else units.at(points)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
-from ...schedules import Schedule
 from ..context import Run
 from ..shards.member_shards import MemberShards
 from ..shards.shard import Shard
@@ -27,12 +26,13 @@ BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be
 
 class Ownership:
     """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed. `by_name`: whether
-    tensors stand in the order of their names, since processes have them in other orders."""
+    tensors stand in the order of their names, since processes have them in other orders. It knows its `run`, and the
+    `model` as it was cut, for all that hold it."""
 
     def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
+        self.run = run
+        self.model = cut
         self.group = group
-        self._root = cut.root
-        self._stages = cut.train.stages
         self._by_name = by_name
         self.reads_state = False  # of modules, which only the pipeline may
         self._owners = run.layout.schedule.owners  # of replicas, the first one speaks for all
@@ -73,9 +73,10 @@ class Ownership:
             if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
                 module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
 
-    def follow(self, schedule: Schedule) -> None:
+    def follow(self, run: Run) -> None:
         """Other ranks hold the stages; this process, the same."""
-        self._owners = schedule.owners
+        self.run = run
+        self._owners = run.layout.schedule.owners
 
     def is_local(self, name: str) -> bool:
         return not self._local.isdisjoint(self.stages[name])
@@ -99,8 +100,9 @@ class Ownership:
 
     def num_parameters(self) -> tuple[int, ...]:
         """[S] elements of each stage's parameters, those of all members of a tensor group."""
-        full = {id(p): prod(self.group.shard(name, p).full) for name, p in self._root.named_parameters()}
-        return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in self._stages)
+        stages, root = self.model.train.stages, self.model.root
+        full = {id(p): prod(self.group.shard(name, p).full) for name, p in root.named_parameters()}
+        return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in stages)
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
         """Trainable (or all) parameters for the optimizer of a local stage, the first of those here that hold them."""
@@ -190,7 +192,7 @@ class Ownership:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters of all stages, each once, under its first name."""
-        named = self._ordered(self._root.named_parameters(remove_duplicate=False))
+        named = self._ordered(self.model.root.named_parameters(remove_duplicate=False))
         firsts: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in named:
             firsts.setdefault(id(parameter), (name, parameter))
@@ -234,7 +236,7 @@ class Ownership:
     def _tensors(self) -> dict[str, torch.Tensor]:
         before, self.reads_state = self.reads_state, True
         try:
-            state = self._root.state_dict(keep_vars=True)
+            state = self.model.root.state_dict(keep_vars=True)
         finally:
             self.reads_state = before
         odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]

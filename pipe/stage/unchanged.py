@@ -30,14 +30,14 @@ class Unchanged:
     ValueError for a hook that would never run."""
 
     def __init__(self, run: Run, cut: CutModel) -> None:
-        self._learns_beside = run.has_loss and run.settings.optimizer is None  # a loss may: for what is not the model's
+        self._learns_beside = run.has_loss and run.options.optimizer is None  # a loss may: for what is not the model's
         wants_gradient = any(spec.requires_grad for spec in cut.train.example.specs[-1])
         self._learning = [
             p for name, p in cut.root.named_parameters() if wants_gradient or name.startswith(f"{PREFIX}.")
         ]
         self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
         self._parts = list(_parts(cut.root))
-        inside = dict(_inside_units(run.root, cut)) if run.settings.compile is not None else {}
+        inside = dict(_inside_units(run.root, cut)) if run.options.compile is not None else {}
         self._compiled = [
             (name, table, tuple(table)) for name, module in inside.items() for table in hook_tables(module)
         ]

@@ -111,7 +111,7 @@ class Tracer:
         if self._context.collectives.rank != 0:
             return None
         schedule, plan = self._pipeline.schedule, self._context.layout.plan
-        is_flushed = 0 < self._pipeline.training.num_steps <= self._context.settings.flush_first
+        is_flushed = 0 < self._pipeline.training.num_steps <= self._context.options.flush_first
         ran = flushed(schedule) if is_flushed else schedule
         sampled = None if spread is None else simulate_spread(ran, costs, spread)
         file = RunFile(
@@ -175,7 +175,7 @@ class Tracer:
             first_step=self._next,
             digest=digest(schedule),
             schedule=schedule if is_first or len(schedule.to_json()) <= WHOLE_SCHEDULE else None,
-            flush_first=self._context.settings.flush_first,
+            flush_first=self._context.options.flush_first,
             cut=short_digest(self._pipeline.cut_in_words()),
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
         )

@@ -25,11 +25,14 @@ from ..batch.results import Known
 from ..context import Run
 from ..stage.ownership import Ownership
 from ..stage.wiring import Mode
+from ..trace.recorder import RankRecorder
 from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
 from .interface import Programs, Update
 from .loss_scale import LossScale, unscale
-from .parts import UpdateParts
-from .shared_sums import FlushRank, SharedSum
+from .optimizers import StageOptimizers
+from .rank_update import RankUpdate
+from .shards import Shards, shard, stage_optimizers
+from .shared_sums import SharedSum
 
 _ORDERS = 32  # of batches, whose programs are kept
 
@@ -99,29 +102,49 @@ class FlushUpdate(Update):
     (`shared_sums`).
     """
 
-    def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
-        schedule, ownership, local = programs.schedule, parts.ownership, tuple(parts.recorders)
-        settings = parts.run.settings
+    def __init__(
+        self,
+        programs: FlushPrograms,
+        ownership: Ownership,
+        recorders: Mapping[int, RankRecorder],
+        made: Sequence[StageOptimizers] = (),
+    ) -> None:
+        schedule, options, local = programs.schedule, ownership.run.options, tuple(recorders)
         refuse_sparse_modules(
-            parts.model.root, {name for name, holders in ownership.tied() if not set(holders) <= set(local)}
+            ownership.model.root, {name for name, holders in ownership.tied() if not set(holders) <= set(local)}
         )
         # Replicas in one process have one optimizer: the first of them steps it.
         first = {stage: rank for rank in reversed(local) for stage in schedule.placement[rank]}
         no_delay = [0.0] * schedule.num_stages
-        stages = [
-            parts.make_optimizers(s, ownership.stage_parameters(s), delays=no_delay)
+        stages = made or [
+            stage_optimizers(ownership, s, ownership.stage_parameters(s), delays=no_delay)
             for s in sorted(first)
-            if settings.optimizer is not None
+            if options.optimizer is not None
         ]
-        self.shards = shards = parts.shard(local[0], stages, schedule)
-        scale = None if settings.grad_scaler is None else LossScale(settings.grad_scaler)
-        self._parts = parts
-        self._flush_ranks = {rank: self._make_rank(rank, programs, scale) for rank in local}
-        super().__init__(schedule, self._flush_ranks, stages, shards, scale)
+        shards = shard(ownership, local[0], stages, schedule, recorders[local[0]])
+        scale = None if options.grad_scaler is None else LossScale(options.grad_scaler)
+
+        def make(rank: int) -> RankUpdate:
+            return RankUpdate(
+                rank,
+                schedule,
+                shards,
+                scale,
+                sums={
+                    each: shared_sums(ownership, shards, each, each.ranks(schedule.owners))
+                    for each in programs.programs[rank].steps
+                    if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
+                },
+                option_numbers=lambda: {key: n for one in stages for key, n in one.option_numbers().items()},
+                replicas=programs.data_groups[rank],
+            )
+
+        ranks = {rank: make(rank) for rank in local}
+        super().__init__(schedule, ranks, stages, shards, ownership=ownership, recorders=recorders, loss_scale=scale)
         self._steppers = [(rank, [one for one in stages if first[one.stage] == rank]) for rank in local]
         self._programs = programs
         self._orders: dict[int, FlushPrograms] = {}  # by id of their schedules, which they keep alive
-        self._max_grad_norm = settings.max_grad_norm
+        self._max_grad_norm = options.max_grad_norm
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._prepared: tuple[float | None, bool] | None = None  # its norm, and whether its update is skipped
@@ -135,7 +158,7 @@ class FlushUpdate(Update):
 
     def begin(self, batch: Batch) -> Programs:
         self._require_whole()
-        for number, rank in self._flush_ranks.items():
+        for number, rank in self.ranks.items():
             rank.enter(batch)
             rank.behind = self._programs.last_backwards[number]
         if self.loss_scale is not None and self.loss_scale.changed_outside():
@@ -164,8 +187,8 @@ class FlushUpdate(Update):
     def gradients_ready(self) -> None:
         """Take what several ranks hold as summed, scale the batch's gradients, and add what was there before, but to
         those of divided parameters."""
-        self._present = {name for rank in self._flush_ranks.values() for name in rank.finish_sums()}
-        self._parts.ownership.group.compare_gradients({name: p.grad for name, p in self._named.items()})
+        self._present = {name for rank in self.ranks.values() for name in rank.finish_sums()}
+        self.ownership.group.compare_gradients({name: p.grad for name, p in self._named.items()})
         scale_gradients([p.grad for p in self._updated()], self.scale)
         self._add_before(divided=False)
 
@@ -197,7 +220,7 @@ class FlushUpdate(Update):
         self._add_before_to_parts()
         norm, skipped = None, self._unscale()
         if self._max_grad_norm is not None:
-            recorder = next(iter(self._parts.recorders.values()))
+            recorder = next(iter(self.recorders.values()))
             start = recorder.clock.stamp()
             norm = self.clip(self._max_grad_norm, of_parts=True)
             recorder.norm(start, recorder.clock.stamp())
@@ -210,7 +233,7 @@ class FlushUpdate(Update):
 
     def _step_optimizers(self, loss: float | None, skipped: bool) -> None:
         for rank, optimizers in self._steppers:
-            recorder = self._parts.recorders[rank]
+            recorder = self.recorders[rank]
             for optimizer in optimizers:
                 start = recorder.clock.stamp()
                 optimizer.step(loss, skipped=skipped)
@@ -221,8 +244,8 @@ class FlushUpdate(Update):
         scale = self.loss_scale
         if scale is None:
             return False
-        found = unscale([p.grad for p in self._updated()], scale.value, device=self._parts.device)
-        self._parts.run.collectives.all_reduce(found, what="looking for gradients that overflowed")
+        found = unscale([p.grad for p in self._updated()], scale.value, device=self.run.options.device)
+        self.run.collectives.all_reduce(found, what="looking for gradients that overflowed")
         overflowed = bool(found > 0)
         scale.update(overflowed=overflowed)
         scale.publish()
@@ -259,7 +282,7 @@ class FlushUpdate(Update):
             counted = [p for p in counted if id(p) not in self._divided]
             counted += [part.parameter for part in self._counted_parts]
             changed = self._updated()
-        part = norm_part([p.grad for p in counted], norm_type=norm_type, device=self._parts.device)
+        part = norm_part([p.grad for p in counted], norm_type=norm_type, device=self.run.options.device)
         self._sum_norm(part, largest=math.isinf(norm_type))
         norm = norm_of(part, norm_type=norm_type)
         if math.isfinite(norm) or not only_finite:
@@ -267,7 +290,7 @@ class FlushUpdate(Update):
         return norm
 
     def _sum_norm(self, part: torch.Tensor, *, largest: bool) -> None:
-        self._parts.run.collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
+        self.run.collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         return assemble_timeline(schedule, records)
@@ -290,43 +313,26 @@ class FlushUpdate(Update):
                 part.parameter.grad = _sum(part.of(grad), part.parameter.grad)
         self._before = []
 
-    def _make_rank(self, rank: int, programs: FlushPrograms, loss_scale: LossScale | None) -> FlushRank:
-        owners = programs.schedule.owners
-        return FlushRank(
-            rank,
-            programs.schedule,
-            loss_scale,
-            sums={
-                each: self._sums(each, each.ranks(owners))
-                for each in programs.programs[rank].steps
-                if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
-            },
-            option_numbers=lambda: {key: number for one in self.stages for key, number in one.option_numbers().items()},
-            replicas=programs.data_groups[rank],
-            parts=self._parts,
-            shards=self.shards,
-        )
 
-    def _sums(self, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:
-        """Sums of divided parameters, and of the others, over these ranks."""
-        ownership = self._parts.ownership
-        named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
-        own = [name for name in names if name in self.shards.parts]
-        others = [name for name in names if name not in self.shards.parts]
-        run = self._parts.run
-        return [
-            SharedSum(
-                collective,
-                ranks=ranks,
-                parameters=[(name, named[name]) for name in some],
-                parts=[self.shards.parts[name] for name in some] if some is own else (),
-                collectives=run.collectives,
-                compare=ownership.group.compare_gradients if run.layout.place.is_uneven(ranks) else None,
-                codecs=run.codecs,
-            )
-            for some in (own, others)
-            if some
-        ]
+def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:
+    """Sums of divided parameters, and of the others, over these ranks."""
+    run = ownership.run
+    named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
+    own = [name for name in names if name in shards.parts]
+    others = [name for name in names if name not in shards.parts]
+    return [
+        SharedSum(
+            collective,
+            ranks=ranks,
+            parameters=[(name, named[name]) for name in some],
+            parts=[shards.parts[name] for name in some] if some is own else (),
+            collectives=run.collectives,
+            compare=ownership.group.compare_gradients if run.layout.place.is_uneven(ranks) else None,
+            codecs=run.codecs,
+        )
+        for some in (own, others)
+        if some
+    ]
 
 
 def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:

@@ -9,200 +9,44 @@
     drain              nothing is under way                       what is left of the program
 
 `Update` is what `Training` does around the engine, once a process; which of the two it is, is chosen once, when the
-pipeline is built. `RankUpdate` is what a rank's worker meets within a program; of a flush and of evaluation, losses are
-all there is:
-
-    last forward of a group that runs here -> summary -> LOSS to every rank -> the same total on every rank
+pipeline is built. `RankUpdate` is what a rank's worker meets within a program.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...comm import TensorSpec
-from ...partition.model.forms import Tensors
 from ...partition.profiler.memory import bytes_of
-from ...schedules import Action, Collective, Message, Schedule, Timeline
+from ...schedules import Schedule, Timeline
 from ...schedules.messages import Transfer
-from ...schedules.program import GroupStep, RankProgram
+from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
-from ..batch.batches import (
-    LOWER_OR_CLIP,
-    NO_UPDATE,
-    SUMMARY_SIZE,
-    Batch,
-    GroupLoss,
-    combine_summaries,
-    read_loss_summary,
-    summarize_losses,
-)
-from ..batch.checksum import UNKNOWN, Identity
+from ..batch.batches import Batch
 from ..batch.results import Known
-from ..stage.stage import LossValue
+from ..context import Run
+from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
+from ..trace.recorder import RankRecorder
 from .gradients import buckets_of
 from .loss_scale import LossScale
 from .optimizers import StageOptimizers, warn_of_unheld
+from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
 Programs = Mapping[int, RankProgram]  # by local rank
 TakeBack = Callable[[Mapping[int, Sequence[tuple[Transfer, bool]]]], None]  # see `Engine.take_back`
 
 
-class UpdateGate:
-    """Stands in front of everything in a pipeline that writes weights or optimizer state; open at first."""
-
-    def __init__(self) -> None:
-        self._waits: list[Callable[[], None]] = []
-
-    def hold(self, wait: Callable[[], None]) -> None:
-        """The next one to pass calls `wait` first, behind those of before."""
-        self._waits.append(wait)
-
-    def enter(self) -> None:
-        waits, self._waits = self._waits, []
-        for wait in waits:
-            wait()
-
-
-class RankUpdate:
-    """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage.
-
-    Attributes:
-        batches: under way, by number: microbatches number * M, number * M + 1, ...
-        loss_scale: None: losses are not scaled, and must be finite.
-    """
-
-    def __init__(self, rank: int, schedule: Schedule, shards: Shards, loss_scale: LossScale | None = None) -> None:
-        self.loss_scale = loss_scale
-        self.shards = shards
-        self.batches: dict[int, Batch] = {}
-        self._rank = rank
-        self._batch_indices = schedule.batch_indices
-        self._group_size = schedule.group_size
-        self._own: dict[int, dict[int, LossValue]] = {}
-        self._summaries: dict[int, dict[int, torch.Tensor]] = {}
-        last, size = schedule.num_stages - 1, schedule.group_size
-        self._last_owners = schedule.owners[last]
-        self._num_own = [  # microbatches of each group of a batch whose last forward runs here
-            sum(schedule.owner(last, k) == rank for k in range(begin, begin + size))
-            for begin in range(0, schedule.batch_indices, size)
-        ]
-
-    def enter(self, batch: Batch) -> None:
-        """The one batch, whose program counts from microbatch 0."""
-        self.drop()
-        self.batches[0] = batch
-
-    def version(self, stage: int, index: int) -> int:
-        return 0
-
-    def scale_of(self, group: int) -> float:
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-    def begin(self, collective: Collective) -> None:
-        """The program has come to what ranks of several processes do together: it goes on beside compute."""
-        self.shards.begin(collective)
-
-    def beside(self, action: Action) -> AbstractContextManager[None]:
-        """Around a backward: what of the update goes on beside it."""
-        return nullcontext()
-
-    def settle(self) -> None:
-        """Block until what was begun is through: the program is."""
-        if self.shards.apart:
-            self.shards.settle()
-
-    def finish(self, step: GroupStep) -> None:
-        raise AssertionError(f"{step} in a program without updates")
-
-    def step(self, stage: int, index: int) -> None:
-        raise AssertionError(f"an update of stage {stage} in a program without updates")
-
-    def note_loss(self, index: int, loss: LossValue) -> None:
-        """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
-        number, k = divmod(index, self._batch_indices)
-        group, within = index // self._group_size, k // self._group_size
-        losses = self._own.setdefault(group, {})
-        losses[k] = loss
-        if len(losses) == self._num_own[within]:
-            summary = summarize_losses(losses, self.batches[number], group=within)
-            self._summaries.setdefault(group, {})[self._rank] = summary
-
-    def loss_gradient(self, index: int) -> torch.Tensor:
-        number, k = divmod(index, self._batch_indices)
-        batch = self.batches[number]
-        value, count = self._own[index // self._group_size][k]
-        # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
-        weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
-        return torch.full_like(value, weight * self.scale_of(index // self._group_size))
-
-    def specs(self, message: Message) -> list[TensorSpec]:
-        return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
-
-    def put(self, message: Message, tensors: Tensors) -> None:
-        """Such a message arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
-        batch = self.batches[message.index * self._group_size // self._batch_indices]
-        self._compare_batches(batch, message.src, tensors[0])
-        self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
-
-    def take(self, message: Message) -> Tensors:
-        return (self._summaries[message.index][self._rank],)
-
-    def total(self, group: int, *, among: Collection[int] | None = None) -> tuple[GroupLoss, float]:
-        """The loss of a group, and what its gradients must be multiplied with.
-
-        Arguments:
-            among: ranks whose losses alone the gradients are of; None: all.
-
-        Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
-        cannot be divided by.
-        """
-        number, within = divmod(group * self._group_size, self._batch_indices)
-        batch = self.batches[number]
-        summaries = self._summaries[group]
-        combined = combine_summaries([summaries[rank] for rank in sorted(summaries) if among is None or rank in among])
-        outcome, advice = self._after_bad_loss(group)
-        loss = read_loss_summary(
-            combined, step=batch.step, must_be_finite=self.loss_scale is None, outcome=outcome, advice=advice
-        )
-        return loss, loss.scale(batch.group_items(within // self._group_size))
-
-    def _after_bad_loss(self, group: int) -> tuple[str, str]:
-        """Updates that were made where the loss of this group is not finite, and what to do then, for people."""
-        return NO_UPDATE, LOWER_OR_CLIP
-
-    def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
-        """Compare the call of a rank of the last stage with this rank's; data replicas have batches of their own."""
-        own, (replica, num_replicas) = batch.identity, batch.replica
-        if own.number == UNKNOWN:  # of one process, which need not wait for its device
-            return
-        its = Identity(*summary[-len(own) :].tolist())
-        if self._last_owners.index(rank) % num_replicas != replica:
-            its = Identity(*its[:2])
-        own.refuse_other(its, step=batch.step, name=f"rank {self._rank}", its_name=f"rank {rank}")
-
-    def forget(self, group: int) -> None:
-        self._own.pop(group, None)
-        self._summaries.pop(group, None)
-
-    def drop(self) -> None:
-        self.batches.clear()
-        self._own.clear()
-        self._summaries.clear()
-
-
 class Update(ABC):
     """The updates of one process, between two batches at rest unless said otherwise.
 
     Arguments:
-        ranks: by local rank.
+        ranks: by local rank, as are `recorders`.
         stages: of all local ranks, in order; none without an optimizer.
         shards: what its rank has of the parameters that it divides with others.
 
@@ -219,9 +63,14 @@ class Update(ABC):
         ranks: Mapping[int, RankUpdate],
         stages: Sequence[StageOptimizers],
         shards: Shards,
+        *,
+        ownership: Ownership,
+        recorders: Mapping[int, RankRecorder],
         loss_scale: LossScale | None = None,
     ) -> None:
         self.gate = UpdateGate()
+        self.ownership = ownership
+        self.recorders = recorders
         self.loss_scale = loss_scale
         self.shards = shards
         self.schedule = schedule
@@ -229,6 +78,10 @@ class Update(ABC):
         self.stages = stages
         self._lost: str | None = None
         warn_of_unheld(stages)
+
+    @property
+    def run(self) -> Run:
+        return self.ownership.run
 
     @property
     def is_lost(self) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -27,10 +28,9 @@ from ..batch.checksum import checksum
 from ..batch.given import Given, check_batch
 from ..batch.results import EvalResult, Known
 from ..shards.shard import ADAPTIVE
-from .flush import FlushPrograms, FlushUpdate
+from .flush import FlushPrograms, FlushUpdate, shared_sums
 from .gradients import buckets_of, flatten, unflatten
 from .interface import Programs
-from .parts import UpdateParts
 from .shared_sums import SharedSum
 
 FIRST, MOST = 8, 64  # steps between two averagings under "adaptive"
@@ -71,36 +71,36 @@ class LocalUpdate(FlushUpdate):
     """Updates each replica by itself, and averages weights over the data group every H-th step. Within `verify`, which
     finds all weights alike, gradients are summed over all replicas as ever."""
 
-    def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
-        super().__init__(programs, parts)
-        run = parts.run
-        sync, collectives, (replica, count) = run.layout.sync, run.collectives, run.layout.place.replica
+    def __init__(self, programs: FlushPrograms, *made_of: Any) -> None:
+        super().__init__(programs, *made_of)
+        run, ownership = self.run, self.ownership
+        sync, collectives, (replica, count) = run.options.mesh.sync, run.collectives, run.layout.place.replica
         (rank,) = run.layout.place.local_ranks
         self.averaging = Averaging(FIRST if sync == ADAPTIVE else int(sync))
         self._adapts = sync == ADAPTIVE
         self._row = programs.data_groups[rank]
         pipelines = [range(q, programs.schedule.num_ranks, count) for q in range(count)]
         self._pipeline = pipelines[replica]
-        self._everywhere = {each: (each.sums, each.replicas) for each in self._flush_ranks.values()}
+        self._everywhere = {each: (each.sums, each.replicas) for each in self.ranks.values()}
         self._within: dict[Collective, Sequence[SharedSum]] = {}
         groups: list[Sequence[int]] = [*pipelines]
         for collective in programs.sharing.collectives:
             ranks = collective.ranks(programs.schedule.owners)
             some = [[each for each in ranks if each in pipeline] for pipeline in pipelines]
             groups += some
-            is_shared = len(some[replica]) > 1 and rank in ranks
-            self._within[collective] = self._sums(collective, some[replica]) if is_shared else ()
+            mine = some[replica] if rank in ranks else ()
+            self._within[collective] = shared_sums(ownership, self.shards, collective, mine) if len(mine) > 1 else ()
         for group in groups:
             if len(group) > 1:
                 collectives.subgroup(group)
-        counted = parts.ownership.counted_parameters([rank], among=self._pipeline)
+        counted = ownership.counted_parameters([rank], among=self._pipeline)
         self._counted = [p for p in counted if p.requires_grad]
         self._is_apart = True  # whether replicas update by themselves
         self._differs = False  # whether their weights may differ
         self._next: int | None = None  # step behind which they are averaged
         self._look_from = 0  # step
         if collectives.rank == 0:
-            _warn_of_batch_norm(parts)
+            _warn_of_batch_norm(ownership.model.root)
 
     def begin(self, batch: Batch) -> Programs:
         for rank, everywhere in self._everywhere.items():
@@ -123,14 +123,14 @@ class LocalUpdate(FlushUpdate):
 
     def drain(self) -> Programs | None:
         programs = super().drain()
-        with self._parts.run.guard.together():
+        with self.run.guard.together():
             self._average()
         return programs
 
     def unite(self) -> None:
         """Average the optimizers' state, too, since a checkpoint has that of one replica: a run that goes on from it is
         then the one that saved it. Numbers such as a step count stay, and must be alike."""
-        run = self._parts.run
+        run = self.run
         states = {
             (one.names.get(id(p), ""), key): x
             for one in self.stages
@@ -189,7 +189,7 @@ class LocalUpdate(FlushUpdate):
         gap, every = 0.0, self.averaging.every
         if every > 1:
             num_microbatches = self.schedule.num_microbatches // len(self._row)
-            with self._parts.run.guard.together():  # a batch that one replica refuses
+            with self.run.guard.together():  # a batch that one replica refuses
                 check_batch(given, num_microbatches)
                 own = given.detached().cut(num_microbatches)[0]
             theirs = self._neighbours(own, shapes_alone=reads_nothing)
@@ -209,7 +209,7 @@ class LocalUpdate(FlushUpdate):
 
     def _neighbours(self, own: Given, *, shapes_alone: bool) -> Given:
         """The microbatch of the replica before this one. Collective over the data group."""
-        run = self._parts.run
+        run = self.run
         leaves, spec = pytree.tree_flatten((own.arguments.tensors, own.target))
         there = {i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and not x.is_meta}
         moved = [x.to("meta" if shapes_alone else "cpu") if i in there else x for i, x in enumerate(leaves)]
@@ -231,8 +231,8 @@ class LocalUpdate(FlushUpdate):
         another order, might differ. Collective over the processes."""
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for name, tensor in named:
-            by_holders.setdefault(self._parts.ownership.holders(name), []).append(tensor)
-        begun, begin = [], self._parts.run.collectives.begin_all_reduce
+            by_holders.setdefault(self.ownership.holders(name), []).append(tensor)
+        begun, begin = [], self.run.collectives.begin_all_reduce
         for ranks, tensors in by_holders.items():
             for bucket in buckets_of(tensors):
                 some = [tensors[i] for i in bucket]
@@ -247,14 +247,14 @@ class LocalUpdate(FlushUpdate):
         self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + num_bytes)
 
     def _sum_norm(self, part: torch.Tensor, *, largest: bool) -> None:
-        collectives = self._parts.run.collectives
+        collectives = self.run.collectives
         collectives.tensor_sum(part, what="summing the gradient norm")
         if len(self._pipeline) > 1:
             collectives.begin_all_reduce(part, what="summing the gradient norm", ranks=self._pipeline)()
 
 
-def _warn_of_batch_norm(parts: UpdateParts) -> None:
-    found = next((name for name, one in parts.model.root.named_modules() if isinstance(one, _BatchNorm)), None)
+def _warn_of_batch_norm(root: nn.Module) -> None:
+    found = next((name for name, one in root.named_modules() if isinstance(one, _BatchNorm)), None)
     if found is not None:
         warnings.warn(
             f"{found!r} is a BatchNorm under sync=: where replicas' data differ, so do the statistics that they train "

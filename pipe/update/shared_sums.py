@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,11 @@ from torch import nn
 
 from ...comm import Collectives, LinkCodecs, TensorSpec
 from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
-from ...partition.profiler.clock import Stamp
-from ...schedules import Action, Collective, Op, Schedule
-from ..batch.batches import Batch
+from ...schedules import Collective
 from ..shards.split import ShardedParameter
 from .gradients import Flat, FlatGradients, flatten, scale_gradients, unflatten
-from .interface import RankUpdate
-from .loss_scale import LossScale
 from .options import differing_options
-from .parts import UpdateParts
-from .shards import Shards, begin_sum
+from .shards import begin_sum
 
 
 class SharedSum:
@@ -301,104 +296,3 @@ def begin_packed_sum(
         return sums
 
     return add
-
-
-class FlushRank(RankUpdate):
-    """The one update group of a rank under a flush: losses, and sums of gradients that other processes hold, too.
-
-    Each data replica weighs its samples as if the others had as many. How many they have they tell each other when the
-    batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
-
-    Arguments:
-        sums: none where ranks that share gradients do not add them up now.
-        option_numbers: of the optimizers of this process, see `SharedSum.begin`.
-        replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        loss_scale: LossScale | None,
-        *,
-        sums: Mapping[Collective, Sequence[SharedSum]],
-        option_numbers: Callable[[], Mapping[int, int]],
-        replicas: Sequence[int],
-        parts: UpdateParts,
-        shards: Shards,
-    ) -> None:
-        super().__init__(rank, schedule, shards, loss_scale)
-        self.sums = sums
-        self._option_numbers = option_numbers
-        self.replicas = replicas
-        self._collectives = parts.run.collectives
-        self._recorder = parts.recorders[rank]
-        self._device = parts.device
-        self.behind: Mapping[Action, Collective] = {}  # by the last backward of a stage, the sum right behind it
-        self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was through
-        # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
-        self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
-        self._factor = 1.0
-        self._numbers: Mapping[int, int] | None = None
-
-    def enter(self, batch: Batch) -> None:
-        super().enter(batch)
-        self._factor, self._numbers = 1.0, None
-        if self.sums and self.replicas:
-            number, count = batch.replica
-            own = sum(part.size for part in batch.parts[number::count])
-            samples = torch.tensor([own], dtype=torch.float64, device=self._device)
-            what = "counting the samples of all data replicas"
-            self._samples = samples, self._collectives.begin_all_reduce(samples, what=what, ranks=self.replicas)
-
-    def begin(self, collective: Collective) -> None:
-        """The backwards that make these gradients are through on this rank; or weights come and go."""
-        if collective.op is not Op.REDUCE_GRAD:
-            super().begin(collective)
-            return
-        if not self.sums[collective]:  # others hold them, and agree later
-            return
-        self._count_samples()
-        if self._numbers is None:
-            self._numbers = self._option_numbers()
-        stamp = self._recorder.clock.stamp
-        stamps = self._begun[collective] = [stamp()]
-        for each in self.sums[collective]:
-            each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
-
-    def beside(self, action: Action) -> AbstractContextManager[None]:
-        """See `SharedSum.beside`; where there are two sums, their order would be that of the gradients."""
-        sums = self.sums.get(self.behind[action], ()) if action in self.behind else ()
-        if len(sums) != 1:
-            return nullcontext()
-        self._count_samples()
-        return sums[0].beside(self._factor)
-
-    def settle(self) -> None:
-        self._count_samples()
-        for collective, stamps in self._begun.items():
-            for each in self.sums[collective]:
-                each.wait()
-            end = stamps[-1] if len(stamps) > 1 else self._recorder.clock.stamp()
-            self._recorder.collective(collective, stamps[0], end)
-        super().settle()
-
-    def finish_sums(self) -> set[str]:
-        present = {name for collective in self._begun for each in self.sums[collective] for name in each.finish()}
-        self._begun.clear()
-        return present
-
-    def drop(self) -> None:
-        super().drop()
-        self._begun.clear()
-        self._samples = None
-        for sums in self.sums.values():
-            for each in sums:
-                each.drop()
-
-    def _count_samples(self) -> None:
-        if self._samples is not None:
-            samples, wait = self._samples
-            wait()
-            self._samples = None
-            self._factor = self.batches[0].num_items / float(samples)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,13 +29,12 @@ from ...partition.model.forms import copied
 from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.results import Known, Together
 from ..shards.shard import Sharding
-from .flush import FlushPrograms, FlushUpdate
+from .flush import FlushUpdate
 from .gradients import clip_factor, norm_of, norm_part, scale_gradients
 from .interface import Programs, TakeBack
 from .loss_scale import unscale
 from .optimizers import StageOptimizers, parameters_of
 from .options import Group, copied_option, differences, options_of, set_options
-from .parts import UpdateParts
 
 _Gradients = Sequence[tuple[nn.Parameter, torch.Tensor | None]]
 
@@ -100,8 +100,8 @@ class _Pending:
 class SpeculativeUpdate(FlushUpdate):
     """The updates of one process under a flush schedule, ahead of the norm of all gradients."""
 
-    def __init__(self, programs: FlushPrograms, parts: UpdateParts) -> None:
-        super().__init__(programs, parts)
+    def __init__(self, *made_of: Any) -> None:
+        super().__init__(*made_of)
         self._pending: _Pending | None = None
         self._waits = False  # for the norm of the next batch before its step
         self._writes_gradients: bool | None = None  # whether a step does; None before the first
@@ -131,7 +131,7 @@ class SpeculativeUpdate(FlushUpdate):
         first = {rank: begun.first[rank] for rank in programs}
         under_way = {rank: begun.under_way[rank] for rank in programs}
         parts = [part._replace(target=copied(part.target)) for part in batch.parts]  # a loss may change them in place
-        put_buffers_back = _buffers_of(self._parts.model.root)
+        put_buffers_back = _buffers_of(self.ownership.model.root)
         yield first, True
         try:
             is_right = self._confirm()
@@ -142,7 +142,7 @@ class SpeculativeUpdate(FlushUpdate):
         if not is_right:
             put_buffers_back()
             take_back(under_way)
-            for recorder in self._parts.recorders.values():
+            for recorder in self.recorders.values():
                 recorder.begin_again()
             batch.parts[:] = parts
             yield first, True
@@ -191,7 +191,7 @@ class SpeculativeUpdate(FlushUpdate):
         self._confirmed.clear()
 
     def _confirm(self) -> bool:
-        recorder = next(iter(self._parts.recorders.values()))
+        recorder = next(iter(self.recorders.values()))
         start = recorder.clock.stamp()
         is_right = self._resolve()
         recorder.norm(start, recorder.clock.stamp())
@@ -235,17 +235,17 @@ class SpeculativeUpdate(FlushUpdate):
             )
 
     def _begin(self, known: Known) -> _Pending:
-        overflowed = torch.zeros((), dtype=torch.float64, device=self._parts.device)
+        overflowed = torch.zeros((), dtype=torch.float64, device=self.run.options.device)
         if self.loss_scale is not None:
-            overflowed += unscale(_grads(self._parameters), self.loss_scale.value, device=self._parts.device)
-        part = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
+            overflowed += unscale(_grads(self._parameters), self.loss_scale.value, device=self.run.options.device)
+        part = torch.zeros(2, dtype=torch.float64, device=self.run.options.device)
         if self._max_grad_norm is not None:
-            part = norm_part(_grads(self._counted), device=self._parts.device)
+            part = norm_part(_grads(self._counted), device=self.run.options.device)
         sums = torch.cat([part, overflowed[None]])
         return _Pending(
             known=known,
             sums=sums,
-            wait=self._parts.run.collectives.begin_all_reduce(sums, what="summing the gradient norm"),
+            wait=self.run.collectives.begin_all_reduce(sums, what="summing the gradient norm"),
             gradients=[(parameter, parameter.grad) for parameter in self._parameters],
             max_norm=self._max_grad_norm,
         )

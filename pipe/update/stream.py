@@ -25,9 +25,11 @@ from ..context import Run
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..stage.wiring import Mode
+from ..trace.recorder import RankRecorder
 from .gradients import refuse_sparse_modules
 from .interface import Programs, Update
-from .parts import UpdateParts
+from .optimizers import StageOptimizers
+from .shards import shard, stage_optimizers
 from .stream_rank import StreamRank
 
 _SCHEDULED = {"lr", "betas", "momentum"}  # what torch's schedules change
@@ -36,11 +38,18 @@ _SCHEDULED = {"lr", "betas", "momentum"}  # what torch's schedules change
 class StreamUpdate(Update):
     """The stream of one process."""
 
-    def __init__(self, course: Course, parts: UpdateParts) -> None:
-        ranks = _make_ranks(course, parts)
+    def __init__(
+        self,
+        course: Course,
+        ownership: Ownership,
+        recorders: Mapping[int, RankRecorder],
+        made: Sequence[StageOptimizers] = (),
+    ) -> None:
+        assert not made  # a stream ends with the first death
+        ranks = _make_ranks(course, ownership, recorders)
         stages = [one.stages[stage] for one in ranks.values() for stage in sorted(one.stages)]
         shards = next(iter(ranks.values())).shards  # nothing is divided where a process has several ranks
-        super().__init__(course.schedule, ranks, stages, shards)
+        super().__init__(course.schedule, ranks, stages, shards, ownership=ownership, recorders=recorders)
         self._ranks = ranks
         for rank in ranks.values():
             rank.gate = self.gate
@@ -213,7 +222,7 @@ def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
     for ranks in sharing.parts:
         run.collectives.subgroup(ranks)  # for what is done with an empty pipeline
     late = _with_late_updates(mode.schedule, sharing)
-    return make_course(mode.schedule, sharing=sharing, flush_first=run.settings.flush_first, late=late)
+    return make_course(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
 
 
 def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
@@ -222,7 +231,7 @@ def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
     Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage updates
     by itself.
     """
-    schedule, max_grad_norm, shards = mode.schedule, run.settings.max_grad_norm, run.layout.sharding.shards
+    schedule, max_grad_norm, shards = mode.schedule, run.options.max_grad_norm, run.layout.sharding.shards
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
     ties = [(name, ranks) for name, ranks in ownership.tied() if ranks not in stage_groups]
@@ -249,33 +258,34 @@ def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
     return late
 
 
-def _make_ranks(course: Course, parts: UpdateParts) -> dict[int, StreamRank]:
+def _make_ranks(course: Course, ownership: Ownership, recorders: Mapping[int, RankRecorder]) -> dict[int, StreamRank]:
     schedule = course.schedule
-    refuse_sparse_modules(parts.model.root, {name for name, _ in parts.ownership.tied()})
+    refuse_sparse_modules(ownership.model.root, {name for name, _ in ownership.tied()})
     peaks = check(schedule).peak_versions
     taken: set[str] = set()  # parameters that another rank of this process has already
     ranks: dict[int, StreamRank] = {}
     delays = [course.stream.delay(stage) for stage in range(schedule.num_stages)]
-    for rank in parts.recorders:
+    for rank, recorder in recorders.items():
         count = schedule.rule.versions_kept(peaks[rank])
-        weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
+        weights = _weights_of(rank, schedule, ownership, taken=taken, count=count)
         taken.update(name for one in weights.values() for name in one.names)
         stages = {
-            stage: parts.make_optimizers(stage, list(zip(one.names, one.own, strict=True)), versions=one, delays=delays)
+            stage: stage_optimizers(
+                ownership, stage, list(zip(one.names, one.own, strict=True)), versions=one, delays=delays
+            )
             for stage, one in weights.items()
         }
-        shards = parts.shard(rank, list(stages.values()), schedule)
+        shards = shard(ownership, rank, list(stages.values()), schedule, recorder)
         for one in weights.values():
             one.divide(shards.parts)
-        ranks[rank] = StreamRank(rank, course=course, stages=stages, shards=shards, parts=parts)
+        ranks[rank] = StreamRank(rank, course=course, stages=stages, shards=shards, ownership=ownership)
     return ranks
 
 
 def _weights_of(
-    rank: int, schedule: Schedule, parts: UpdateParts, *, taken: Collection[str], count: int
+    rank: int, schedule: Schedule, own: Ownership, *, taken: Collection[str], count: int
 ) -> dict[int, WeightVersions]:
     weights: dict[int, WeightVersions] = {}
-    own = parts.ownership
     for stage in schedule.placement[rank]:
         held = [(n, p) for n, p in own.parameters() if stage in own.stages[n] and p.requires_grad]
         twice = next((n for n, _ in held for other in weights.values() if n in other.names), None)
@@ -285,8 +295,8 @@ def _weights_of(
                 f"expected one stage a rank, or a flush schedule such as schedule='interleaved'"
             )
         weights[stage] = WeightVersions(
-            name=f"stage {stage} ({parts.model.names[stage]})",
-            module=parts.model.train.stages[stage].module,
+            name=f"stage {stage} ({own.model.names[stage]})",
+            module=own.model.train.stages[stage].module,
             parameters=held,
             rule=schedule.rule,
             count=count,

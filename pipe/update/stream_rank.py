@@ -21,11 +21,11 @@ from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
 from ..batch.results import Known
+from ..stage.ownership import Ownership
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
-from .interface import RankUpdate, UpdateGate
 from .optimizers import StageOptimizers
 from .options import SameOptions
-from .parts import UpdateParts
+from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
 
@@ -46,9 +46,9 @@ class StreamRank(RankUpdate):
     """The update groups of one rank."""
 
     def __init__(
-        self, rank: int, *, course: Course, stages: Mapping[int, StageOptimizers], shards: Shards, parts: UpdateParts
+        self, rank: int, *, course: Course, stages: Mapping[int, StageOptimizers], shards: Shards, ownership: Ownership
     ) -> None:
-        schedule, ownership = course.schedule, parts.ownership
+        schedule = course.schedule
         super().__init__(rank, schedule, shards)
         self.stages = stages
         self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
@@ -59,9 +59,9 @@ class StreamRank(RankUpdate):
         self._course = course
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
-        self._max_grad_norm = parts.run.settings.max_grad_norm
+        self._max_grad_norm = ownership.run.options.max_grad_norm
         self._tensor_group = ownership.group
-        self._device = parts.device
+        self._device = ownership.run.options.device
         self._first_batch = 0
         self._groups: dict[int, _UpdateGroup] = {}
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch

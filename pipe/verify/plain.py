@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import device_memory
+from ..batch.given import Given
 from ..guards.randomness import Seeder
 from ..stage.autocast import Autocast
 from ..stage.loss import with_loss
@@ -30,15 +30,6 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 class NotVerifiableError(ValueError):
     """The plain model cannot be run beside the pipeline, or cannot be compared with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """One microbatch. `number`: k, of the batch."""
-
-    arguments: Arguments
-    target: object
-    number: int
 
 
 class PlainModule:
@@ -118,7 +109,7 @@ class PlainModule:
 
     def run(
         self,
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[tuple[int, Given]],
         loss_of: Callable[[object, object], LossValue],
         seeder: Seeder,
         *,
@@ -130,6 +121,7 @@ class PlainModule:
         """Train on all microbatches.
 
         Arguments:
+            microbatches: each with its number k of the batch.
             entering: how the model tells of its units; see `Cut`.
             loss_scale: that gradients are computed with, and then divided by.
         """
@@ -140,17 +132,17 @@ class PlainModule:
             parameter.grad = None
         for begin in range(0, len(microbatches), group_size):
             group = microbatches[begin : begin + group_size]
-            samples = sum(microbatch.arguments.num_samples for microbatch in group)
+            samples = sum(microbatch.num_samples for _, microbatch in group)
             counts, mean = 0.0, 0.0
-            for microbatch in group:
-                seeder.begin(step=step, microbatch=microbatch.number)
+            for k, microbatch in group:
+                seeder.begin(step=step, microbatch=k)
                 try:
                     with torch.enable_grad():
                         with entering(self._model, seeder.enter):
                             output = self(microbatch.arguments)
                         seeder.enter_loss()
                         loss, count = loss_of(output, microbatch.target)
-                        scaled = loss if count is not None else loss * (microbatch.arguments.num_samples / samples)
+                        scaled = loss if count is not None else loss * (microbatch.num_samples / samples)
                         if scaled.requires_grad:
                             with Autocast.now(seeder.device.type).off():
                                 torch.autograd.backward(scaled * loss_scale)
@@ -171,14 +163,14 @@ class PlainModule:
         return Outcome(loss=total / weight, gradients=gradients, buffers=buffers, outputs=None)
 
     def evaluate(
-        self, microbatches: Sequence[Microbatch], seeder: Seeder, *, entering: Entering, step: int
+        self, microbatches: Sequence[tuple[int, Given]], seeder: Seeder, *, entering: Entering, step: int
     ) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""
         columns: list[Tensors] = []
         with untouched(self.root, device=seeder.device), torch.no_grad():
             self.root.eval()
-            for microbatch in microbatches:
-                seeder.begin(step=step, microbatch=microbatch.number)
+            for k, microbatch in microbatches:
+                seeder.begin(step=step, microbatch=k)
                 try:
                     with entering(self._model, seeder.enter):
                         _, flat = Form.of_output(self(microbatch.arguments))

@@ -26,10 +26,9 @@ from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
 from ..checkpoint.state import State
 from ..run.evaluation import Evaluation
-from ..stage.build import CutModel
 from ..update.gradients import clip_factor
 from .compare import Outcome, first_difference
-from .plain import Microbatch, NotVerifiableError, PlainModule, Watch
+from .plain import NotVerifiableError, PlainModule, Watch
 from .regions import Regions
 
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -64,13 +63,7 @@ class Verifier:
     """
 
     def __init__(
-        self,
-        state: State,
-        plain: PlainModule | None,
-        *,
-        regions: Regions | None,
-        evaluation: Evaluation,
-        parts: CutModel,
+        self, state: State, plain: PlainModule | None, *, regions: Regions | None, evaluation: Evaluation
     ) -> None:
         self._run = run = state.run
         self._plain = plain
@@ -79,18 +72,15 @@ class Verifier:
         self._evaluation = evaluation
         self._update = state.update
         self._ownership = state.ownership
-        self._parts = parts
-        self._place = run.layout.place
-        self._seeder = run.seeder
+        self._parts = state.ownership.model
         self._collectives = run.collectives
-        self._guard = run.guard
-        self._settings = run.settings
+        self._options = run.options
 
     def verify(self, given: Given) -> Verification:
         """See PipelineModule.verify. Collective over the processes."""
-        self._settings.require_loss()
-        if not self._place.world.distributed:
-            self._plain = PlainModule(self._run.root, self._settings.loss_fn, given=self._run.model is None)
+        self._options.require_loss()
+        if not self._run.layout.place.world.distributed:
+            self._plain = PlainModule(self._run.root, self._options.loss_fn, given=self._run.options.model is None)
         elif not self._run.verifies:
             raise NotVerifiableError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
@@ -99,7 +89,7 @@ class Verifier:
         self._refuse_dropout_of_slices()
         started = time.perf_counter()
         has_no_values = self._plain is not None and is_shape_alone((given.inputs, given.targets))
-        with self._guard.together():
+        with self._run.guard.together():
             has_no_values = any(self._collectives.gather(has_no_values, what="asking who has values for verify"))
         if has_no_values:
             raise NotVerifiableError(
@@ -107,22 +97,22 @@ class Verifier:
                 "the values of inputs and target there"
             )
         self._training.drain()
-        with self._guard.together(), self._update.shards.whole_weights():
+        with self._run.guard.together(), self._update.shards.whole_weights():
             weights = self._ownership.full_state_dict(self._collectives)
         step = self._training.num_steps
         before = self._own_buffers()
         with self._left_as_it_was():
-            with untouched(self._parts.root, device=self._settings.device):
+            with untouched(self._parts.root, device=self._options.device):
                 outputs = self._evaluation.flat_outputs(given.copied())
             with (
                 nullcontext() if self._regions is None else self._regions.seen(),
-                self._seeder.drawing_apart() as apart,
+                self._run.seeder.drawing_apart() as apart,
                 self._ownership.group.compared_by_verify(),
             ):
                 loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
             after = self._own_buffers()
-        with self._guard.together():
+        with self._run.guard.together():
             in_region = self._look_at_regions()
             drew_apart = any(self._collectives.gather(drew_apart, what="comparing a batch with the plain model"))
             moved = self._gather_moved(before, after)
@@ -162,7 +152,7 @@ class Verifier:
             return None
         group = self._ownership.group
         together = partial(self._collectives.tensor_gather_objects, what="comparing inputs of divided modules")
-        with untouched(self._parts.root, device=self._settings.device):
+        with untouched(self._parts.root, device=self._options.device):
             return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 
     @property
@@ -182,26 +172,26 @@ class Verifier:
     ) -> str | None:
         loss_fn = plain.loss_fn
         assert callable(loss_fn)
-        plain.load(weights, self._settings.device)
+        plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
         for name, (_, after) in moved.items():
             buffers[name] = after
         piped = replace(piped, buffers={name: value for name, value in buffers.items() if self._is_compared(name)})
         plain.follow(is_divided=self._regions is not None)
         microbatches = self._microbatches(batches)
-        last, mine = self._schedule.owners[-1], set(self._place.local_ranks)  # it evaluates its own microbatches
+        last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
         group_size = self._schedule.group_size // self._schedule.num_slices
         share = share_of_sum(loss_fn, group_size)
-        with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
+        with untouched(plain.root, device=self._options.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
             entering = watch.entering(self._parts.entering)
-            evaluated = [one for one in microbatches if last[one.number % len(last)] in mine]
-            columns = plain.evaluate(evaluated, self._seeder, entering=entering, step=step)
-            outputs = _each(self._evaluation.join(columns, like=evaluated[0].arguments))
+            evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
+            columns = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
+            outputs = _each(self._evaluation.join(columns, like=evaluated[0][1].arguments))
             outcome = plain.run(
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
-                self._seeder,
+                self._run.seeder,
                 entering=entering,
                 step=step,
                 group_size=group_size,
@@ -224,22 +214,18 @@ class Verifier:
         plain.unload()
         return difference
 
-    def _microbatches(self, batches: Sequence[Given]) -> list[Microbatch]:
-        """All microbatches, in order: microbatch j of data replica q is number j D + q."""
-        own, device = self._schedule.num_microbatches // len(batches), self._settings.device
-        found = []
-        loss = self._settings.model_loss
+    def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
+        """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
+        own, device = self._schedule.num_microbatches // len(batches), self._options.device
+        found: list[tuple[int, Given]] = []
+        loss = self._options.model_loss
         for replica, given in enumerate(batches):
             parts = given.copied().on(device).cut(own)
-            microbatches = [part.arguments for part in parts]
-            targets: Sequence[object] = [part.target for part in parts]
             if loss is not None:
-                targets = loss.weigh(microbatches)
-            found += [
-                Microbatch(arguments=microbatch, target=target, number=j * len(batches) + replica)
-                for j, (microbatch, target) in enumerate(zip(microbatches, targets, strict=True))
-            ]
-        return sorted(found, key=lambda one: one.number)
+                weights = loss.weigh([part.arguments for part in parts])
+                parts = [replace(part, target=weight) for part, weight in zip(parts, weights, strict=True)]
+            found += [(j * len(batches) + replica, part) for j, part in enumerate(parts)]
+        return sorted(found, key=lambda one: one[0])
 
     def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
         """The batch's loss, and the gradients of this process's parameters, with no update made."""
@@ -268,9 +254,9 @@ class Verifier:
         result = next(result for result in reversed(results) if result.loss_step == step)
         assert result.loss is not None
         if self._update.shards.parts:
-            with self._guard.together():
+            with self._run.guard.together():
                 taken = self._update.shards.whole_gradients(taken)
-        limit = self._settings.max_grad_norm
+        limit = self._options.max_grad_norm
         if limit is not None and result.grad_norm is not None:
             factor = clip_factor(norm=result.grad_norm, max_norm=limit)
             taken = {name: None if g is None else g / factor for name, g in taken.items()}
@@ -322,7 +308,7 @@ class Verifier:
 
     def _gather_batches(self, given: Given) -> list[Given]:
         """By data replica, what its last stage was passed."""
-        mine, count = self._place.replica
+        mine, count = self._run.layout.place.replica
         if count == 1:
             return [given]
         speaks = self._schedule.num_stages - 1 in self._run.local_stages
@@ -357,7 +343,7 @@ class Verifier:
         codecs = self._run.codecs
         try:
             exact = nullcontext() if codecs is None else codecs.paused()
-            with untouched(self._parts.root, device=self._settings.device), exact:
+            with untouched(self._parts.root, device=self._options.device), exact:
                 yield
         finally:
             training.restart(step)

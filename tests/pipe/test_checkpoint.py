@@ -385,7 +385,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
 def test_a_checkpoint_without_optimizer_is_told(tmp_path: Path) -> None:
     """To go on with a new one in silence would be another training."""
     pipe = make("1f1b", 2)
-    plain(pipe._building._options.model).save(tmp_path / "c")  # type: ignore[arg-type]
+    plain(pipe._building.options.model).save(tmp_path / "c")  # type: ignore[arg-type]
     refused(tmp_path / "c", r"has no optimizer state of \['0.bias', .*: expected one saved with an optimizer")
 
 

@@ -207,7 +207,7 @@ def test_a_hook_that_a_compiled_unit_would_not_see_is_refused() -> None:
     seen: list[str] = []
     pipe = made(chain, compile={"backend": "eager"})
     pipe.train_step(x, y)
-    model = pipe._building._options.model
+    model = pipe._building.options.model
     assert isinstance(model, nn.Sequential)
     model[1].register_forward_hook(lambda *_: seen.append("unit"))
     pipe.train_step(x, y)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.inside import TensorAxis
+from support.inside import peers_in_parts
 from support.pool import Pool
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
 from torch import Tensor, nn
@@ -253,13 +253,13 @@ class Hosts:
 
 def test_parts_go_between_hosts() -> None:
     place = MeshPlace(world=World(rank=0, size=8), mesh=ProcessMesh(pipe=4, tensor=2))
-    peers = partial(TensorAxis(parallel={}).peers_in_parts, place)
+    peers = partial(peers_in_parts, "auto", place)
     assert peers(Hosts(["a"] * 4 + ["b"] * 4)) == {2, 3}  # type: ignore[arg-type]
     assert peers(Hosts(["a", "a", "b", "b", "b", "c", "c", "c"])) == {1, 3}  # type: ignore[arg-type]
     assert peers(Hosts(["a", "b"] * 4)) == frozenset()  # type: ignore[arg-type]
-    assert TensorAxis(parallel={}, sends="parts").peers_in_parts(place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
+    assert peers_in_parts("parts", place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sends='half': expected one of 'auto', 'parts', 'whole'"):
-        TensorAxis(sends="half")
+        make_pipe(make_model(), tensor_sends="half")
 
 
 def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], tuple[int, ...]]:

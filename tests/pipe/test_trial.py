@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import Arguments, Given, Settings, Trials, auto, named, to_try, trial
+from support.inside import Arguments, Given, Options, Trials, auto, named, to_try, trial
 from support.inside import simulated_simulated as simulated
 from support.records import records
 from support.trials import BATCH, WIDTH, Draws, fails, make_batch, make_loss, make_model, make_pipe, profiled, seen
@@ -29,7 +29,7 @@ from stagewright.schedules import Costs, Op
 CPU = torch.device("cpu")
 
 
-def make_settings(**options: Any) -> Settings:
+def make_options(**options: Any) -> Options:
     given: dict[str, Any] = {
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -40,7 +40,7 @@ def make_settings(**options: Any) -> Settings:
         "device": CPU,
         "timeout": 120.0,
     }
-    return Settings(**(given | options))
+    return Options(**(given | options))
 
 
 def given() -> Given:
@@ -65,7 +65,7 @@ def try_them(model: nn.Module, found: list[Plan], batch: Given | None = None, **
     world = join_world(device=CPU, timeout=120.0)
     collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=120.0)
     try:
-        return Trials(model, world, make_settings(**options), collectives).best(found, batch or given())
+        return Trials(make_options(model=model, **options), world, collectives).best(found, batch or given())
     finally:
         collectives.close()
 

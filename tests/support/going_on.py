@@ -172,7 +172,7 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
             seen = max(int(b) for name, b in run.state_dict().items() if name.endswith("seen"))
             log.write(json.dumps([step, loss, time.time() - started, time.time(), seen]) + "\n")
             if "LIMIT" in os.environ:  # from the next forming on, when all have started
-                object.__setattr__(run._settings, "timeout", float(limit))
+                object.__setattr__(run._building.options, "timeout", float(limit))
                 run._building._members._timeout = float(limit)  # type: ignore[union-attr]
         log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")
 

@@ -1,0 +1,256 @@
+"""Updates as a rank's worker meets them within a program: losses, sums of gradients, collectives.
+
+last forward of a group that runs here -> summary -> LOSS to every rank -> the same total on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ...comm import TensorSpec
+from ...partition.model.forms import Tensors
+from ...partition.profiler.clock import Stamp
+from ...schedules import Action, Collective, Message, Op, Schedule
+from ...schedules.program import GroupStep
+from ..batch.batches import (
+    LOWER_OR_CLIP,
+    NO_UPDATE,
+    SUMMARY_SIZE,
+    Batch,
+    GroupLoss,
+    combine_summaries,
+    read_loss_summary,
+    summarize_losses,
+)
+from ..batch.checksum import UNKNOWN, Identity
+from ..stage.stage import LossValue
+from .loss_scale import LossScale
+from .shards import Shards
+from .shared_sums import SharedSum
+
+
+class UpdateGate:
+    """Stands in front of everything in a pipeline that writes weights or optimizer state; open at first."""
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[], None]] = []
+
+    def hold(self, wait: Callable[[], None]) -> None:
+        """The next one to pass calls `wait` first, behind those of before."""
+        self._waits.append(wait)
+
+    def enter(self) -> None:
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
+
+class RankUpdate:
+    """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage. Under a
+    flush, sums of gradients that other processes hold, too.
+
+    Each data replica weighs its samples as if the others had as many. How many they have they tell each other when the
+    batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
+
+    Arguments:
+        sums: none where ranks that share gradients do not add them up now.
+        option_numbers: of the optimizers of this process, see `SharedSum.begin`.
+        replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
+
+    Attributes:
+        batches: under way, by number: microbatches number * M, number * M + 1, ...
+        behind: by the last backward of a stage, the sum right behind it.
+        loss_scale: None: losses are not scaled, and must be finite.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        shards: Shards,
+        loss_scale: LossScale | None = None,
+        *,
+        sums: Mapping[Collective, Sequence[SharedSum]] | None = None,
+        option_numbers: Callable[[], Mapping[int, int]] = dict,
+        replicas: Sequence[int] = (),
+    ) -> None:
+        self.loss_scale = loss_scale
+        self.shards = shards
+        self.sums = sums or {}
+        self.replicas = replicas
+        self.behind: Mapping[Action, Collective] = {}
+        self._read_options = option_numbers
+        self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was through
+        # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
+        self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
+        self._factor = 1.0
+        self._numbers: Mapping[int, int] | None = None
+        self.batches: dict[int, Batch] = {}
+        self._rank = rank
+        self._batch_indices = schedule.batch_indices
+        self._group_size = schedule.group_size
+        self._own: dict[int, dict[int, LossValue]] = {}
+        self._summaries: dict[int, dict[int, torch.Tensor]] = {}
+        last, size = schedule.num_stages - 1, schedule.group_size
+        self._last_owners = schedule.owners[last]
+        self._num_own = [  # microbatches of each group of a batch whose last forward runs here
+            sum(schedule.owner(last, k) == rank for k in range(begin, begin + size))
+            for begin in range(0, schedule.batch_indices, size)
+        ]
+
+    def enter(self, batch: Batch) -> None:
+        """The one batch, whose program counts from microbatch 0."""
+        self.drop()
+        self.batches[0] = batch
+        self._factor, self._numbers = 1.0, None
+        if self.sums and self.replicas:
+            number, count = batch.replica
+            own = sum(part.size for part in batch.parts[number::count])
+            collectives, what = self.shards.collectives, "counting the samples of all data replicas"
+            samples = torch.tensor([own], dtype=torch.float64, device=collectives.device)
+            self._samples = samples, collectives.begin_all_reduce(samples, what=what, ranks=self.replicas)
+
+    def version(self, stage: int, index: int) -> int:
+        return 0
+
+    def scale_of(self, group: int) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def begin(self, collective: Collective) -> None:
+        """The program has come to what ranks of several processes do together: it goes on beside compute.
+
+        Weights come and go; or the backwards that make some gradients are through on this rank.
+        """
+        if collective.op is not Op.REDUCE_GRAD:
+            self.shards.begin(collective)
+            return
+        if not self.sums[collective]:  # others hold them, and agree later
+            return
+        self._count_samples()
+        if self._numbers is None:
+            self._numbers = self._read_options()
+        stamp = self.shards.recorder.clock.stamp
+        stamps = self._begun[collective] = [stamp()]
+        for each in self.sums[collective]:
+            each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
+
+    def beside(self, action: Action) -> AbstractContextManager[None]:
+        """Around a backward: what of the update goes on beside it, see `SharedSum.beside`.
+
+        Where there are two sums, their order would be that of the gradients.
+        """
+        sums = self.sums.get(self.behind[action], ()) if action in self.behind else ()
+        if len(sums) != 1:
+            return nullcontext()
+        self._count_samples()
+        return sums[0].beside(self._factor)
+
+    def settle(self) -> None:
+        """Block until what was begun is through: the program is."""
+        self._count_samples()
+        for collective, stamps in self._begun.items():
+            for each in self.sums[collective]:
+                each.wait()
+            recorder = self.shards.recorder
+            end = stamps[-1] if len(stamps) > 1 else recorder.clock.stamp()
+            recorder.collective(collective, stamps[0], end)
+        if self.shards.apart:
+            self.shards.settle()
+
+    def finish_sums(self) -> set[str]:
+        present = {name for collective in self._begun for each in self.sums[collective] for name in each.finish()}
+        self._begun.clear()
+        return present
+
+    def _count_samples(self) -> None:
+        if self._samples is not None:
+            samples, wait = self._samples
+            wait()
+            self._samples = None
+            self._factor = self.batches[0].num_items / float(samples)
+
+    def finish(self, step: GroupStep) -> None:
+        raise AssertionError(f"{step} in a program without updates")
+
+    def step(self, stage: int, index: int) -> None:
+        raise AssertionError(f"an update of stage {stage} in a program without updates")
+
+    def note_loss(self, index: int, loss: LossValue) -> None:
+        """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
+        number, k = divmod(index, self._batch_indices)
+        group, within = index // self._group_size, k // self._group_size
+        losses = self._own.setdefault(group, {})
+        losses[k] = loss
+        if len(losses) == self._num_own[within]:
+            summary = summarize_losses(losses, self.batches[number], group=within)
+            self._summaries.setdefault(group, {})[self._rank] = summary
+
+    def loss_gradient(self, index: int) -> torch.Tensor:
+        number, k = divmod(index, self._batch_indices)
+        batch = self.batches[number]
+        value, count = self._own[index // self._group_size][k]
+        # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
+        weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
+        return torch.full_like(value, weight * self.scale_of(index // self._group_size))
+
+    def specs(self, message: Message) -> list[TensorSpec]:
+        return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
+
+    def put(self, message: Message, tensors: Tensors) -> None:
+        """Such a message arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
+        batch = self.batches[message.index * self._group_size // self._batch_indices]
+        self._compare_batches(batch, message.src, tensors[0])
+        self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
+
+    def take(self, message: Message) -> Tensors:
+        return (self._summaries[message.index][self._rank],)
+
+    def total(self, group: int, *, among: Collection[int] | None = None) -> tuple[GroupLoss, float]:
+        """The loss of a group, and what its gradients must be multiplied with.
+
+        Arguments:
+            among: ranks whose losses alone the gradients are of; None: all.
+
+        Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
+        cannot be divided by.
+        """
+        number, within = divmod(group * self._group_size, self._batch_indices)
+        batch = self.batches[number]
+        summaries = self._summaries[group]
+        combined = combine_summaries([summaries[rank] for rank in sorted(summaries) if among is None or rank in among])
+        outcome, advice = self._after_bad_loss(group)
+        loss = read_loss_summary(
+            combined, step=batch.step, must_be_finite=self.loss_scale is None, outcome=outcome, advice=advice
+        )
+        return loss, loss.scale(batch.group_items(within // self._group_size))
+
+    def _after_bad_loss(self, group: int) -> tuple[str, str]:
+        """Updates that were made where the loss of this group is not finite, and what to do then, for people."""
+        return NO_UPDATE, LOWER_OR_CLIP
+
+    def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
+        """Compare the call of a rank of the last stage with this rank's; data replicas have batches of their own."""
+        own, (replica, num_replicas) = batch.identity, batch.replica
+        if own.number == UNKNOWN:  # of one process, which need not wait for its device
+            return
+        its = Identity(*summary[-len(own) :].tolist())
+        if self._last_owners.index(rank) % num_replicas != replica:
+            its = Identity(*its[:2])
+        own.refuse_other(its, step=batch.step, name=f"rank {self._rank}", its_name=f"rank {rank}")
+
+    def forget(self, group: int) -> None:
+        self._own.pop(group, None)
+        self._summaries.pop(group, None)
+
+    def drop(self) -> None:
+        self.batches.clear()
+        self._own.clear()
+        self._summaries.clear()
+        self._begun.clear()
+        self._samples = None
+        for sums in self.sums.values():
+            for each in sums:
+                each.drop()
