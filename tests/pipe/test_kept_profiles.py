@@ -6,7 +6,6 @@ import copy
 import importlib
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.commands import Done, run_forked
 from support.inside import AutoLayout, keep, profile_key
 from support.pool import Pool
 from torch import nn
@@ -178,35 +178,31 @@ pipe.train_step(torch.ones(2, 4), torch.ones(2, 4))
 """
 
 
+def run_script(folder: Path, code: str, *, hashes: int) -> Done:
+    """A script of its own in a process of its own."""
+    for name, text in {**FILES, "script": f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"}.items():
+        if not (folder / f"{name}.py").exists():  # or its bytecode would be stale
+            (folder / f"{name}.py").write_text(text)
+    environment = {"STAGEWRIGHT_CACHE": str(folder / "cache")}
+    (done,) = run_forked([str(folder / "script.py")], num_ranks=None, environment=environment, hashes=hashes)
+    assert not done.status, done.stderr
+    return done
+
+
 def test_another_process_finds_what_the_first_kept(tmp_path: Path) -> None:
-    """The real thing: a script of its own, twice, in processes with other hash seeds."""
-    for name, code in {**FILES, "script": SCRIPT}.items():
-        (tmp_path / f"{name}.py").write_text(code)
-    told = [
-        subprocess.run(
-            [sys.executable, "script.py"], cwd=tmp_path, check=True, text=True, capture_output=True,
-            env=os.environ | {"PYTHONHASHSEED": seed, "STAGEWRIGHT_CACHE": str(tmp_path / "cache")},
-        ).stderr
-        for seed in ("1", "2")
-    ]  # fmt: skip
+    """The real thing: a script, twice, in processes with other hash seeds."""
+    told = [run_script(tmp_path, SCRIPT, hashes=hashes).stderr for hashes in (0, 1)]
     assert "kept for the next run in" in told[0], told
     assert "kept from" in told[1], told
     assert "kept for the next run in" not in told[1], told
 
 
 def test_another_process_with_other_hashes_finds_the_same(tmp_path: Path) -> None:
-    for name, code in FILES.items():
-        (tmp_path / f"{name}.py").write_text(code)
     code = "import kept_layer; from stagewright.partition.model.fingerprint import lasting_digest as d; "
-    (tmp_path / "script.py").write_text(code + "print(d(kept_layer.Layer(), kept_layer.Layer, 3))")
-    keys = {
-        subprocess.run(
-            [sys.executable, "script.py"], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=tmp_path, check=True,
-            text=True, stdout=subprocess.PIPE,
-        ).stdout
-        for seed in ("1", "2", "2")
-    }  # fmt: skip
-    assert len(keys) == 1  # the second from bytecode that the first has left
+    code += "print(hash('a'), d(kept_layer.Layer(), kept_layer.Layer, 3))"
+    told = [run_script(tmp_path, code, hashes=hashes).stdout.split() for hashes in (0, 1, 1)]
+    assert told[0][0] != told[1][0] == told[2][0]
+    assert len({key for _, key in told}) == 1  # the last from bytecode that the one before has left
 
 
 def test_code_in_no_file_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
