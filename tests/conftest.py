@@ -64,11 +64,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def unverified() -> None:
-    """Pipelines of tests verify no first batch unless they ask for it, as those of gloo workers."""
-    from support.pool_worker import leave_unverified
+def without_what_few_look_at() -> None:
+    """Pipelines of tests, as those of gloo workers, verify no first batch unless they ask for it, and the like."""
+    from support.pool_worker import leave_out_what_few_look_at
 
-    leave_unverified()
+    leave_out_what_few_look_at()
 
 
 @pytest.fixture(scope="session")

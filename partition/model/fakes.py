@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from .forms import Arguments
-from .memory import Operations
+from .memory import Operations, carried_out
 from .modes import uncompiled
 from .untouched import Places, untouched
 
@@ -52,7 +52,7 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if given.get("training", given.get("train", False)):
                 statistics.update(id(given[name]) for name in _STATISTICS if given.get(name) is not None)
-        return function(*args, **kwargs)
+        return carried_out(function, args, kwargs)
 
     # It sees each operation, and takes a sixth of its time. What wants a gradient is never a statistic.
     has_statistics = any(not fake.requires_grad for fake in fakes.values())

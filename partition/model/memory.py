@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -48,6 +49,17 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._through(func, args, kwargs or {})
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
+def carried_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operation gives; on which device a fake tensor is, which two of three ask, from itself at once instead of
+    through all modes that are on."""
+    if operator is _DEVICE and type(args[0]) is FakeTensor:
+        return FakeTensor.__torch_dispatch__(operator, (FakeTensor,), args)
+    return operator(*args, **kwargs)
+
+
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Tensors that an operation writes into, as its schema says."""
     for i, name in _written_arguments(operator):
@@ -67,7 +79,7 @@ def noting_writes() -> Iterator[set[object]]:
 
     def note(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         memories.update(map(memory_of, written(operator, args, kwargs)))
-        return operator(*args, **kwargs)
+        return carried_out(operator, args, kwargs)
 
     with Operations(note):
         yield memories

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -45,6 +46,7 @@ def is_ours(filename: str) -> bool:
     return os.path.abspath(filename).startswith(_OURS)
 
 
+@cache  # asked of each frame around each call that is recorded
 def is_users(filename: str) -> bool:
     path = os.path.abspath(filename)
     return not (filename.startswith("<") or path.startswith(_NOT_THE_USERS) or _is_standard_library(path))

@@ -6,7 +6,6 @@ import copy
 import importlib
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.commands import Done, run_forked
 from support.inside import AutoLayout, keep, profile_key
 from support.pool import Pool
 from torch import nn
@@ -178,35 +178,31 @@ pipe.train_step(torch.ones(2, 4), torch.ones(2, 4))
 """
 
 
+def run_script(folder: Path, code: str, *, hashes: int) -> Done:
+    """A script of its own in a process of its own."""
+    for name, text in {**FILES, "script": f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"}.items():
+        if not (folder / f"{name}.py").exists():  # or its bytecode would be stale
+            (folder / f"{name}.py").write_text(text)
+    environment = {"STAGEWRIGHT_CACHE": str(folder / "cache")}
+    (done,) = run_forked([str(folder / "script.py")], num_ranks=None, environment=environment, hashes=hashes)
+    assert not done.status, done.stderr
+    return done
+
+
 def test_another_process_finds_what_the_first_kept(tmp_path: Path) -> None:
-    """The real thing: a script of its own, twice, in processes with other hash seeds."""
-    for name, code in {**FILES, "script": SCRIPT}.items():
-        (tmp_path / f"{name}.py").write_text(code)
-    told = [
-        subprocess.run(
-            [sys.executable, "script.py"], cwd=tmp_path, check=True, text=True, capture_output=True,
-            env=os.environ | {"PYTHONHASHSEED": seed, "STAGEWRIGHT_CACHE": str(tmp_path / "cache")},
-        ).stderr
-        for seed in ("1", "2")
-    ]  # fmt: skip
+    """The real thing: a script, twice, in processes with other hash seeds."""
+    told = [run_script(tmp_path, SCRIPT, hashes=hashes).stderr for hashes in (0, 1)]
     assert "kept for the next run in" in told[0], told
     assert "kept from" in told[1], told
     assert "kept for the next run in" not in told[1], told
 
 
 def test_another_process_with_other_hashes_finds_the_same(tmp_path: Path) -> None:
-    for name, code in FILES.items():
-        (tmp_path / f"{name}.py").write_text(code)
     code = "import kept_layer; from stagewright.partition.model.fingerprint import lasting_digest as d; "
-    (tmp_path / "script.py").write_text(code + "print(d(kept_layer.Layer(), kept_layer.Layer, 3))")
-    keys = {
-        subprocess.run(
-            [sys.executable, "script.py"], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=tmp_path, check=True,
-            text=True, stdout=subprocess.PIPE,
-        ).stdout
-        for seed in ("1", "2", "2")
-    }  # fmt: skip
-    assert len(keys) == 1  # the second from bytecode that the first has left
+    code += "print(hash('a'), d(kept_layer.Layer(), kept_layer.Layer, 3))"
+    told = [run_script(tmp_path, code, hashes=hashes).stdout.split() for hashes in (0, 1, 1)]
+    assert told[0][0] != told[1][0] == told[2][0]
+    assert len({key for _, key in told}) == 1  # the last from bytecode that the one before has left
 
 
 def test_code_in_no_file_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,21 +252,21 @@ def test_a_second_run_takes_what_the_first_has_measured(gloo: Pool, tmp_path: Pa
     assert [times for _, times, _ in gloo.run(trained, ranks=2, args=("off",))] == [1, 1]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "profile of another version", "\udcff"])
-def test_a_foreign_file_is_measured_again(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreign_file_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="stagewright"):
         assert trained(str(tmp_path))[1] == 1
         assert f"kept for the next run in {tmp_path}" in caplog.text
         assert trained(str(tmp_path))[1] == 0
         assert f"in {tmp_path} (STAGEWRIGHT_CACHE=off in front of the command measures again)" in caplog.text
         (path,) = tmp_path.iterdir()
-        whole = path.read_text()
-        path.write_bytes(text.encode("utf-8", "surrogateescape"))
-        assert trained(str(tmp_path))[1] == 1
-        changed = json.loads(whole)
-        changed["measured"][0][1] = changed["measured"][0][1].replace("forward_seconds", "forward_days")
-        path.write_text(json.dumps(changed))
-        assert trained(str(tmp_path))[1] == 1
+        for text in ("", "{", "[]", '{"format": 1}', "profile of another version", "\udcff", "other figures"):
+            changed = json.loads(path.read_text())  # what was kept behind the last one
+            if text == "other figures":
+                changed["measured"][0][1] = changed["measured"][0][1].replace("forward_seconds", "forward_days")
+                text = json.dumps(changed)
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))
+            assert trained(str(tmp_path))[1] == 1, text
+    assert trained(str(tmp_path))[1] == 0
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 

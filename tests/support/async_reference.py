@@ -42,7 +42,7 @@ class AsyncCase:
     update_every: microbatches; only under pipedream and paci.
     warmup: only under 2bw; it changes no number.
     replicas: under 2bw and 1f1b they change no number; under paci, when which update is there.
-    sizes: samples of each batch.
+    sizes: samples of each batch; most numbers of microbatches divide 12: stages are inferred for each size of one.
     flush_first: batches that have a flush behind each update.
     flushes, evals: the batches behind which the pipeline is flushed, or evaluated (which drains it too).
     as_stages: the stages are given one by one.
@@ -57,7 +57,7 @@ class AsyncCase:
     vertical_sync: bool = False
     warmup: str | tuple[int, ...] = "plain"
     replicas: tuple[int, ...] | None = None
-    sizes: tuple[int, ...] = (11,) * 6
+    sizes: tuple[int, ...] = (12,) * 6
     flush_first: int = 0
     flushes: tuple[int, ...] = ()
     evals: tuple[int, ...] = ()

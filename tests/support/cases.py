@@ -31,7 +31,8 @@ ADAM_TOLERANCE = 1e-10
 class Case:
     """A training run, whatever it runs on.
 
-    sizes: samples of each training call's batch; None: four calls of the task's batch size.
+    sizes: samples of each training call's batch; None: four calls of the task's batch size. A traced model's is made a
+        multiple of num_microbatches: it is recorded anew for each size of a microbatch, most of a run's time.
     frozen: prefixes of the parameters with requires_grad False.
     num_stages: only for tasks of kind "stages".
     """
@@ -48,7 +49,10 @@ class Case:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        return self.sizes or (TASKS[self.task].batch_size,) * 4
+        task, count = TASKS[self.task], self.num_microbatches
+        if self.sizes is None and task.kind == "traced":
+            return (task.batch_size // count * count,) * 4
+        return self.sizes or (task.batch_size,) * 4
 
     @property
     def is_exact(self) -> bool:

@@ -75,10 +75,10 @@ def launch_forked(
 
 
 def run_forked(
-    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None
+    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None, hashes: int = 0
 ) -> list[Done]:
     """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left."""
-    ranks = start_forked(words, num_ranks=num_ranks, environment=environment)
+    ranks = start_forked(words, num_ranks=num_ranks, environment=environment, hashes=hashes)
     done: dict[int, Done] = {}
     deadline = time.monotonic() + _TIMEOUT
     try:
@@ -101,12 +101,13 @@ def run_forked(
 
 
 def start_forked(
-    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None
+    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None, hashes: int = 0
 ) -> list[ForkedRank]:
     """`python -m WORDS` once a rank, in the current folder; `python WORDS` where the first is a file.
 
     Arguments:
         num_ranks: that a launcher starts; None: one process that none has started.
+        hashes: 0 or 1; strings hash otherwise in a process that has the other one.
     """
     from torch.distributed import TCPStore
 
@@ -123,7 +124,7 @@ def start_forked(
         descriptor, log = tempfile.mkstemp(prefix=f"stagewright-rank-{rank}-", suffix=".log")
         os.close(descriptor)
         process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables, log))
-        start_rank(process, rank)
+        start_rank(process, rank + hashes)
         theirs.close()
         ranks.append(ForkedRank(process, ours, store, Path(log)))
     return ranks

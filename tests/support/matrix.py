@@ -45,8 +45,10 @@ def all_layouts(*, ranks: Sequence[int]) -> list[Layout]:
 
 
 def cover(*, ranks: Sequence[int]) -> list[Any]:
-    """pytest parameters (case, layout) in which every two of task, schedule, P, V, M and recompute meet."""
-    return [_parameter(row["task"], row) for row in _rows(ranks, task=list(TASKS))]
+    """pytest parameters (case, layout) in which every two of task, schedule, P, V, M and recompute meet, where
+    microbatches of a batch differ in size."""
+    rows = _rows(ranks, task=list(TASKS))
+    return [_parameter(row["task"], row, sizes=(TASKS[row["task"]].batch_size,) * 4) for row in rows]
 
 
 def sample(*, ranks: Sequence[int], times: int = 2) -> list[Any]:
@@ -68,7 +70,7 @@ def _rows(ranks: Sequence[int], **more: Sequence[Any]) -> list[Row]:
     )
 
 
-def _parameter(task: str, row: Row) -> Any:
+def _parameter(task: str, row: Row, **options: Any) -> Any:
     layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=row["recompute"])
-    case = make_case(task, layout, row["microbatches"])
+    case = make_case(task, layout, row["microbatches"], **options)
     return pytest.param(case, layout, id=f"{task}-{layout}-M{row['microbatches']}")

@@ -251,7 +251,8 @@ class ForwardRecorder:
     def _make(self, *args: Any, **options: Any) -> Any:
         self._is_busy = True
         try:
-            return self._make_busy(*args, **options)
+            with self._reads.paused():
+                return self._make_busy(*args, **options)
         finally:
             self._is_busy = False
 

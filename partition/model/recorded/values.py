@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ..memory import Operations, memory_of
+from ..memory import Operations, carried_out, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
 from .intercept import RefusedError
@@ -204,7 +204,7 @@ class Owners:
             for leaf in _leaves(function, (args, kwargs)):
                 if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
                     self._look_at(leaf, unit)
-        result = function(*args, **kwargs)
+        result = carried_out(function, args, kwargs)
         for leaf in _leaves(function, result):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._owner:
                 self._owner[id(leaf)] = _GLUE if unit is None else unit
