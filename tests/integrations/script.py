@@ -1,11 +1,12 @@
-"""A plain script of transformers' Trainer: `script.py plain|pipe FOLDER '{"resume": ..., "pipeline": {...}, ...}'`.
+"""A plain script of transformers' Trainer: `script.py plain|pipe FOLDER '{CASE: {"pipeline": {...}, ...}, ...}'`.
 
-Of the options, those in `OWN` are its own; all others are TrainingArguments. A list of such options runs one after the
-other, in FOLDER/0, FOLDER/1 and so on; what is refused leaves its words as the history.
+Of a case's options, those in `OWN` are its own; all others are TrainingArguments. Cases run one after the other, each
+in FOLDER/CASE; what is refused leaves its words as the history.
 """
 
 import json
 import math
+import os
 import sys
 from typing import Any
 
@@ -116,7 +117,7 @@ def make_model(kind: str, attributes: dict[str, Any]) -> Any:
     none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     model: Any
     if kind == "gpt2":
-        sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
+        sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
         model = GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=1, eos_token_id=2))
         model.loss_type = "ForCausalLM"  # without it, Trainer divides the loss by the first labels, too
     else:
@@ -181,14 +182,11 @@ def run(kind: str, folder: str, options: dict[str, Any]) -> None:
 
 def main() -> None:
     kind, folder, text = sys.argv[1:]
-    options = json.loads(text)
-    if not isinstance(options, list):
-        run(kind, folder, options)
-        return
-    for number, each in enumerate(options):
-        place = f"{folder}/{number}"
+    for name, options in json.loads(text).items():
+        place = f"{folder}/{name}"
+        os.makedirs(place, exist_ok=True)
         try:
-            run(kind, place, each)
+            run(kind, place, options)
         except ValueError as error:
             with open(f"{place}/history.json", "w") as file:
                 json.dump(str(error), file)

@@ -34,21 +34,18 @@ TIMES = ("runtime", "per_second", "preparation_time")
 History = list[dict[str, float]]
 
 
-def start(folder: Path, options: object, *, num_ranks: int | None, kind: str = "pipe") -> None:
-    words = [str(SCRIPT), "plain" if num_ranks is None else kind, str(folder), json.dumps(options)]
+def start(folder: Path, cases: object, *, num_ranks: int | None, kind: str = "pipe") -> Path:
+    """Cases one after the other in the same processes: to load transformers takes each of these seconds."""
+    words = [str(SCRIPT), "plain" if num_ranks is None else kind, str(folder), json.dumps(cases)]
     done = run_forked(words, num_ranks=num_ranks)
     assert not any(each.status for each in done), "\n".join(each.stderr[-3000:] for each in done)
+    return folder
 
 
 def read(folder: Path) -> History:
     history: History = json.loads((folder / "history.json").read_text())
     assert isinstance(history, list), history
     return [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in history]
-
-
-def script(folder: Path, *, num_ranks: int | None, kind: str = "pipe", **options: Any) -> History:
-    start(folder, options, num_ranks=num_ranks, kind=kind)
-    return read(folder)
 
 
 def assert_same(found: History, expected: History, tolerance: float = TOLERANCE) -> None:
@@ -58,61 +55,22 @@ def assert_same(found: History, expected: History, tolerance: float = TOLERANCE)
             assert math.isclose(row[name], value, rel_tol=tolerance, abs_tol=tolerance), (name, row, other)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> History:
-    return script(tmp_path_factory.mktemp("plain"), num_ranks=None)
-
-
-def test_four_ranks_log_evaluate_save_and_resume_as_one_process(tmp_path: Path, plain: History) -> None:
-    found = script(tmp_path, num_ranks=4)
-    assert_same(found, plain)
-    weights = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "final").state_dict()
-    last = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-15").state_dict()
-    assert all((weights[name] == last[name]).all() for name in weights)
-    shutil.rmtree(tmp_path / "checkpoint-15")
-    resumed = script(tmp_path, num_ranks=4, resume=True)
-    behind = [row for row in found if row["step"] > 10 and "train_loss" not in row]
-    assert_same([row for row in resumed if row["step"] > 10 and "train_loss" not in row], behind)
-
-
-def test_data_replicas_read_their_own_share_and_resume(tmp_path: Path, plain: History) -> None:
-    options = {"gradient_accumulation_steps": 2, "pipeline": {"mesh": {"pipe": 2, "data": 2}}}
-    found = script(tmp_path, num_ranks=4, **options)
-    assert_same(found, plain)
-    shutil.rmtree(tmp_path / "checkpoint-15")
-    resumed = script(tmp_path, num_ranks=4, resume=True, **options)
-    behind = [row for row in found if row["step"] > 10 and "train_loss" not in row]
-    assert_same([row for row in resumed if row["step"] > 10 and "train_loss" not in row], behind)
-
-
-def test_data_replicas_share_an_uneven_end_of_an_epoch_as_trainers_processes_do(tmp_path: Path) -> None:
-    # 69 rows: Trainer gives the last batch, of one row, to one process, and fills it up from the epoch's start.
-    options = {"rows": 69, "lengths": True, "gradient_accumulation_steps": 2, "stop": 9, "num_train_epochs": 2}
-    options |= {"include_num_input_tokens_seen": "non_padding", "eval_strategy": "no"}
-    expected = script(tmp_path / "plain", num_ranks=2, kind="plain", ddp_find_unused_parameters=False, **options)
-    found = script(tmp_path / "pipe", num_ranks=4, **options, pipeline={"mesh": {"pipe": 2, "data": 2}})
-    assert_same(found, expected)
-    states = [
-        json.loads((tmp_path / kind / "checkpoint-5/trainer_state.json").read_text()) for kind in ("plain", "pipe")
-    ]
-    assert states[0]["total_flos"] == states[1]["total_flos"]
-
-
-def test_padded_batches_and_the_best_model(tmp_path: Path) -> None:
-    options = {"lengths": True, "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 2}
-    expected = script(tmp_path / "plain", num_ranks=None, **options)
-    assert_same(script(tmp_path / "pipe", num_ranks=2, **options, pipeline={"schedule": "zb-h1"}), expected)
-
-
 SHORT = {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
 MEAN = {"accepts_loss_kwargs": False}  # of batches, in models that pass over num_items_in_batch
-LIKE_PLAIN: list[dict[str, Any]] = [
-    {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "pipeline": {"schedule": "plan.json"}},
-    {"max_steps": 2, "bf16": True, "lengths": True},
-    {"rows": 33, "eval_on_start": True},  # the last step has one row, in four microbatches
-    {"rows": 38, "model": "classes", "set": MEAN, "eval_strategy": "epoch"},  # ... batches of four and two
-    {"rows": 38, "own": True, "save_strategy": "epoch"},
-]
+# 69 rows: Trainer gives the last batch, of one row, to one process, and fills it up from the epoch's start.
+UNEVEN = {"rows": 69, "lengths": True, "gradient_accumulation_steps": 2, "stop": 9, "num_train_epochs": 2}
+UNEVEN |= {"include_num_input_tokens_seen": "non_padding", "eval_strategy": "no"}
+UNVERIFIED = {"verify": False}  # the case that verifies its first batch is "whole"
+REPLICAS = {"pipeline": UNVERIFIED | {"mesh": {"pipe": 2, "data": 2}}, "gradient_accumulation_steps": 2}
+TENSOR = {"mesh": {"pipe": 2, "tensor": 2, "tensor_parallel": "auto"}}
+PLAIN: dict[str, dict[str, Any]] = {  # and on two ranks
+    "padded": {"lengths": True, "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 2},
+    "plan": SHORT | {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "bf16": SHORT | {"max_steps": 2, "bf16": True, "lengths": True},
+    "one row": SHORT | {"rows": 33, "eval_on_start": True},  # in the last step, in four microbatches
+    "uneven": SHORT | {"rows": 38, "model": "classes", "set": MEAN, "eval_strategy": "epoch"},  # batches of 4 and 2
+    "own": SHORT | {"rows": 38, "own": True, "save_strategy": "epoch"},
+}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (
         r"num_items_in_batch does not divide all of the loss of BertForMaskedLM, .* a sum over 4 batches, .*: expected "
@@ -139,37 +97,93 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_what_a_pipeline_can_follow_equals_plain_and_the_rest_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start(tmp_path_factory.mktemp("plain"), {"whole": {}} | PLAIN, num_ranks=None)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
     # A plan, such as "auto" makes, may give both ranks the last stage, and each a share of one batch.
-    nodes = [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f")]
+    nodes = [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "ln_f")]
     stages = (PlanStage(nodes=(*nodes, "lm_head"), ranks=(0, 1), step_seconds=1),)
     costs = {"cost_model": "default", "costs": Costs(forward=1, backward=2)}
     sizes = {"num_devices": 2, "num_microbatches": 4, "predicted_step_time": 1, "bound": 1}
-    (tmp_path / "plan.json").write_text(Plan(stages=stages, schedule="1f1b", **sizes, **costs).to_json())
-    like_plain = [SHORT | options for options in LIKE_PLAIN]
-    start(tmp_path / "plain", like_plain, num_ranks=None)
-    start(tmp_path / "pipe", like_plain + [SHORT | options for _, options in REFUSED], num_ranks=2)
-    for number, options in enumerate(like_plain):
-        # bfloat16 rounds to 4e-3; 7e-4 was measured over three steps.
-        tolerance = 4e-3 if "bf16" in options else TOLERANCE
-        assert_same(read(tmp_path / "pipe" / str(number)), read(tmp_path / "plain" / str(number)), tolerance)
-    for number, (words, _) in enumerate(REFUSED, len(like_plain)):
-        assert re.search(words, (text := json.loads((tmp_path / f"pipe/{number}/history.json").read_text()))), text
+    (folder / "plan.json").write_text(Plan(stages=stages, schedule="1f1b", **sizes, **costs).to_json())
+    schedules = {"padded": "zb-h1", "plan": str(folder / "plan.json")}
+    cases = {
+        name: case | {"pipeline": UNVERIFIED | ({"schedule": schedules[name]} if name in schedules else {})}
+        for name, case in PLAIN.items()
+    }
+    refused = {str(number): SHORT | options for number, (_, options) in enumerate(REFUSED)}
+    return start(folder, cases | refused, num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cases = {
+        "whole": {},
+        "replicas": REPLICAS,
+        "uneven": UNEVEN | REPLICAS,
+        "tensor": SHORT | {"stop": 2, "pipeline": UNVERIFIED | TENSOR},
+    }
+    return start(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
+
+
+def test_four_ranks_log_evaluate_and_save_as_one_process(four: Path, plain: Path) -> None:
+    assert_same(read(four / "whole"), read(plain / "whole"))
+    weights = transformers.GPT2LMHeadModel.from_pretrained(four / "whole/final").state_dict()
+    last = transformers.GPT2LMHeadModel.from_pretrained(four / "whole/checkpoint-15").state_dict()
+    assert all((weights[name] == last[name]).all() for name in weights)
+
+
+def test_data_replicas_read_their_own_share(four: Path, plain: Path) -> None:
+    assert_same(read(four / "replicas"), read(plain / "whole"))
+
+
+def test_four_ranks_and_data_replicas_resume_in_other_processes(tmp_path: Path, four: Path) -> None:
+    cases = {"whole": {"resume": True}, "replicas": REPLICAS | {"resume": True}}
+    for name in cases:
+        shutil.copytree(four / name, tmp_path / name, ignore=shutil.ignore_patterns("checkpoint-15", "history.json"))
+    start(tmp_path, cases, num_ranks=4)
+    for name in cases:
+        resumed, whole = (
+            [row for row in read(folder / name) if row["step"] > 10 and "train_loss" not in row]
+            for folder in (tmp_path, four)
+        )
+        assert_same(resumed, whole)
+
+
+def test_data_replicas_share_an_uneven_end_of_an_epoch_as_trainers_processes_do(tmp_path: Path, four: Path) -> None:
+    start(tmp_path, {"uneven": UNEVEN | {"ddp_find_unused_parameters": False}}, num_ranks=2, kind="plain")
+    assert_same(read(four / "uneven"), read(tmp_path / "uneven"))
+    states = [
+        json.loads((folder / "uneven/checkpoint-5/trainer_state.json").read_text()) for folder in (tmp_path, four)
+    ]
+    assert states[0]["total_flos"] == states[1]["total_flos"]
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_what_a_pipeline_can_follow_equals_plain(case: str, two: Path, plain: Path) -> None:
+    # bfloat16 rounds to 4e-3; 7e-4 was measured over three steps.
+    assert_same(read(two / case), read(plain / case), 4e-3 if case == "bf16" else TOLERANCE)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_a_pipeline_cannot_follow_is_refused_before_training(number: int, two: Path) -> None:
+    text = json.loads((two / f"{number}/history.json").read_text())
+    assert re.search(REFUSED[number][0], text), text
 
 
 @pytest.mark.nightly
-def test_a_plan_that_is_made_on_the_spot_trains_as_one_process(tmp_path: Path, plain: History) -> None:
-    found = script(tmp_path, num_ranks=2, **SHORT, stop=2, pipeline={"schedule": "auto"})
-    assert_same([row for row in found if "loss" in row], plain[:2])
+def test_a_plan_that_is_made_on_the_spot_trains_as_one_process(tmp_path: Path, plain: Path) -> None:
+    start(tmp_path, {"auto": SHORT | {"stop": 2, "pipeline": {"schedule": "auto"}}}, num_ranks=2)
+    assert_same([row for row in read(tmp_path / "auto") if "loss" in row], read(plain / "whole")[:2])
 
 
-def test_tensor_parallel_stages_train_as_one_process(tmp_path: Path, plain: History) -> None:
-    mesh = {"pipe": 2, "tensor": 2, "tensor_parallel": "auto"}
-    found = script(tmp_path, num_ranks=4, **SHORT, stop=2, pipeline={"mesh": mesh})
-    assert_same([row for row in found if "loss" in row], plain[:2])
+def test_tensor_parallel_stages_train_as_one_process(four: Path, plain: Path) -> None:
+    assert_same([row for row in read(four / "tensor") if "loss" in row], read(plain / "whole")[:2])
 
 
 def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> None:

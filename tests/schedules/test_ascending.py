@@ -17,7 +17,7 @@ from stagewright.schedules import FAMILIES, Action, Op, Schedule, build, lower
 
 from .builders import ASYNC, FLUSH
 
-RANKS = (1, 2, 3, 4, 6, 8)
+RANKS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.nightly))
 MICROBATCHES = (1, 2, 3, 5, 8, 13)
 
 

@@ -184,10 +184,14 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         assert not any(outstanding.values())
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "looped-bfs"])  # see test_progress.py
-@pytest.mark.parametrize(("P", "V"), [(2, 2), (4, 2), (4, 3), (3, 1)])
-def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, V: int) -> None:
-    chunks = V if name == "interleaved" else None
+@pytest.mark.parametrize(
+    ("name", "P", "chunks"),
+    [
+        *((name, P, None) for name in FAMILIES if name not in ("interleaved", "looped-bfs") for P in (2, 4, 3)),
+        *(("interleaved", P, V) for P, V in [(2, 2), (4, 2), (4, 3), (3, 1)]),
+    ],
+)  # looped-bfs: see test_progress.py
+def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, chunks: int | None) -> None:
     P, _ = fitting(name, P, 2 * P)
     peaks = [
         [

@@ -28,7 +28,7 @@ from support.inside import PORTS, free_ports
 from .pool_worker import Order, Reply, serve
 
 # What the workers' common parent loads, what test files import included, so that each of them need not:
-# five seconds of a core.
+# seven seconds of a core, two of them for transformers' Trainer; what is not installed is left out.
 # None of it starts a thread, which a fork would lose.
 _PRELOADED = [
     "torch.distributed",
@@ -36,6 +36,7 @@ _PRELOADED = [
     "stagewright.pipe",
     "stagewright.experiments.training.loop",
     "pytest",
+    "transformers.trainer",
 ]
 _SERVERS: list[forkserver.ForkServer] = []
 CASE_LIMIT = 240.0  # [s] guards against hangs alone
