@@ -247,7 +247,6 @@ _NAMES = {
     "viz.rows": "assign_lanes batch_of find_arrows shows_batches",
     "viz.sheet": "Sheet",
     "viz.terminal": "render_terminal",
-    "viz.foreign.events": "read_text read_trace",
 }
 # Names that stand in several modules: (module, name).
 _ALIKE = {
