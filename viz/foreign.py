@@ -59,12 +59,11 @@ _THE_ONE_STAGE = -1  # of a rank, whose actions do not name it
 
 
 class _Event(NamedTuple):
-    """One slice from `start` to `end` [ns of the file's clock], on a thread of a process."""
+    """One slice from `start` to `end` [ns of the file's clock]; `thread`: of a process, both by number."""
 
     name: str
     category: str
-    pid: object
-    tid: object
+    thread: tuple[object, object]
     start: int
     end: int
 
@@ -83,7 +82,7 @@ class TracedAction(NamedTuple):
     arrived: int | None = None
 
 
-class _Process(NamedTuple):
+class TracedProcess(NamedTuple):
     """One process.
 
     Arguments:
@@ -167,7 +166,7 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
     return Exhibit(name=name, measured=tuple(measured), notes=tuple(notes))
 
 
-def _processes_of(path: Path, notes: list[str]) -> Iterator[_Process]:
+def _processes_of(path: Path, notes: list[str]) -> Iterator[TracedProcess]:
     """Processes of a file: one, where it says its rank; else one a pid. ValueError where it is no trace at all."""
     try:
         data = json.loads(read_text(path))
@@ -189,11 +188,11 @@ def _processes_of(path: Path, notes: list[str]) -> Iterator[_Process]:
         notes.append(f"{path}: {lost}: unreadable events are left out")
     by_pid: dict[object, list[_Event]] = {}
     for each in slices:
-        by_pid.setdefault(each.pid if rank is None else None, []).append(each)
+        by_pid.setdefault(each.thread[0] if rank is None else None, []).append(each)
     for own in by_pid.values():
         marked = [(each, match) for each in own if (match := _STEP.fullmatch(each.name))]
         steps = {int(match[1]): (each.start, each.end) for each, match in marked}
-        yield _Process(
+        yield TracedProcess(
             path=path,
             rank=rank,
             world_size=size,
@@ -210,9 +209,9 @@ def _slice(event: Any, zero: int) -> _Event | None:
     start, length = _ns(event.get("ts")), _ns(event.get("dur", 0))
     if start is None or length is None or length < 0:
         return None
-    pid, tid = (value if isinstance(value := event.get(key), int) else str(value) for key in ("pid", "tid"))
+    pid, thread = (value if isinstance(value := event.get(key), int) else str(value) for key in ("pid", "tid"))
     name, category = (str(event.get(key, "")) for key in ("name", "cat"))
-    return _Event(name, category, pid, tid, zero + start, zero + start + length)
+    return _Event(name, category, (pid, thread), zero + start, zero + start + length)
 
 
 def _ns(value: object) -> int | None:
@@ -242,12 +241,12 @@ def _ran(slices: Sequence[_Event]) -> Iterator[TracedAction]:
             is_last = position == len(actions) - 1
             end = each.end if is_last else operations.turn(each, what.op)
             earlier = arrivals.get(what)
-            inside = [at for at in operations.arrivals(each.tid, begun, end) if at <= end]
+            inside = [at for at in operations.arrivals(each.thread, begun, end) if at <= end]
             arrived = earlier.pop(0) if earlier else max(inside, default=None)
             computed, done = begun, end
             if on_cpu:
-                computed = operations.first(each.tid, begun, end) if arrived is None else max(begun, arrived)
-                done = operations.sending(each.tid, begun, end)
+                computed = operations.first(each.thread, begun, end) if arrived is None else max(begun, arrived)
+                done = operations.sending(each.thread, begun, end)
             yield TracedAction(what, begun, min(computed, done), done, arrived)
             begun = end
 
@@ -262,40 +261,40 @@ class _Operations:
         self._arrived: dict[object, list[tuple[int, int]]] = {}
         for each in slices:
             if each.name == _ARRIVAL:
-                self._arrived.setdefault(each.tid, []).append((each.start, each.end))
+                self._arrived.setdefault(each.thread, []).append((each.start, each.end))
             elif each.category == _OPERATION and each.name.startswith(_COMMUNICATION):
-                self._sends.setdefault(each.tid, []).append(each.start)
+                self._sends.setdefault(each.thread, []).append(each.start)
             elif each.category == _OPERATION:
-                self._starts.setdefault(each.tid, []).append(each.start)
+                self._starts.setdefault(each.thread, []).append(each.start)
                 if each.name.startswith(_AUTOGRAD):
-                    self._backward.setdefault(each.tid, []).append((each.start, each.end))
+                    self._backward.setdefault(each.thread, []).append((each.start, each.end))
 
-    def first(self, tid: object, start: int, end: int) -> int:
+    def first(self, thread: object, start: int, end: int) -> int:
         """Start of the first operation between two times [ns]; the end where there is none, and the start where none
         were recorded at all."""
-        starts = self._starts.get(tid)
+        starts = self._starts.get(thread)
         if starts is None:
             return start
         at = bisect_left(starts, start)
         return starts[at] if at < len(starts) and starts[at] < end else end
 
-    def sending(self, tid: object, start: int, end: int) -> int:
+    def sending(self, thread: object, start: int, end: int) -> int:
         """Start of the first communication behind the last operation between two times [ns]; the end without any."""
-        starts, sends = self._starts.get(tid, []), self._sends.get(tid, [])
+        starts, sends = self._starts.get(thread, []), self._sends.get(thread, [])
         last = bisect_left(starts, end) - 1
         if last < 0 or starts[last] < start:
             return end
         at = bisect_left(sends, starts[last])
         return sends[at] if at < len(sends) and sends[at] < end else end
 
-    def arrivals(self, tid: object, start: int, end: int) -> list[int]:
+    def arrivals(self, thread: object, start: int, end: int) -> list[int]:
         """When receives were there that were posted between two times [ns]."""
-        arrived = self._arrived.get(tid, [])
+        arrived = self._arrived.get(thread, [])
         return [there for _, there in arrived[bisect_left(arrived, (start,)) : bisect_right(arrived, (end,))]]
 
     def turn(self, each: _Event, first: Op) -> int:
         """Where the first of two actions in a slice ends: a backward where autograd ends, a forward where it begins."""
-        inside = [(s, e) for s, e in self._backward.get(each.tid, []) if each.start <= s and e <= each.end]
+        inside = [(s, e) for s, e in self._backward.get(each.thread, []) if each.start <= s and e <= each.end]
         if not inside:
             return (each.start + each.end) // 2
         return min(s for s, _ in inside) if first is Op.F else max(e for _, e in inside)
@@ -307,7 +306,7 @@ def _arrivals(slices: Sequence[_Event], operations: _Operations) -> Mapping[Acti
     found: dict[Action, list[int]] = {}
     for each in slices:
         match = _RECEIVE.fullmatch(each.name)
-        if match and (ends := operations.arrivals(each.tid, each.start, each.end)):
+        if match and (ends := operations.arrivals(each.thread, each.start, each.end)):
             found.setdefault(Action(int(match[1]), Op(match[2]), int(match[3])), []).append(max(ends))
     return found
 
@@ -327,7 +326,7 @@ def actions_of(name: str) -> tuple[Action, ...]:
     return ()
 
 
-def _by_rank(acting: Sequence[_Process], name: str) -> dict[int, _Process]:
+def _by_rank(acting: Sequence[TracedProcess], name: str) -> dict[int, TracedProcess]:
     """_Processes by rank; where none says its own, in the order in which they stand."""
     if any(each.rank is None for each in acting):
         acting = [each._replace(rank=number) for number, each in enumerate(acting)]
@@ -339,7 +338,7 @@ def _by_rank(acting: Sequence[_Process], name: str) -> dict[int, _Process]:
     return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
 
 
-def _steps(by_rank: Mapping[int, _Process]) -> dict[int, _Step]:
+def _steps(by_rank: Mapping[int, TracedProcess]) -> dict[int, _Step]:
     """Actions by step and rank. A step is what the profiler marks; else the n-th time of each action."""
     steps: dict[int, _Step] = {}
     marked = all(each.steps for each in by_rank.values())
