@@ -24,20 +24,15 @@ import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, receives_ahead
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
-from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, StageSeconds, StageSums
+from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, Recomputed, StageSeconds, StageSums
 from .topology import Floats, Indices
 
 EVERY = 16  # treatments of a rank that are kept
 _WAYS = 512  # of the stages so far, up to which all go on
 
 
-class StageFront(NamedTuple):
-    """Ways to treat one stage, [O] each, the least seconds first: `stage_cost`'s table without what is beaten."""
-
-    names: tuple[str, ...]
-    seconds: Floats
-    kept: Floats
-    again: Floats
+# [O] names of ways to treat one stage, the least seconds first: `stage_cost`'s table without what is beaten.
+StageFront = tuple[tuple[str, ...], Recomputed]
 
 
 def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront:
@@ -53,7 +48,7 @@ def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront
     kept, again, seconds = rows[order].T
     beaten = (kept[:, None] >= kept) & (again[:, None] >= again) & np.tri(len(rows), k=-1, dtype=bool)
     left = np.flatnonzero(~beaten.any(axis=1))
-    return StageFront(tuple(labels[order[at]] for at in left), seconds[left], kept[left], again[left])
+    return tuple(labels[order[at]] for at in left), Recomputed(kept[left], again[left], seconds[left])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,14 +228,14 @@ class _TreatedRank:
         division = self.division(shards)
         loads = [
             np.outer(each.kept, self.held[:, v]) + np.outer(each.again, self.anew[:, v])
-            for v, each in enumerate(options)
+            for v, (_, each) in enumerate(options)
         ]
         beside = division.fixed + self.messages + self.largest_workspace + self.place.beside
         room = self.place.limit * (1 + 1e-12) - beside - division.moments
         bytes_of, seconds, picks = division.moments * 0.0, np.zeros((1, 0)), np.zeros((1, 0), dtype=np.intp)
-        for v, (each, load) in enumerate(zip(options, loads, strict=True)):
+        for v, ((names, each), load) in enumerate(zip(options, loads, strict=True)):
             bytes_of = (bytes_of[..., None, :] + load).reshape(-1, len(room))
-            before, own = np.divmod(np.arange(len(bytes_of)), len(each.names))
+            before, own = np.divmod(np.arange(len(bytes_of)), len(names))
             seconds = np.column_stack([seconds[before], each.seconds[own]])
             picks = np.column_stack([picks[before], own])
             if len(picks) > _WAYS:
@@ -257,7 +252,7 @@ class _TreatedRank:
         left, found = np.lexsort((*earliest, total, excess)), list[_Way]()
         while len(left) and len(found) < EVERY and (not found or excess[left[0]] == 0):
             at = left[0]
-            names = tuple(options[v].names[pick] for v, pick in enumerate(picks[at].tolist()))
+            names = tuple(options[v][0][pick] for v, pick in enumerate(picks[at].tolist()))
             found.append((float(excess[at]), float(total[at]), float(fullest[at]), shards, names))
             left = left[(seconds[left] < seconds[at]).any(axis=1)]
         return found
@@ -271,7 +266,7 @@ class _TreatedRank:
         steps: list[tuple[float, float]] = []  # seconds a byte and bytes, by stage each cheaper than the next
         if not excess:
             return 0.0
-        for v, (number, front) in enumerate(zip(held, self.options(names), strict=True)):
+        for v, (number, (_, front)) in enumerate(zip(held, self.options(names), strict=True)):
             freed = number * (float(stash[v]) - front.kept)
             steps += _descents(list(zip(freed.tolist(), front.seconds.tolist(), strict=True)))
         seconds = 0.0

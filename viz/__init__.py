@@ -4,7 +4,7 @@ from ..schedules.timing.timeline import MeasuredStep
 from .exhibit import Exhibit
 from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
-from .foreign.pipeline import exhibit_of_traces
+from .foreign import exhibit_of_traces
 from .perfetto import read_perfetto, write_perfetto
 from .sheet import FigureStyle
 

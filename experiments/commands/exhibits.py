@@ -28,7 +28,7 @@ from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.families.registry import family
 from ...schedules.traces.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
-from ...viz.foreign.events import is_trace, rank_in, read_text
+from ...viz.foreign import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
 from ..options import read_file
 from ..training.run_folder import RUNS, find_run
@@ -259,8 +259,6 @@ def _load(path: Path) -> tuple[str, Any]:
     try:
         return text, json.loads(text)
     except json.JSONDecodeError as error:
-        if is_trace(text):
-            return text, []  # what is whole of it can be shown
         place = f"{path}, line {error.lineno}, column {error.colno}"
         end = "; the file ends too early" if error.pos >= len(text.rstrip()) - 1 else ""
         raise ValueError(f"{place}: {error.msg}: expected JSON{end}") from None

@@ -2,7 +2,6 @@
 
 stagewright profile --out gpt.json                  the GPT of `stagewright train`, one microbatch
 stagewright profile --model m.py:make --data m.py:batches --microbatch 4
-stagewright profile --stages 2 --microbatches 8     and the memory of each stage at the peak of its schedule
 stagewright profile --ranks 2 --out gpt.json        in two processes at once, which contend as when they train
 stagewright profile --links --ranks 2 --out us.json latency and bandwidth between local processes
 torchrun ... -m stagewright profile --links         between the processes of a job
@@ -14,15 +13,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
+from ...partition import Node, Profile, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
-from ...partition.memory import MemoryUse
 from ...schedules.wording import duration, size, wrapped
 from ..options import GptOptions, given, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..training.options import DEFAULT_CLIP
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
     from ...comm.links import MeasuredLinks
 
-ABREAST = 7  # stages of one table
-FREE = 1e15  # [bytes/s]: links that cost nothing, so that the cut follows compute alone
 BUSY = 0.1  # spread of the whole step from which on its figures say little
 
 
@@ -66,12 +62,6 @@ class ProfileOptions(GptOptions):
     """Show this profile instead of measuring one."""
     pipedream: Path | None = None
     """Convert PipeDream's text (graph.txt) instead of measuring."""
-    stages: int | None = None
-    """Cut the profile into so many stages, and show the memory of each at the peak of the schedule."""
-    schedule: Literal["1f1b", "2bw", "paci", "pipedream"] = "1f1b"
-    """Schedule of that peak."""
-    microbatches: int = 8
-    """M, microbatches of a batch of that schedule."""
     links: bool = False
     """Measure latency and bandwidth between processes instead; --out writes a cluster."""
     profiles: tuple[Path, ...] = ()
@@ -88,7 +78,7 @@ class ProfileOptions(GptOptions):
     """Print JSON and no tables."""
 
     def check(self) -> None:
-        for option in ("microbatch", "length", "microbatches", "tensor"):
+        for option in ("microbatch", "length", "tensor"):
             if getattr(self, option) < 1:
                 raise ValueError(f"--{option} {getattr(self, option)}: expected at least 1")
         for option in ("seconds", "timeout"):
@@ -96,8 +86,6 @@ class ProfileOptions(GptOptions):
                 raise ValueError(f"--{option} {getattr(self, option)}: expected a number above 0")
         if not 0 <= self.clip < math.inf:
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
-        if self.stages is not None and self.stages < 1:
-            raise ValueError(f"--stages {self.stages}: expected at least 1")
         chosen = [name for name in ("links", "from_json", "pipedream") if getattr(self, name)]
         self.check_own(given(self, ("layers", "width", "heads", "length")))
         chosen += ["model"] if self.model is not None else []
@@ -120,28 +108,13 @@ def run(argv: Sequence[str]) -> int:
     profile = _get(options, argv)
     if isinstance(profile, int):
         return profile
-    memory = _memory(profile, options)
     if options.out is not None:
         write_out(options.out, profile.to_json())
     if options.json:
         print(profile.to_json())
     else:
-        _show(profile, memory, options)
+        _show(profile)
     return 0
-
-
-def _memory(profile: Profile, options: ProfileOptions) -> Sequence[PlanStage]:
-    """Stages for equal devices and free links, one rank a stage."""
-    if options.stages is None:
-        return ()
-    return partition(
-        profile,
-        Cluster.from_levels([(options.stages, FREE)]),
-        schedule=options.schedule,
-        num_microbatches=options.microbatches,
-        straight=True,
-        optimizer_bytes=profile.optimizer_ratio or 0.0,
-    ).stages
 
 
 def _get(options: ProfileOptions, argv: Sequence[str]) -> Profile | int:
@@ -224,7 +197,7 @@ def folded(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
     return [(group[0], len(group)) for group in rows.values()]
 
 
-def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions) -> None:
+def _show(profile: Profile) -> None:
     out = console()
     of = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
     of += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
@@ -234,13 +207,6 @@ def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions
     out.print(_bytes_table(profile))
     for line in summary(profile):
         out.print(wrapped(line), markup=False, highlight=False)
-    if memory:
-        of = f"{options.schedule}, {options.microbatches} microbatches"
-        ends = (" .. ".join(dict.fromkeys((each.nodes[0], each.nodes[-1]))) for each in memory)
-        out.print(wrapped("\nstages: " + "; ".join(f"{number}: {held}" for number, held in enumerate(ends))))
-        out.print(f"memory at the peak of {of}, in MB (predicted)", markup=False)
-    for each in _memory_tables(memory):
-        out.print(each)
 
 
 def _name(node: Node, number: int) -> str:
@@ -306,17 +272,6 @@ def summary(profile: Profile) -> list[str]:
             f"between F and B but for the stage's inputs"
         )
     return lines
-
-
-def _memory_tables(memory: Sequence[PlanStage]) -> Iterator[Table]:
-    """A column a stage, as many beside each other as fit a terminal."""
-    for first in range(0, len(memory), ABREAST):
-        part = list(enumerate(memory))[first : first + ABREAST]
-        rows = table("", ("stage",), [str(number) for number, _ in part])
-        rows.add_row("in flight", *(str(each.in_flight) for _, each in part))
-        for name in (*(each.name for each in fields(MemoryUse)), "total"):
-            rows.add_row(name, *(f"{getattr(each.memory, name) / 1e6:.1f}" for _, each in part))
-        yield rows
 
 
 # --- links ---

@@ -128,19 +128,17 @@ def read_declaration(values: Mapping[str, object], *, name: str, source: str) ->
 def _part(record: Fields, *, folder: Path) -> Part:
     on_ranks = record.text("on", choices=("cores", "ranks")) == "ranks"
     backend = record.text("backend", choices=tuple(BACKENDS), default="local") if on_ranks else "local"
-    part = Part(
-        name=_file_name(record),
-        work=function_name(record.at("work"), record.text("work"), folder),
-        on_ranks=on_ranks,
-        cases=_cases(record),
-        figures=names(record, "figures", needed=False),
-        repetitions=record.count("repetitions", default=1),
-        timeout=record.number("timeout", positive=True, default=600.0),
-        together=_together(record),
-        backend=backend,
-        environment=_environment(record),
-    )
-    record.done()
+    given = {
+        "name": _file_name(record),
+        "work": function_name(record.at("work"), record.text("work"), folder),
+        "on_ranks": on_ranks,
+        "cases": _cases(record),
+        "figures": names(record, "figures", needed=False),
+        "together": _together(record),
+        "backend": backend,
+        "environment": _environment(record),
+    }
+    part = record.made(Part, given, positive=("timeout",))
     for case in part.cases if on_ranks else ():
         try:
             wanted(case)

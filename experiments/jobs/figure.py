@@ -77,13 +77,8 @@ class Target:
     @classmethod
     def of(cls, record: Fields) -> Target:
         """From the fields of `asdict`."""
-        target = cls(
-            limit=record.number("limit"),
-            at_least=record.truth("at_least"),
-            judged=Judged(record.text("judged", choices=list(Judged))),
-        )
-        record.done()
-        return target
+        judged = Judged(record.text("judged", choices=list(Judged)))
+        return record.made(cls, {"judged": judged}, needed=("at_least",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,30 +111,13 @@ def read_layout(record: Fields | None, *, folder: Path) -> Layout:
 
 
 def _table(record: Fields) -> Table:
-    table = Table(
-        title=record.text("title"),
-        rows=names(record, "rows"),
-        figures=names(record, "figures"),
-        columns=record.optional_text("columns"),
-        where=_where(record),
-    )
-    record.done()
-    return table
+    given = {"rows": names(record, "rows"), "figures": names(record, "figures"), "where": _where(record)}
+    return record.made(Table, given)
 
 
 def _plot(record: Fields) -> Plot:
-    plot = Plot(
-        file=record.text("file"),
-        title=record.text("title"),
-        x=record.text("x"),
-        y=record.text("y"),
-        lines=names(record, "lines", needed=False),
-        panels=record.optional_text("panels"),
-        where=_where(record),
-        x_scale=record.text("x_scale", choices=SCALES, default="linear"),
-        y_scale=record.text("y_scale", choices=SCALES[:-1], default="linear"),
-    )
-    record.done()
+    given = {"lines": names(record, "lines", needed=False), "where": _where(record)}
+    plot = record.made(Plot, given, choices={"x_scale": SCALES, "y_scale": SCALES[:-1]})
     if not plot.file.replace("-", "").isalnum():
         fail(record.at("file"), plot.file, "letters, digits and hyphens, without an ending: it is a PNG")
     return plot

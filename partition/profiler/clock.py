@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -99,29 +98,27 @@ def typical(samples: Sequence[float]) -> float:
     return statistics.fmean(ranked[: max(1, len(ranked) - len(ranked) // 10)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A robust estimate: the median of the fastest quarter [s], and half the interquartile range over the median.
+def fastest(samples: Sequence[float]) -> float:
+    """A robust estimate: the median of the fastest quarter, of at least LEAST_FASTEST samples [s].
 
     What else runs on a machine makes samples longer, in bursts, and never shorter: a median of all moves with it, and
     moves less for a short action than for a long one, which is hit more often. A single fastest sample would say more
     of luck than of the action.
+
+    >>> fastest([1.0, 1.5, 2.0, 1.0, 9.0])
+    1.0
     """
+    return statistics.median(sorted(samples)[: max(LEAST_FASTEST, len(samples) // 4)])
 
-    seconds: float
-    spread: float
 
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Estimate:
-        """From at least one sample [s]; the fastest quarter are at least LEAST_FASTEST.
+def spread_of(samples: Sequence[float]) -> float:
+    """Half the interquartile range over the median.
 
-        >>> Estimate.of([1.0, 1.5, 2.0, 1.0, 9.0])
-        Estimate(seconds=1.0, spread=0.3333333333333333)
-        """
-        ranked = sorted(samples)
-        fastest = ranked[: max(LEAST_FASTEST, len(ranked) // 4)]
-        middle = statistics.median(ranked)
-        if len(ranked) < 2 or middle == 0:
-            return cls(seconds=statistics.median(fastest), spread=0.0)
-        low, _, high = statistics.quantiles(ranked, n=4, method="inclusive")
-        return cls(seconds=statistics.median(fastest), spread=(high - low) / 2 / middle)
+    >>> spread_of([1.0, 1.5, 2.0, 1.0, 9.0])
+    0.3333333333333333
+    """
+    middle = statistics.median(samples)
+    if len(samples) < 2 or middle == 0:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / 2 / middle

@@ -23,7 +23,7 @@ from ..model.model_units import model_units
 from ..model.source_line import first_line, users_line
 from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
-from .clock import Clock, Estimate, clock_for, typical
+from .clock import Clock, clock_for, fastest, spread_of, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled
@@ -299,7 +299,7 @@ def _update(
         marks.append((begin, clock.stamp()))
     clock.settle()
     spans = [clock.between(*span) for span in marks[1:]]
-    return Estimate.of(spans).seconds, state_bytes(made), bytes_of(sample.parameters)
+    return fastest(spans), state_bytes(made), bytes_of(sample.parameters)
 
 
 def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
@@ -338,9 +338,9 @@ def _profile(
         dtype=_dtype(model, passes, autocast),
         microbatch_size=int(passes.num_samples),
         optimizer_ratio=ratio,
-        step_seconds=Estimate.of(forward).seconds + Estimate.of(backward).seconds,
-        step_spread=Estimate.of(both).spread,
-        slowdown=max(1.0, typical(both) / Estimate.of(both).seconds),
+        step_seconds=fastest(forward) + fastest(backward),
+        step_spread=spread_of(both),
+        slowdown=max(1.0, typical(both) / fastest(both)),
     )
 
 
@@ -355,17 +355,17 @@ def _node(
 ) -> Node:
     times = passes.times[sample.like]
     first = passes.samples[sample.like]
-    backward = Estimate.of(times[Op.B]).seconds
+    backward = fastest(times[Op.B])
     input_grad, weight_grad = 0.0, 0.0
     if times[Op.I]:
-        input_grad = Estimate.of(times[Op.I]).seconds
-        weight_grad = Estimate.of(times[Op.W]).seconds
+        input_grad = fastest(times[Op.I])
+        weight_grad = fastest(times[Op.W])
     elif passes.splits:
         input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
     sizes = [bytes_of([t]) for t in own if isinstance(t, nn.Parameter)]
     less: dict[str, Any] = {}
     if sample.like in passes.saved:
-        plain, longer = (Estimate.of(seconds).seconds for seconds in passes.beside[sample.like])
+        plain, longer = (fastest(seconds) for seconds in passes.beside[sample.like])
         less["keep_less_bytes"] = max(0, sample.stash_bytes - passes.saved[sample.like])
         less["keep_less_seconds"] = max(0.0, longer - plain)
     notes = [sample.unit.description]
@@ -378,7 +378,7 @@ def _node(
     return Node(
         name=sample.unit.name,
         description=", ".join(notes),
-        forward_seconds=Estimate.of(times[Op.F]).seconds,
+        forward_seconds=fastest(times[Op.F]),
         backward_seconds=backward,
         activation_bytes=sample.output_bytes,
         parameter_bytes=sum(sizes),
@@ -386,7 +386,7 @@ def _node(
         small_parameter_bytes=sum(size for size in sizes if size < ALONE_BYTES),
         buffer_bytes=bytes_of(t for t in own if not isinstance(t, nn.Parameter)),
         stash_bytes=sample.stash_bytes,
-        spread=Estimate.of([f + b for f, b in zip(times[Op.F], times[Op.B], strict=True)]).spread,
+        spread=spread_of([f + b for f, b in zip(times[Op.F], times[Op.B], strict=True)]),
         input_grad_seconds=input_grad,
         weight_grad_seconds=weight_grad,
         update_seconds=0.0 if updates is None else updates[sample.like][0],

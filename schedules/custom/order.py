@@ -20,16 +20,14 @@ DATA = "the data"
 
 
 class Fact(NamedTuple):
-    """`first` comes before `then`, as a rule or the data say."""
+    """A relation that a rule asks for, or the data."""
 
-    first: Action
-    then: Action
+    relation: Relation
     rule: str | None  # None: the data
-    adjacent: bool
 
     def __str__(self) -> str:
         why = DATA if self.rule is None else repr(self.rule)
-        return f"{Relation(self.first, self.then, self.adjacent)} ({why})"
+        return f"{self.relation} ({why})"
 
 
 class ClashError(Exception):
@@ -79,10 +77,10 @@ class Order:
         self.behind: list[list[int]] = [[] for _ in self.actions]
         for action, needs in ground.needs.items():
             for need in needs:
-                self._add(Fact(need, action, None, adjacent=False))
+                self._add(Fact(need.before(action), None))
         for rule in rules:
-            for first, then, adjacent in rule.relations:
-                self._add(Fact(first, then, rule.name, adjacent))
+            for relation in rule.relations:
+                self._add(Fact(relation, rule.name))
         self.limits: dict[int, tuple[int, str]] = {}
         for rule in rules:
             for rank, limit in rule.limits.items():
@@ -108,8 +106,8 @@ class Order:
         return self.rank[first] != self.rank[then] and isinstance(why, Fact) and why.rule is None
 
     def _add(self, fact: Fact) -> None:
-        first, then = self.number[fact.first], self.number[fact.then]
-        if not self._link(first, then, fact) and fact.adjacent:
+        first, then = self.number[fact.relation.first], self.number[fact.relation.then]
+        if not self._link(first, then, fact) and fact.relation.adjacent:
             self.before[then][first] = fact  # it says more
 
     def _link(self, first: int, then: int, why: Fact | _Derived) -> bool:
@@ -190,8 +188,8 @@ def _without_detours(facts: Sequence[Fact]) -> list[str]:
     shown: list[Fact] = []
     for fact in facts:
         last = shown[-1] if shown else None
-        if last is not None and last.rule is None and fact.rule is None and last.then == fact.first:
-            shown[-1] = last._replace(then=fact.then)
+        if last is not None and last.rule is None and fact.rule is None and last.relation.then == fact.relation.first:
+            shown[-1] = Fact(last.relation.first.before(fact.relation.then), None)
         else:
             shown.append(fact)
     return [str(fact) for fact in dict.fromkeys(shown)]
@@ -209,7 +207,8 @@ def _chains(rules: Sequence[GroundRule]) -> dict[Action, list[Action]]:
                 known = table.setdefault(one, (other, rule.name))
                 if known[0] != other:
                     ends = [(one, each) if table is next_of else (each, one) for each in (known[0], other)]
-                    facts = [Fact(*pair, name, True) for pair, name in zip(ends, (known[1], rule.name), strict=True)]
+                    names = (known[1], rule.name)
+                    facts = [Fact(Relation(*pair, True), name) for pair, name in zip(ends, names, strict=True)]
                     raise ClashError([str(fact) for fact in facts], facts=facts)
     chains: dict[Action, list[Action]] = {}
     for action in next_of:
@@ -225,7 +224,7 @@ def _chains(rules: Sequence[GroundRule]) -> dict[Action, list[Action]]:
             circle = [action]
             while next_of[circle[-1]][0] != action:
                 circle.append(next_of[circle[-1]][0])
-            facts = [Fact(a, *next_of[a], True) for a in circle]
+            facts = [Fact(Relation(a, next_of[a][0], True), next_of[a][1]) for a in circle]
             raise ClashError([str(fact) for fact in facts], facts=facts)
     return chains
 

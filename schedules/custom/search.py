@@ -295,7 +295,7 @@ def _fewest_facts(
     """The rules with as few of their relations as contradict each other; of those that showed it."""
 
     def limited(facts: Sequence[Fact]) -> list[GroundRule]:
-        kept = {(fact.first, fact.then) for fact in facts}
+        kept = {fact.relation[:2] for fact in facts}
         return [
             replace(rule, limits={}, relations=tuple(each for each in rule.relations if each[:2] in kept))
             for rule in rules

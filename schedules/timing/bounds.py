@@ -32,7 +32,9 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
     """
     table = costs.table_for(schedule)
     if table.norm is not None and schedule.has_epilogue:  # all ranks come together in front of their updates
-        own_update = max(sum(table.update[s] for s in stages if schedule.trains(s)) for stages in schedule.placement)
+        own_update = max(
+            sum(table.of(Op.U, s, 0) for s in stages if schedule.trains(s)) for stages in schedule.placement
+        )
         return lower_bound(schedule, replace(costs, update=0.0, norm=None), links) + table.norm + own_update
     ways = _Ways(schedule, table, links)
     sets = [ways.jobs(rank) for rank in range(schedule.num_ranks)]
@@ -217,7 +219,7 @@ class _Ways:
             if self.schedule.has_epilogue or (Op.U, summed.stage) in self.present:
                 updates = self.schedule.num_batches * self.schedule.groups_per_batch
                 seconds = summed.seconds * (1 if self.schedule.has_epilogue else updates)
-                job = Job(self._first_made(summed.stage), seconds, self.table.update[summed.stage])
+                job = Job(self._first_made(summed.stage), seconds, self.table.of(Op.U, summed.stage, 0))
                 for name in links.channels_of_sum(summed, self.schedule.owners[summed.stage]):
                     loads.setdefault(name, []).append(job)
         return list(loads.values())

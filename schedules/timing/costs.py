@@ -185,14 +185,12 @@ class Costs:
             op: tuple(together(row, own, add) for row, own in zip(rows, around[op], strict=True))
             for op, rows in by_op.items()
         }
-        update = column("update")
         return CostTable(
-            rows=by_op | {op: tuple((s,) for s in of) for op, of in ((Op.U, update), (Op.FILL, column("fill")))},
+            rows=by_op | {op: tuple((s,) for s in column(name)) for op, name in ((Op.U, "update"), (Op.FILL, "fill"))},
             latency=column("latency"),
             reduce_grad=column("reduce_grad"),
             sum_busy=column("sum_busy"),
             tied=dict(self.tied),
-            update=update,
             norm=self.norm,
             around=self.around,
             offload=column("offload"),
@@ -313,11 +311,14 @@ class CostTable:
     reduce_grad: tuple[float, ...]
     sum_busy: tuple[float, ...]
     tied: Mapping[tuple[int, ...], float]
-    update: tuple[float, ...]
     norm: float | None
     around: float
     offload: tuple[float, ...]
     reload: tuple[float, ...]
+
+    @property
+    def update(self) -> tuple[float, ...]:
+        return tuple(row[0] for row in self.rows[Op.U])
 
     @property
     def varies(self) -> bool:

@@ -127,7 +127,7 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
     }
     found |= {Input(Cause.SUMS, "gather", stages): seconds for stages, seconds in ways.gathers.items()}
     trained = [stage for stage in range(schedule.num_stages) if schedule.has_backward and schedule.trains(stage)]
-    found |= {Input(Cause.UPDATE, "update", (stage,)): table.update[stage] for stage in trained}
+    found |= {Input(Cause.UPDATE, "update", (stage,)): table.of(Op.U, stage, 0) for stage in trained}
     found[Input(Cause.UPDATE, "norm", ())] = table.norm or 0.0
     found[Input(Cause.OUTSIDE, "around", ())] = table.around
     return found

@@ -204,8 +204,7 @@ class _StepDraws:
         norm = self._table.norm
         if norm is not None and self._norm:
             norm *= self._norm[int(self._random.integers(len(self._norm)))]
-        update = tuple(row[0] for row in rows[Op.U])
-        return replace(self._table, rows={**self._table.rows, **rows}, update=update, norm=norm)
+        return replace(self._table, rows={**self._table.rows, **rows}, norm=norm)
 
     def beside(self, kind: str, number: int) -> list[float]:
         """Ratios of as many messages, or sums, each as likely as any other; none where they do not vary. Messages are

@@ -283,7 +283,7 @@ class _Simulation:
 
     def _add_epilogue(self, computes: list[list[Span[Action]]]) -> None:
         """The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients."""
-        ends = [*self.free_at]
+        ends, update = [*self.free_at], self.table.update
         summed: dict[int, float] = {}
         for each in self.meetings:
             if each.meeting.op is Op.REDUCE_GRAD:
@@ -294,7 +294,7 @@ class _Simulation:
             [
                 stage
                 for stage in filter(self.schedule.trains, stages)
-                if self.table.update[stage] > 0 or self.table.norm or stage in summed
+                if update[stage] > 0 or self.table.norm or stage in summed
             ]
             for stages in self.schedule.placement
         ]
@@ -306,13 +306,13 @@ class _Simulation:
                 if done[rank] < len(steps[rank]):
                     stage = steps[rank][done[rank]]
                     starts[rank] = max(end, summed.get(stage, 0.0))
-                    heappush(events, (starts[rank] + self.table.update[stage], rank))
+                    heappush(events, (starts[rank] + update[stage], rank))
             if not events:
                 return
             now, rank = heappop(events)
             stage = steps[rank][done[rank]]
             ready = []
-            if self.processors and self._is_put_off(events, now, rank, starts[rank], self.table.update[stage]):
+            if self.processors and self._is_put_off(events, now, rank, starts[rank], update[stage]):
                 continue
             done[rank] += 1
             computes[rank].append(Span(Action(stage, Op.U, 0), starts[rank], now))

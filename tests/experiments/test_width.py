@@ -38,7 +38,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--help",
         *(f"{name} --help" for name in COMMANDS),
         "profile --from-json profile.json",
-        "profile --from-json profile.json --stages 6 --microbatches 8",
         "plan --profile profile.json --cluster cluster.json --batch 64",
         "plan --transformer layers=24,hidden=1024,heads=16,vocabulary=50000,length=1024 --ranks 8 --batch 64",
         "simulate zb-h1 --ranks 4 --microbatches 8",

@@ -85,9 +85,6 @@ _NAMES = {
     "experiments.works.training_files": "MeasuredSum read_trainings",
     "experiments.works.trainings": "MeasuredTraining estimated schedule_of step_costs",
     "experiments.works.two_sites": "BACKWARD FORWARD deep_warm_up links_of run_of",
-    "partition.fleet.policies": "FleetJob Shares",
-    "partition.fleet.prices": "Charges PriceTrace PricedPlan cheapest replay",
-    "partition.fleet.rounds": "run_fleet",
     "partition.analytic.device_model": "DeviceModel PRESETS",
     "partition.analytic.layers": "LAYER_KERNELS TransformerSource transformer_profile",
     "partition.analytic.transformer": "Head Split Transformer",
@@ -250,7 +247,6 @@ _NAMES = {
     "viz.rows": "assign_lanes batch_of find_arrows shows_batches",
     "viz.sheet": "Sheet",
     "viz.terminal": "render_terminal",
-    "viz.foreign.events": "read_text read_trace",
 }
 # Names that stand in several modules: (module, name).
 _ALIKE = {

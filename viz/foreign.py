@@ -1,4 +1,8 @@
-"""Actions of traced processes, put together as a schedule and measured steps of it: one Exhibit.
+"""Trace files of torch.profiler whose slices name a pipeline's actions, put together as a schedule and measured steps
+of it: one Exhibit.
+
+Format: "Trace Event Format" (Duffy et al., the Catapult project); Kineto's files are of it, with keys of their own
+(`distributedInfo`, `baseTimeNanoseconds`). Read are complete slices (X).
 
 A slice may hold more than compute: torch's `PP:1F0` waits for its input before it computes, and `Forward 0` sends its
 output, too. On the CPU an action begins when its input is there, or, where that is not seen, with its first operation
@@ -17,27 +21,32 @@ its input was made they do not, and a note says by how much.
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...schedules import Action, Op, Schedule, ScheduleError, Span, Timeline, check
-from ...schedules.dependencies import Dependencies
-from ...schedules.ir import fitting_owners
-from ...schedules.timing.records import RankRecord, assemble_timeline
-from ...schedules.timing.timeline import MeasuredStep
-from ...schedules.traces.clocks import early_messages
-from ..exhibit import Exhibit
-from .events import Event, TraceFile, read_trace
+from ..schedules import Action, Op, Schedule, ScheduleError, Span, Timeline, check
+from ..schedules.dependencies import Dependencies
+from ..schedules.ir import fitting_owners
+from ..schedules.timing.records import RankRecord, assemble_timeline
+from ..schedules.timing.timeline import MeasuredStep
+from ..schedules.traces.clocks import early_messages
+from .exhibit import Exhibit
 
 _NS = 1e-9
+_NS_PER_US = 1000
 _APART = 1e-5  # [s]: clocks that differ by less are not spoken of
+_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
+_RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _ON_GPU, _OPERATION = "gpu_user_annotation", "cpu_op"
-_RANK = re.compile(r"\brank[ _:]?(\d+)\b", re.IGNORECASE)
 _AUTOGRAD = "autograd::engine"
 _ACTION = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
 _OVERLAP = re.compile(r"PP:\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
@@ -47,6 +56,16 @@ _STEP = re.compile(r"ProfilerStep#(\d+)")
 _COMMUNICATION = ("c10d::", "gloo:", "nccl:", "ncclx:", "record_param_comms", "PP:")
 _ARRIVAL = "gloo:recv"  # lasts from the posting of a receive until its message is there
 _THE_ONE_STAGE = -1  # of a rank, whose actions do not name it
+
+
+class _Event(NamedTuple):
+    """One slice from `start` to `end` [ns of the file's clock]; `thread`: of a process, both by number."""
+
+    name: str
+    category: str
+    thread: tuple[object, object]
+    start: int
+    end: int
 
 
 class TracedAction(NamedTuple):
@@ -63,23 +82,56 @@ class TracedAction(NamedTuple):
     arrived: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class TracedProcess(NamedTuple):
     """One process.
 
     Arguments:
-        rank: as the file or its name says; None where neither does.
+        rank, world_size: as its file says; None where it does not.
+        host: its name; empty likewise.
         ran: actions in the order of their starts.
         steps: (number, start, end) [ns] of the steps that the profiler marks.
     """
 
+    path: Path
     rank: int | None
-    file: TraceFile
+    world_size: int | None
+    host: str
     ran: tuple[TracedAction, ...]
     steps: tuple[tuple[int, int, int], ...]
 
 
 _Step = dict[int, list[TracedAction]]  # by rank
+
+
+def is_trace(text: str) -> bool:
+    """Whether a text is a trace file: an object with `traceEvents`, or a list of events.
+
+    >>> is_trace('{"traceEvents": [{"ph": "X"'), is_trace('[{"ph": "X"}'), is_trace('{"ranks": []}')
+    (True, True, False)
+    """
+    start = text.lstrip()
+    return start.startswith("[") or (start.startswith("{") and _EVENTS.search(text) is not None)
+
+
+def rank_in(text: str) -> int | None:
+    """The rank that a trace file says it is of, without reading all of it.
+
+    >>> rank_in('{"distributedInfo": {"backend": "gloo", "rank": 3, "world_size": 4}, "traceEvents": []}')
+    3
+    """
+    match = _RANK.search(text) if is_trace(text) else None
+    return None if match is None else int(match[1])
+
+
+def read_text(path: Path) -> str:
+    """All of a file, unpacked where it is gzipped; OSError and ValueError as they come, by the file's name."""
+    data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a text file") from None
+    except (EOFError, OSError, zlib.error):
+        raise ValueError(f"{path}: a gzip file that cannot be unpacked: expected a whole one") from None
 
 
 def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
@@ -88,11 +140,11 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
     Raises ValueError for files that are no traces, hold no slice, or none with the name of a pipeline's action, or are
     of one rank twice.
     """
-    files = [read_trace(path) for path in paths]
-    notes = [note for file in files for note in file.notes]
-    if not any(file.slices for file in files):
+    notes: list[str] = []
+    processes = [process for path in paths for process in _processes_of(path, notes)]
+    if not processes:
         raise ValueError(f"{', '.join(map(str, paths))}: no slice with a start and a length: nothing to show")
-    acting = [each for each in _processes_of(files) if each.ran]
+    acting = [each for each in processes if each.ran]
     if not acting:
         raise ValueError(
             f"{name}: no slice has the name of a pipeline's action (torch's Schedule1F1B gives none): expected names "
@@ -100,10 +152,10 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
             f"https://ui.perfetto.dev and drop {', '.join(map(str, paths))} there"
         )
     by_rank = _by_rank(acting, name)
-    size = max([each.file.world_size or 0 for each in acting] + [max(by_rank) + 1])
+    size = max([each.world_size or 0 for each in acting] + [max(by_rank) + 1])
     absent = [rank for rank in range(size) if rank not in by_rank]
     notes += [f"{name}: rank {r} of {size} left no trace: its row is empty" for r in absent]
-    hosts = sorted({each.file.host for each in acting} - {""})
+    hosts = sorted({each.host for each in acting} - {""})
     if len(hosts) > 1:
         notes.append(f"{name}: the clocks of {', '.join(hosts)} are taken to agree")
     measured = []
@@ -114,36 +166,66 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
     return Exhibit(name=name, measured=tuple(measured), notes=tuple(notes))
 
 
-def _processes_of(files: Sequence[TraceFile]) -> list[Process]:
-    """Processes of all files. A file that says its rank is of one process; else each pid is one."""
-    found = []
-    for file in files:
-        if file.rank is not None:
-            found.append(_process(file.rank, file, file.slices))
-            continue
-        by_pid: dict[object, list[Event]] = {}
-        for each in file.slices:
-            by_pid.setdefault(each.pid, []).append(each)
-        for pid, slices in by_pid.items():
-            match = _RANK.search(file.process_names.get(pid, str(pid)))
-            found.append(_process(int(match[1]) if match else None, file, slices))
-    return found
+def _processes_of(path: Path, notes: list[str]) -> Iterator[TracedProcess]:
+    """Processes of a file: one, where it says its rank; else one a pid. ValueError where it is no trace at all."""
+    try:
+        data = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}: expected a whole JSON file") from None
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    if not isinstance(events, list):
+        raise ValueError(f"{path}: expected a trace: an object with a list of traceEvents, or a list of events")
+    about: Mapping[str, Any] = data if isinstance(data, dict) else {}
+    distributed = about.get("distributedInfo")
+    ranks = distributed if isinstance(distributed, Mapping) else {}
+    rank, size = (n if type(n := ranks.get(key)) is int and n >= 0 else None for key in ("rank", "world_size"))
+    base = about.get("baseTimeNanoseconds", 0)
+    zero = int(base) if isinstance(base, int | float) and math.isfinite(base) else 0
+    read = [_slice(event, zero) for event in events if not isinstance(event, dict) or event.get("ph") == "X"]
+    slices = sorted((each for each in read if each is not None), key=lambda each: (each.start, -each.end))
+    if len(slices) < len(read):
+        lost = f"{len(read) - len(slices)} of {len(events)} events have no time or no length"
+        notes.append(f"{path}: {lost}: unreadable events are left out")
+    by_pid: dict[object, list[_Event]] = {}
+    for each in slices:
+        by_pid.setdefault(each.thread[0] if rank is None else None, []).append(each)
+    for own in by_pid.values():
+        marked = [(each, match) for each in own if (match := _STEP.fullmatch(each.name))]
+        steps = {int(match[1]): (each.start, each.end) for each, match in marked}
+        yield TracedProcess(
+            path=path,
+            rank=rank,
+            world_size=size,
+            host=str(about.get("host_name", "")),
+            ran=tuple(sorted(_ran(own), key=lambda each: (each.computed, each.end))),
+            steps=tuple((number, start, end) for number, (start, end) in sorted(steps.items())),
+        )
 
 
-def _process(rank: int | None, file: TraceFile, slices: Sequence[Event]) -> Process:
-    marked = [(each, match) for each in slices if (match := _STEP.fullmatch(each.name))]
-    steps = {int(match[1]): (each.start, each.end) for each, match in marked}
-    return Process(
-        rank=rank,
-        file=file,
-        ran=tuple(sorted(_ran(slices), key=lambda each: (each.computed, each.end))),
-        steps=tuple((number, start, end) for number, (start, end) in sorted(steps.items())),
-    )
+def _slice(event: Any, zero: int) -> _Event | None:
+    """A complete slice; None where it has no time or no length. `zero`: of the file's clock [ns]."""
+    if not isinstance(event, dict):
+        return None
+    start, length = _ns(event.get("ts")), _ns(event.get("dur", 0))
+    if start is None or length is None or length < 0:
+        return None
+    pid, thread = (value if isinstance(value := event.get(key), int) else str(value) for key in ("pid", "tid"))
+    name, category = (str(event.get(key, "")) for key in ("name", "cat"))
+    return _Event(name, category, (pid, thread), zero + start, zero + start + length)
 
 
-def _ran(slices: Sequence[Event]) -> Iterator[TracedAction]:
+def _ns(value: object) -> int | None:
+    """Whole nanoseconds of microseconds, which a text may say too; None for anything else."""
+    try:
+        number = float(value) * _NS_PER_US  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return round(number) if math.isfinite(number) else None
+
+
+def _ran(slices: Sequence[_Event]) -> Iterator[TracedAction]:
     """Every slice that is an action, and is not in another one of the same name."""
-    acting = [(each, actions) for each in slices if (actions := actions_of(each.name, each.args))]
+    acting = [(each, actions) for each in slices if (actions := actions_of(each.name))]
     if any(each.category == _ON_GPU for each, _ in acting):
         acting = [(each, actions) for each, actions in acting if each.category == _ON_GPU]
     operations = _Operations(slices)
@@ -159,12 +241,12 @@ def _ran(slices: Sequence[Event]) -> Iterator[TracedAction]:
             is_last = position == len(actions) - 1
             end = each.end if is_last else operations.turn(each, what.op)
             earlier = arrivals.get(what)
-            inside = [at for at in operations.arrivals(each.tid, begun, end) if at <= end]
+            inside = [at for at in operations.arrivals(each.thread, begun, end) if at <= end]
             arrived = earlier.pop(0) if earlier else max(inside, default=None)
             computed, done = begun, end
             if on_cpu:
-                computed = operations.first(each.tid, begun, end) if arrived is None else max(begun, arrived)
-                done = operations.sending(each.tid, begun, end)
+                computed = operations.first(each.thread, begun, end) if arrived is None else max(begun, arrived)
+                done = operations.sending(each.thread, begun, end)
             yield TracedAction(what, begun, min(computed, done), done, arrived)
             begun = end
 
@@ -172,75 +254,69 @@ def _ran(slices: Sequence[Event]) -> Iterator[TracedAction]:
 class _Operations:
     """Operations of a process on the CPU, by thread."""
 
-    def __init__(self, slices: Sequence[Event]) -> None:
+    def __init__(self, slices: Sequence[_Event]) -> None:
         self._starts: dict[object, list[int]] = {}
         self._sends: dict[object, list[int]] = {}
         self._backward: dict[object, list[tuple[int, int]]] = {}
         self._arrived: dict[object, list[tuple[int, int]]] = {}
         for each in slices:
             if each.name == _ARRIVAL:
-                self._arrived.setdefault(each.tid, []).append((each.start, each.end))
+                self._arrived.setdefault(each.thread, []).append((each.start, each.end))
             elif each.category == _OPERATION and each.name.startswith(_COMMUNICATION):
-                self._sends.setdefault(each.tid, []).append(each.start)
+                self._sends.setdefault(each.thread, []).append(each.start)
             elif each.category == _OPERATION:
-                self._starts.setdefault(each.tid, []).append(each.start)
+                self._starts.setdefault(each.thread, []).append(each.start)
                 if each.name.startswith(_AUTOGRAD):
-                    self._backward.setdefault(each.tid, []).append((each.start, each.end))
+                    self._backward.setdefault(each.thread, []).append((each.start, each.end))
 
-    def first(self, tid: object, start: int, end: int) -> int:
+    def first(self, thread: object, start: int, end: int) -> int:
         """Start of the first operation between two times [ns]; the end where there is none, and the start where none
         were recorded at all."""
-        starts = self._starts.get(tid)
+        starts = self._starts.get(thread)
         if starts is None:
             return start
         at = bisect_left(starts, start)
         return starts[at] if at < len(starts) and starts[at] < end else end
 
-    def sending(self, tid: object, start: int, end: int) -> int:
+    def sending(self, thread: object, start: int, end: int) -> int:
         """Start of the first communication behind the last operation between two times [ns]; the end without any."""
-        starts, sends = self._starts.get(tid, []), self._sends.get(tid, [])
+        starts, sends = self._starts.get(thread, []), self._sends.get(thread, [])
         last = bisect_left(starts, end) - 1
         if last < 0 or starts[last] < start:
             return end
         at = bisect_left(sends, starts[last])
         return sends[at] if at < len(sends) and sends[at] < end else end
 
-    def arrivals(self, tid: object, start: int, end: int) -> list[int]:
+    def arrivals(self, thread: object, start: int, end: int) -> list[int]:
         """When receives were there that were posted between two times [ns]."""
-        arrived = self._arrived.get(tid, [])
+        arrived = self._arrived.get(thread, [])
         return [there for _, there in arrived[bisect_left(arrived, (start,)) : bisect_right(arrived, (end,))]]
 
-    def turn(self, each: Event, first: Op) -> int:
+    def turn(self, each: _Event, first: Op) -> int:
         """Where the first of two actions in a slice ends: a backward where autograd ends, a forward where it begins."""
-        inside = [(s, e) for s, e in self._backward.get(each.tid, []) if each.start <= s and e <= each.end]
+        inside = [(s, e) for s, e in self._backward.get(each.thread, []) if each.start <= s and e <= each.end]
         if not inside:
             return (each.start + each.end) // 2
         return min(s for s, _ in inside) if first is Op.F else max(e for _, e in inside)
 
 
-def _arrivals(slices: Sequence[Event], operations: _Operations) -> Mapping[Action, list[int]]:
+def _arrivals(slices: Sequence[_Event], operations: _Operations) -> Mapping[Action, list[int]]:
     """When the inputs of actions were there [ns], step by step, of torch's runtime over gloo: a receive that is posted
     in RECV."""
     found: dict[Action, list[int]] = {}
     for each in slices:
         match = _RECEIVE.fullmatch(each.name)
-        if match and (ends := operations.arrivals(each.tid, each.start, each.end)):
+        if match and (ends := operations.arrivals(each.thread, each.start, each.end)):
             found.setdefault(Action(int(match[1]), Op(match[2]), int(match[3])), []).append(max(ends))
     return found
 
 
-def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Action, ...]:
+def actions_of(name: str) -> tuple[Action, ...]:
     """The actions of a slice, in order; none where it is something else.
 
-    >>> actions_of("PP:1F0", {})
+    >>> actions_of("PP:1F0")
     (1F0,)
     """
-    given = args.get("action")
-    if isinstance(given, str):
-        try:
-            return (Action.parse(given),)
-        except ValueError:
-            return ()
     if match := _ACTION.fullmatch(name):
         return (Action(int(match[1]), Op(match[2]), int(match[3])),)
     if match := _OVERLAP.fullmatch(name):
@@ -250,19 +326,19 @@ def actions_of(name: str, args: Mapping[str, Any]) -> tuple[Action, ...]:
     return ()
 
 
-def _by_rank(acting: Sequence[Process], name: str) -> dict[int, Process]:
-    """Processes by rank; where none says its own, in the order in which they stand."""
+def _by_rank(acting: Sequence[TracedProcess], name: str) -> dict[int, TracedProcess]:
+    """_Processes by rank; where none says its own, in the order in which they stand."""
     if any(each.rank is None for each in acting):
-        acting = [replace(each, rank=number) for number, each in enumerate(acting)]
+        acting = [each._replace(rank=number) for number, each in enumerate(acting)]
     ranks = Counter(each.rank for each in acting)
     twice = [each for each in acting if ranks[each.rank] > 1]
     if twice:
-        files = ", ".join(sorted({str(each.file.path) for each in twice}))
+        files = ", ".join(sorted({str(each.path) for each in twice}))
         raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file a rank")
     return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
 
 
-def _steps(by_rank: Mapping[int, Process]) -> dict[int, _Step]:
+def _steps(by_rank: Mapping[int, TracedProcess]) -> dict[int, _Step]:
     """Actions by step and rank. A step is what the profiler marks; else the n-th time of each action."""
     steps: dict[int, _Step] = {}
     marked = all(each.steps for each in by_rank.values())
