@@ -35,7 +35,7 @@ from .evaluate import OrderEvaluator, Orders
 from .incumbent import Budget, Incumbent, Progress, Stopped
 from .problem import MemoryLimitError, Problem, Table
 from .request import Posed, Request, numbers
-from .search import OrderingSearch, made_orders, named_orders
+from .search import OrderingSearch, made_orders, named_orders, whole
 from .spill import MoveKind, peaks_in_time, with_moves
 
 _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that leave or recompute
@@ -423,20 +423,6 @@ def recomputing(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iter
         )
         if seen.fits(seen.smallest_memory):
             yield Variant(problem=seen, costs=own_costs, num_recomputed=number, waiting=waiting)
-
-
-def whole(evaluator: OrderEvaluator, orders: Orders, number: int) -> Orders:
-    """The order in which the first stages run their backwards whole, where their I stands."""
-    size = evaluator.num_stages * evaluator.num_microbatches
-    last = number * evaluator.num_microbatches
-
-    def run(code: int) -> list[int]:
-        op, at = divmod(code, size)
-        if at >= last or op in (0, 3):
-            return [code]
-        return [code + 2 * size] if op == 1 else []
-
-    return [[new for code in order for new in run(code)] for order in orders]
 
 
 def _recomputing_costs(costs: Costs, number: int, num_stages: int) -> Costs:
