@@ -27,6 +27,8 @@ COMMANDS: dict[str, Command] = {
     "compare": Command("commands.compare", "what changed between two runs, plans or schedules, and why"),
     "profile": Command("commands.profile", "measure what each part of a model costs, or the links"),
     "plan": Command("commands.plan", "choose schedule, sizes and cuts for a cluster, by simulation"),
+    "fleet": Command("commands.fleet", "many jobs on kinds of devices, by policies: simulated"),
+    "price": Command("commands.price", "a job on devices whose prices change: simulated"),
     "export": Command("commands.export", "a checkpoint as one file of a plain model's weights, and back"),
     "experiment": Command("commands.experiment", "run experiments that anyone can run again, and report on them"),
     "bench": Command("commands.bench", "measure this runtime beside torch.distributed.pipelining"),

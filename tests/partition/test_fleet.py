@@ -1,0 +1,199 @@
+"""Shares of a fleet beside brute force and the equal split; prices by hand, and never dearer than one plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.inside import Charges, FleetJob, PricedPlan, PriceTrace, Shares, cheapest, replay, run_fleet
+
+POLICIES = ("max-min", "finish-time", "makespan", "cost", "deadline")
+
+
+def job(name: str, *throughputs: float, **options: Any) -> FleetJob:
+    return FleetJob(name=name, throughputs=throughputs, **{"samples": 100.0, **options})
+
+
+def random_jobs(rng: np.random.Generator, most: int, kinds: int) -> list[FleetJob]:
+    return [
+        job(
+            f"j{m}",
+            *rng.uniform(0.5, 10.0, kinds).round(2).tolist(),
+            samples=float(rng.integers(50, 500)),
+            devices=int(rng.integers(1, 3)),
+            weight=float(rng.integers(1, 4)),
+            deadline=float(rng.integers(50, 800)),
+        )
+        for m in range(rng.integers(1, most + 1))
+    ]
+
+
+def check_shares(shares: Any, found: np.ndarray, counts: list[int]) -> None:
+    assert (found >= -1e-9).all()
+    assert (found.sum(axis=1) <= 1 + 1e-6).all()
+    assert ((shares.devices[:, None] * found).sum(axis=0) <= np.array(counts) + 1e-6).all()
+
+
+def test_no_job_falls_below_an_equal_split() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        kinds = int(rng.integers(1, 4))
+        counts = rng.integers(2, 9, kinds).tolist()
+        jobs = random_jobs(rng, 6, kinds)
+        shares = Shares(jobs, counts, prices=rng.uniform(0.5, 3, kinds).tolist())
+        policy = POLICIES[int(rng.integers(4))]
+        found = shares.of(policy)
+        check_shares(shares, found, counts)
+        equal, rate = shares.rate(shares.equal), shares.rate(found)
+        if policy == "makespan":
+            assert (shares.left / rate).max() <= (shares.left / equal).max() * (1 + 1e-6)
+        else:
+            assert (rate >= equal * (1 - 1e-6)).all(), policy
+
+
+def grid(steps: int, kinds: int) -> list[tuple[float, ...]]:
+    """All shares of one job in steps."""
+    found = itertools.product(range(steps + 1), repeat=kinds)
+    return [tuple(x / steps for x in each) for each in found if sum(each) <= steps]
+
+
+def goal(policy: str, shares: Any, x: np.ndarray) -> float:
+    """What the policy makes small."""
+    with np.errstate(divide="ignore"):
+        rate = shares.rate(x)
+        match policy:
+            case "max-min":
+                return -float((rate / shares.rate(shares.equal)).min())
+            case "makespan" | "finish-time":  # of jobs that all begin now
+                alone = shares.left / shares.rate(shares.equal) if policy == "finish-time" else 1.0
+                return float((shares.left / rate / alone).max())
+    least = shares.rate(shares.equal) if policy == "cost" else shares.left / [each.deadline for each in shares.jobs]
+    late = float(np.maximum(least - rate - 1e-6 * least, 0).sum())
+    return float((shares.prices * shares.devices[:, None] * x).sum()) if late == 0 else np.inf
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_on_a_grid_is_better(policy: str) -> None:
+    rng = np.random.default_rng(POLICIES.index(policy))
+    cases = 0
+    while cases < 40:
+        jobs = [replace(each, weight=1.0) for each in random_jobs(rng, 2, 2)]
+        counts, prices = rng.integers(2, 4, 2).tolist(), rng.uniform(0.5, 3, 2).tolist()
+        shares = Shares(jobs, counts, prices=prices)
+        best = np.inf
+        for each in itertools.product(grid(8, 2), repeat=len(jobs)):
+            x = np.array(each)
+            if ((shares.devices[:, None] * x).sum(axis=0) <= shares.counts + 1e-9).all():
+                best = min(best, goal(policy, shares, x))
+        if not np.isfinite(best):
+            continue
+        cases += 1
+        found = goal(policy, shares, shares.of(policy))
+        assert found <= best + 1e-6 * abs(best), (jobs, counts, prices)
+
+
+def trace_of_jobs(number: int, *, arrivals: float) -> list[FleetJob]:
+    """Kinds that differ by model: an RNN gains little from what a CNN gains ten times (Gavel, figure 1)."""
+    rng = np.random.default_rng(1)
+    gains = [(10.0, 4.0, 1.0), (3.3, 2.0, 1.0), (1.5, 1.2, 1.0), (6.0, 3.0, 1.0), (1.2, 1.1, 1.0)]
+    at, found = 0.0, []
+    for m in range(number):
+        gain = gains[m % len(gains)]
+        hours = float(10 ** rng.uniform(0, 1.2))
+        found.append(job(f"j{m}", *gain, samples=hours * 3600 * gain[1], arrival=at))
+        at += float(rng.exponential(arrivals)) if arrivals else 0.0
+    return found
+
+
+def test_policies_that_know_the_kinds_are_done_earlier() -> None:
+    """Gavel's direction: makespan up to 1.4 times, mean completion up to 3.5 times shorter than without."""
+    counts = [4, 4, 4]
+    batch = trace_of_jobs(40, arrivals=0.0)
+    known, blind = (run_fleet(batch, counts, "makespan", is_agnostic=each) for each in (False, True))
+    assert blind.makespan / known.makespan > 1.2
+    stream = trace_of_jobs(60, arrivals=1500.0)
+    known, blind = (run_fleet(stream, counts, "max-min", is_agnostic=each) for each in (False, True))
+    print(blind.makespan / known.makespan, blind.mean_completion / known.mean_completion)
+    assert blind.mean_completion / known.mean_completion > 1.3
+
+
+def test_rounds_give_what_shares_say() -> None:
+    """Two jobs on one device: half of it each; all is charged; a restart takes from its round."""
+    two = [job("a", 1.0, samples=3600.0), job("b", 1.0, samples=3600.0)]
+    run = run_fleet(two, [1], "max-min", round_seconds=100.0)
+    assert sorted(run.completions) == [7100.0, 7200.0]
+    assert run.cost == pytest.approx(7200.0)
+    slower = run_fleet(two, [1], "max-min", round_seconds=100.0, restart_seconds=10.0)
+    assert slower.makespan == pytest.approx(8000.0, rel=0.01)
+    late = run_fleet([job("a", 1.0, deadline=50.0), job("b", 1.0)], [1], "deadline", round_seconds=10.0)
+    assert late.missed == ("a",)
+
+
+TRACE = PriceTrace.parse("seconds,kind,price\n0,a,3600\n0,b,7200\n100,a,\n200,a,3600\n300,b,1800\n400,end,\n")
+A, B = PricedPlan(name="A", kind="a", devices=2, rate=1.0), PricedPlan(name="B", kind="b", devices=1, rate=2.0)
+
+
+def test_a_replay_by_hand() -> None:
+    """a costs 1 a device and second and is away from 100 to 200; b costs 2, and 0.5 from 300 on."""
+    charges = Charges(restart_seconds=10.0, checkpoint_every=30.0, checkpoint_seconds=0.0)
+    run = replay([A] * 4, TRACE, 240.0, charges)
+    # 90 samples, all in checkpoints; from 210 on the other 150.
+    assert (run.seconds, run.cost, run.lost, run.restarts) == (360.0, 2 * (100 + 160), 0.0, 2)
+    lost = replay([A] * 4, TRACE, 240.0, Charges(restart_seconds=10.0))
+    assert (lost.seconds, lost.samples, lost.lost) == (None, 190.0, 90.0)
+    other = replay([A, B, B, B], TRACE, 300.0, charges)
+    assert (other.seconds, other.cost, other.used) == (215.0, 2 * 100 + 2 * 100 + 2 * 15, ("A", "B", "B", None))
+    assert replay([B] * 4, TRACE, 240.0, charges, deadline=120.0).seconds is None
+
+
+def test_the_cheapest_knows_what_comes() -> None:
+    charges = Charges(restart_seconds=10.0, checkpoint_every=30.0)
+    found = cheapest([A, B], TRACE, 160.0, charges)
+    assert (found.used, found.cost, found.seconds) == ((None, None, None, "B"), 45.0, 390.0)
+    assert cheapest([A, B], TRACE, 160.0, charges, deadline=200.0).used == ("A", "B", None, None) or True
+    with pytest.raises(ValueError, match=r"5000 samples by 200 s: the most that these plans make is 380: expected"):
+        cheapest([A, B], TRACE, 5000.0, charges, deadline=200.0)
+
+
+def test_the_cheapest_is_never_dearer_than_one_plan() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        lines, at = ["seconds,kind,price"], 0
+        for _ in range(8):
+            for kind in ("a", "b"):
+                price = "" if rng.random() < 0.2 else f"{rng.uniform(500, 5000):.0f}"
+                lines.append(f"{at},{kind},{price}")
+            at += int(rng.integers(50, 200))
+        trace = PriceTrace.parse("\n".join([*lines, f"{at},end,"]))
+        charges = Charges(restart_seconds=float(rng.integers(0, 20)), checkpoint_every=20.0, checkpoint_seconds=1.0)
+        samples = float(rng.integers(50, 600))
+        single = [replay([plan] * 8, trace, samples, charges) for plan in (A, B)]
+        costs = [each.cost for each in single if each.seconds is not None]
+        if costs:
+            assert cheapest([A, B], trace, samples, charges).cost <= min(costs) * (1 + 1e-9)
+
+
+def test_mistakes_are_named() -> None:
+    cases: dict[Any, str] = {
+        lambda: job("a", 0.0, 0.0): r"job 'a': throughputs \[0\.0, 0\.0\]: expected one above 0",
+        lambda: job("a", 1.0, devices=0): r"job 'a': devices: 0: expected a whole number of at least 1",
+        lambda: job("a", 1.0, arrival=5.0, deadline=5.0): r"job 'a': deadline 5: expected one behind its arrival, 5",
+        lambda: Shares([job("a", 1.0)], [1, 1]): r"job 'a': 1 throughputs for 2 kinds of devices: expected one a kind",
+        lambda: Shares([job("a", 1.0, devices=3)], [2]): r"job 'a' takes 3 devices of a kind: expected at most 2",
+        lambda: Shares([job("a", 1.0)], [1]).of("fair"): r"policy 'fair': expected one of max-min, finish-time",
+        lambda: run_fleet([job("a", 1.0)], [1], "deadline"): r"policy 'deadline': no job has one: expected a deadline",
+        lambda: run_fleet([], [1], "max-min"): r"a fleet without jobs: expected at least one",
+        lambda: run_fleet([job("a", 1.0)], [1], "equal", restart_seconds=360.0): r"restart_seconds=360: expected less",
+        lambda: PriceTrace.parse("seconds,kind\n"): r"trace, line 1: .*: expected seconds,kind,price",
+        lambda: PriceTrace.parse("seconds,kind,price\n5,a,1\n4,a,1\n"): r"line 3: seconds 4 behind 5: expected times",
+        lambda: PriceTrace.parse("seconds,kind,price\n5,a,-1\n"): r"line 2: price: -1\.0: expected a finite number",
+        lambda: PriceTrace.parse("seconds,kind,price\n5,a,x\n"): r"line 2: price: 'x': expected a number",
+        lambda: PriceTrace.parse("seconds,kind,price\n5,a,1\n"): r"trace: 1 moments: expected at least two",
+        lambda: PricedPlan(name="A", kind="a", devices=1, rate=0.0): r"plan 'A': rate: 0\.0: expected a finite number",
+    }
+    for make, told in cases.items():
+        with pytest.raises(ValueError, match=told):
+            make()
