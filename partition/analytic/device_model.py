@@ -95,6 +95,8 @@ class DeviceModel:
                 expected = "a number above 0 and at most 1 (a part of the data sheet's figure)"
                 fail(f"{where}: {constant}", value, expected)
         check_figures(self, where, positive=(*_SHEET, "fp8_flops"))
+        if (self.fp8_flops or self.peak_flops) < self.peak_flops:
+            fail(f"{where}: fp8_flops", self.fp8_flops, f"FLOP/s, at least peak_flops={self.peak_flops:g}")
 
     @classmethod
     def preset(cls, name: str) -> DeviceModel:

@@ -255,6 +255,8 @@ def _refuse_unknown(
         if kind != OFFLOAD and not all(map(profile.knows, kind_of(kind).split("+"))):
             raise ValueError(f"recompute={kind!r}: the profile has no figures for it: expected 'none', 'full', 'layer'")
     takes = family(schedule).takes_slices
+    if takes and profile.context > 1:
+        fail(f"schedule={schedule!r} with context", profile.context, "1: a slice's keys and values come from all parts")
     if takes != bool(lengths) or (takes and (sum(lengths) != profile.sequence_tokens or {*kinds} != {"none"})):
         raise ValueError(
             f"slice_lengths={tuple(lengths)} under {schedule!r}: expected lengths that add up to the profile's "

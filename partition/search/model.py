@@ -38,7 +38,7 @@ class Model:
     ) -> None:
         self.profile, self.rules = profile.typical(), rules
         times = self.profile.parts_seconds / (profile.parts_seconds or 1.0)
-        scaled = f"all parts of the profile count {times:.3g} times, since the whole takes as much longer"
+        scaled = f"all parts of the profile count {times:.3g} times, as long as the whole took"
         cuts = all_cuts(self.profile, limit=max_cuts)
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes

@@ -481,6 +481,8 @@ def test_what_all_ranks_compute_is_what_the_formula_counts(model: Transformer) -
 
 def test_products_in_fp8_take_half_the_time() -> None:
     device = replace(COUNTER, fp8_flops=2.0)
+    with pytest.raises(ValueError, match=r"fp8_flops: 0\.5: expected FLOP/s, at least peak_flops=1"):  # as TFLOP/s are
+        replace(COUNTER, fp8_flops=0.5)
     n, h = 2 * 32, 64
     weights = 2 * n * h * (2.5 * h + 3 * 3.5 * h)
     layers = [profile_of(replace(FEW, precision=each), b=2, device=device).nodes[1] for each in ("16-bit", "fp8")]  # type: ignore[arg-type]
@@ -539,6 +541,16 @@ def test_replicas_sum_what_they_share() -> None:
     assert found.links.sums[0].seconds == pytest.approx(2 * 7 / 8 * others + 2 * 1 / 2 * experts)
     with pytest.raises(ValueError, match=r"\(1,\) replicas: expected multiples of expert=4"):
         evaluate(source, source.cluster, [stages[0]._replace(ranks=[0, 1])], num_microbatches=8, microbatch_size=1)
+    with pytest.raises(ValueError, match="schedule='seq1f1b' with context: 2: expected 1"):
+        evaluate(
+            source,
+            source.cluster,
+            stages,
+            num_microbatches=8,
+            microbatch_size=1,
+            schedule="seq1f1b",
+            slice_lengths=(16, 16),
+        )
 
 
 @pytest.mark.parametrize(
