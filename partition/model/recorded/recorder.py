@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -250,12 +249,10 @@ class ForwardRecorder:
     # Making a call
 
     def _make(self, *args: Any, **options: Any) -> Any:
-        self._is_busy, following = True, sys.getprofile()
-        sys.setprofile(None)  # nothing within is noted, and a call of a function for each that fakes make is slow
+        self._is_busy = True
         try:
             return self._make_busy(*args, **options)
         finally:
-            sys.setprofile(following)
             self._is_busy = False
 
     def _make_busy(
