@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 import stagewright
 
-lightning = pytest.importorskip("lightning.pytorch", reason='needs lightning: pip install "stagewright[lightning]"')
-
 pytestmark = [
+    pytest.mark.skipif(  # not imported here, where every worker of pytest would load it: two seconds of a core
+        importlib.util.find_spec("lightning") is None, reason='needs lightning: pip install "stagewright[lightning]"'
+    ),
     pytest.mark.slow,
     pytest.mark.gloo,
     pytest.mark.filterwarnings("ignore"),  # of Lightning's, about loaders and loggers
@@ -46,7 +48,9 @@ def test_two_ranks_log_validate_keep_the_best_and_resume_as_one_process(tmp_path
 
 
 def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path) -> None:
-    class Model(lightning.LightningModule):  # type: ignore[name-defined,misc]
+    import lightning.pytorch as lightning
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]
         automatic_optimization = False
 
         def __init__(self) -> None:
