@@ -6,8 +6,8 @@
 A *change* of the cut or of the ranks destroys the balance of work, since one layer is a good part of a rank's work. So
 small moves first bring the child's bound below what would be taken: that costs a hundredth of an evaluation. Then each
 F and I of the child stands where its first layer stood in the parent's time, which cannot deadlock; or ranks take what
-is there, the earliest of that time first. Chains of such steps begin anew, some longer than others (after Luby et al.,
-1993), so that no seed has to be lucky; the same seed goes the same way, however long it may go on.
+is there, the earliest of that time first. Chains of such steps begin anew, so that no seed has to be lucky; the same
+seed goes the same way, however long it may go on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIDE = 0.3  # weight of the average rank beside the one that counts
 _NEAR = 0.01  # a child so near to what would be taken is worth some order moves
 _MARGINS = (0.0, 0.002, 0.004, 0.006)  # that the repaired bound stays below that
 _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its gap
-_REPAIRS = 60
+_REPAIRS = 20
 
 # By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held; by
 # rank its work.
@@ -87,7 +87,7 @@ class ChainSearch:
         ends, number = [start] if start is not None else [], 0
         while start is not None and not is_over():
             number += 1
-            many = _ORDERS * (number & -number)  # 1, 2, 1, 4, 1, 2, 1, 8, ... times
+            many = _ORDERS * (2 - number % 2)
             ends.append(self._orders(self._chain(start, many), many // 8, _HOT_ORDER, _COLD_ORDER))
             ends = sorted(ends, key=lambda each: each.value)[:_ENDS]
         return [self._written(each) for each in ends]
@@ -108,23 +108,16 @@ class ChainSearch:
         )
         return tuple(state.cut), placed, Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
 
-    def bound(self, cut: Sequence[int], ranks: Sequence[int]) -> float:
-        """The most that a rank works, behind its earliest start; far more where one microbatch has no room."""
+    def loads(self, cut: Sequence[int], ranks: Sequence[int]) -> list[float]:
+        """By rank, its work behind its earliest start; far more where one microbatch has no room."""
         work, held, head = [0.0] * self.P, [0.0] * self.P, [-1.0] * self.P
         for rank, start, end in zip(ranks, cut, cut[1:]):  # noqa: B905 - the last one ends it
             if head[rank] < 0.0:
                 head[rank] = 0.0 if self.is_span else self.F[start]
             work[rank] += self.work[end] - self.work[start]
             held[rank] += self.held[end] - self.held[start]
-        most = max(self.M * w + h for w, h in zip(work, head, strict=True))
-        excess = max(h / limit for h, limit in zip(held, self.limits, strict=True))
-        return most if excess <= 1.0 else most + excess * 10 * self.ideal
-
-    def least_seconds(self) -> float:
-        """Seconds that nothing can beat: the r-th rank to start has the forwards of r layers before it."""
-        heads = [0.0 if self.is_span else self.F[r] + r * self.latency for r in range(self.P)]
-        alone = (self.M * (b - a) + (0.0 if self.is_span else f) for (a, b), f in zip(pairwise(self.work), self.F))  # noqa: B905
-        return max((self.M * self.work[-1] + sum(heads)) / self.P, *alone)
+        parts = zip(work, head, held, self.limits, strict=True)
+        return [self.M * w + h + 10 * self.ideal * n / limit * (n > limit) for w, h, n, limit in parts]
 
     def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> Tables:
         M, late = self.M, self.latency
@@ -319,8 +312,7 @@ class ChainSearch:
         _, at, code = random.choices(gaps, [gap for gap, _, _ in gaps])[0]
         if random.random() < 0.3:
             start = ends[code] - seconds[code]
-            ready = [n for n in range(at + 1, min(len(order), at + 12)) if ends[need[order[n]]] < start]
-            if ready:
+            if ready := [n for n in range(at + 1, min(len(order), at + 12)) if ends[need[order[n]]] < start]:
                 return rank, _put(order, ready[0] if random.random() < 0.6 else random.choice(ready), at)
         code = need[code]
         while code >= 0:
@@ -357,32 +349,25 @@ class ChainSearch:
             del ranks[stage - (random.random() < 0.5)]
         return _joined(cut, ranks)
 
-    def _shifted(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
-        """One boundary moved by a layer, so that the bound is below the limit; None where no such move does."""
-        tries = [(list(cut), at, by) for at in range(1, len(ranks)) for by in (-1, 1)]
-        found = [new for new, at, by in tries if _shift(new, at, by) and self.bound(new, ranks) <= limit]
-        return (self.random.choice(found), ranks) if found else None
-
     def _repaired(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
-        """Small random moves that never raise the bound, until it is below the limit; None where they do not get it
-        there."""
-        random, S, value = self.random, len(ranks), self.bound(cut, ranks)
+        """Small random moves of the heaviest rank's stages that lower the bound, until it is below the limit; None
+        where they do not get there. Moves elsewhere would take the child away from its parent for nothing."""
+        random, S, loads = self.random, len(ranks), self.loads(cut, ranks)
         for _ in range(_REPAIRS):
-            if value <= limit:
+            if (value := max(loads)) <= limit:
                 return _joined(cut, ranks)
-            kind, new, owners = random.random(), cut, ranks
-            if kind < 0.6:
-                new = list(cut)
-                for _ in range(2 if kind < 0.35 else 1):
-                    _shift(new, int(random.random() * S), random.choice((-1, 1)))
+            heavy, kind, new, owners = loads.index(value), random.random(), list(cut), list(ranks)
+            stage, other = random.choice([s for s in range(S) if ranks[s] == heavy]), int(random.random() * S)
+            if kind < 0.7:
+                _shift(new, *random.choice(((stage, 1), (stage + 1, -1))))
+                if kind < 0.3:
+                    _shift(new, other, random.choice((-1, 1)))
+            elif kind < 0.9:
+                owners[stage], owners[other] = owners[other], heavy
             else:
-                owners = list(ranks)
-                stage, other = int(random.random() * S), int(random.random() * S)
-                owners[stage], owners[other] = owners[other], owners[stage] if kind < 0.85 else owners[other]
-                if kind >= 0.85:
-                    owners[stage] = int(random.random() * self.P)
-            if (bound := self.bound(new, owners)) <= value:
-                cut, ranks, value = new, owners, bound
+                owners[stage] = int(random.random() * self.P)
+            if max(changed := self.loads(new, owners)) < value:
+                cut, ranks, loads = new, owners, changed
         return None
 
     def _chain(self, now: Arranged, many: int) -> Arranged:
@@ -390,26 +375,21 @@ class ChainSearch:
         random, best, begun = self.random, now, self.played
         while (done := (self.played - begun) / many) < 1.0 and not self.is_over():
             heat = _HOT * (_COLD / _HOT) ** done
-            kind = random.random()
-            if kind < 0.15:
+            if random.random() < 0.05:
                 now = self._orders(now, 8, 0.3 * heat, 0.3 * heat)
             else:
                 limit = now.cost - heat * self.ideal * math.log(1.0 - random.random())
-                now = self._child(now, limit, kind < 0.4) or now
+                now = self._child(now, limit) or now
             best = now if now.value < best.value else best
         return best
 
-    def _child(self, now: Arranged, limit: float, shifts: bool) -> Arranged | None:
+    def _child(self, now: Arranged, limit: float) -> Arranged | None:
         """Another cut or other ranks, for less than the limit; None where it comes to more."""
-        random, cut, ranks = self.random, now.cut, now.ranks
-        target = max(1.003 * self.ideal, limit - self.ideal * random.choice(_MARGINS))
-        if shifts:
-            new = self._shifted(cut, ranks, target)
-        else:
+        random = self.random
+        cut, ranks = self._changed(now.cut, now.ranks)
+        while random.random() < 0.25:
             cut, ranks = self._changed(cut, ranks)
-            while random.random() < 0.35:
-                cut, ranks = self._changed(cut, ranks)
-            new = self._repaired(cut, ranks, target)
+        new = self._repaired(cut, ranks, max(1.003 * self.ideal, limit - self.ideal * random.choice(_MARGINS)))
         fewest = min(2 * self.P + _FEWEST, len(now.ranks))
         if new is None or new == (now.cut, now.ranks) or len(set(new[1])) < self.P or len(new[1]) < fewest:
             self.played += 1  # a chain comes to its end in any case
@@ -459,7 +439,7 @@ def _put(order: list[int], at: int, to: int) -> list[int]:
 
 def _shift(cut: list[int], at: int, by: int) -> bool:
     """Whether a boundary could move so far, and it has."""
-    may = at > 0 and cut[at - 1] < cut[at] + by < cut[at + 1]
+    may = 0 < at < len(cut) - 1 and cut[at - 1] < cut[at] + by < cut[at + 1]
     cut[at] += by if may else 0
     return may
 

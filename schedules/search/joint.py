@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, combinations, pairwise
 from random import Random
+from typing import cast
 
 from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
@@ -186,6 +187,7 @@ class _CutSearch:
         self.limits = (math.inf,) * num_ranks if limit is None else numbers("memory_limit", limit, num_ranks, "rank")
         columns = ((each.forward, each.input_grad, each.weight_grad, each.activation) for each in layers)
         self.sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in zip(*columns, strict=True)]
+        self.work: list[float] = [sum(each) for each in zip(*self.sums[:3], strict=True)]
         self.found: dict[tuple[str | Placement, Cut], Synthesis] = {}
 
     def run(self, placements: Sequence[str], cuts: int, is_counted: bool) -> JointSynthesis:
@@ -213,7 +215,7 @@ class _CutSearch:
         chains = ChainSearch(layers, self.request, self.limits, Random(self.budget.seed))
         if may_go_on:
             self.anywhere(chains, cuts * self.evaluations if is_counted else None)
-        bound = chains.least_seconds()
+        bound = self.least_seconds()
         return JointSynthesis(best=self.best(), separate=separate, cuts_tried=cuts_tried, lower_bound=bound)
 
     def anywhere(self, chains: ChainSearch, most: int | None) -> None:
@@ -261,6 +263,14 @@ class _CutSearch:
                     bounds[name, other] = bound = self.bound(name, other)
                     heapq.heappush(waiting, (bound * above, name, other, above))
         return bounds
+
+    def least_seconds(self) -> float:
+        """Seconds that nothing can beat: the r-th rank to start has the forwards of r layers before it."""
+        P, M, is_span = self.num_ranks, self.request.num_microbatches, self.request.objective == "span"
+        F, latency = self.sums[0], cast(float, self.request.costs.latency)
+        heads = [0.0 if is_span else F[r] + r * latency for r in range(P)]
+        alone = (M * (b - a) + (0.0 if is_span else f) for (a, b), f in zip(pairwise(self.work), F))  # noqa: B905
+        return max((M * self.work[-1] + sum(heads)) / P, *alone)
 
     def promises(self, bound: float) -> bool:
         return bound < self.best().value * (1.0 - _CLOSE)
@@ -320,8 +330,7 @@ class _CutSearch:
     def even_cut(self, placement: Placement) -> Cut | None:
         """The least largest stage, then the least sum of squares, where no stage alone exceeds its rank's memory."""
         rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
-        work = [sum(each) for each in zip(*self.sums[:3], strict=True)]
-        held, limits = self.sums[3], self.limits
+        work, held, limits = self.work, self.sums[3], self.limits
         L, S = len(self.layers), len(rank_of)
 
         def least(power: float) -> tuple[float, Cut] | None:
