@@ -12,7 +12,6 @@ first by it, and so are those one step from a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -152,8 +151,8 @@ class Rows:
                     heappush(todo, (float(total[at, j]), next(numbers), rest, *way))
 
     def next_to(self, e: Evaluated) -> list[Layout]:
-        """Those one step from a layout, the least first: some stages in a row, or their ends, moved by a device or two,
-        and a cut with them; a stage as two, or two as one. None where it stands in no row."""
+        """Those one step from a layout that may be faster, the least first: some stages in a row, or their ends, moved
+        by a device or two, and a cut with them; a stage as two, or two as one. None where it stands in no row."""
         start = self._way(e)
         if start is None:
             return []
@@ -162,10 +161,10 @@ class Rows:
             sizes = [b - a for a, b in pairwise((0, *row, self.num_devices))]
             if min(sizes) >= 0 and min(sizes[1::2]) > 0 and max(sizes[1::2]) <= self._most:
                 groups.setdefault(len(cuts), {})[cuts, row] = None
-        found = []
+        found, below = [], e.simulated_seconds - self._beside
         for ways in groups.values():
             least = self._least(np.array([cuts for cuts, _ in ways]), np.array([row for _, row in ways]))
-            found += [(float(seconds), way) for seconds, way in zip(least, ways, strict=True) if seconds < math.inf]
+            found += [(float(seconds), way) for seconds, way in zip(least, ways, strict=True) if seconds < below]
         return [self._layout(least, *way) for least, way in sorted(found)]
 
     def _steps(self, cuts: tuple[int, ...], row: _Row) -> Iterator[_Way]:

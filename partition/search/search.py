@@ -30,7 +30,7 @@ from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
-_LAYOUTS = 64  # in a row, the least first, that are simulated
+_LAYOUTS = 32  # in a row, the least first, that are simulated in front of moves; four times as many behind them
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
@@ -129,7 +129,7 @@ class PlanSearch:
         every: Iterable[tuple[float, Callable[[], Sequence[Rows]]]],
         is_new: Callable[[Configuration], bool] = lambda c: True,
     ) -> list[Evaluated]:
-        """With layouts in rows as well: the best first of them, and the best of each number of stages, of the best few,
+        """With layouts in rows as well: the least first, and then the best of each number of stages, of the best few,
         moved for as long as that helps.
 
         Arguments:
@@ -137,24 +137,27 @@ class PlanSearch:
         """
         found, looked = [*found], set[tuple[Configuration, Ends]]()
         rows = [row for least, find in every if least < _least_seconds(found) for row in find()]
-        layouts = merge(*(row.best_first(_least_seconds(found)) for row in rows), key=itemgetter(0))
-        for number, (least, c, ends) in enumerate(each for each in layouts if is_new(each[1])):
-            self._counts["considered"] += 1
-            if number == _LAYOUTS or least >= _least_seconds(found) or self._is_late(found):
-                self._least_left = min(self._least_left, least)
-                break
-            looked.add((c, ends))
-            found += self._simulated(c, {ends: least}, _least_seconds(found))
-        starts = dict[int, Evaluated]()
-        for each in sorted(found, key=_rank):
-            starts.setdefault(each.configuration.num_stages, each)
 
         def moves(e: Evaluated) -> Iterator[Layout]:
             return (each for row in rows for each in row.next_to(e) if is_new(each[1]))
 
-        best = [self._climbed(each, moves, looked) for each in [*starts.values()][:_STARTS]]
-        more = self._refined([each for each in best if each not in found], most=1)
-        return sorted([*more, *found], key=lambda each: float(f"{each.simulated_seconds:.8e}"))
+        for most, limit in (_LAYOUTS, math.inf), (4 * _LAYOUTS, 0.0):
+            left, layouts = math.inf, merge(*(row.best_first(_least_seconds(found)) for row in rows), key=itemgetter(0))
+            for number, (least, c, ends) in enumerate(each for each in layouts if is_new(each[1])):
+                if number == most or least >= _least_seconds(found) or self._is_late(found):
+                    left = least
+                    break
+                if (c, ends) not in looked:
+                    looked.add((c, ends))
+                    found += self._simulated(c, {ends: least}, limit or _least_seconds(found))
+            starts = dict[int, Evaluated]()
+            for each in sorted(found, key=_rank):
+                starts.setdefault(each.configuration.num_stages, each)
+            climbed = [self._climbed(each, moves, looked) for each in [*starts.values()][:_STARTS]]
+            found += self._refined([each for each in climbed if each not in found], most=1)
+        self._least_left = min(self._least_left, left)
+        self._counts["considered"] += len(looked)
+        return sorted(found, key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
     def _is_late(self, found: Sequence[Evaluated]) -> bool:
         return bool(found) and self.deadline is not None and time.monotonic() > self.deadline
