@@ -3,8 +3,8 @@
 As `solve.dynamic`, but of the step in place of the bottleneck: over the stages from i to j the greatest of
 
     M (F + B) of the busiest replica, or M of its messages and its share of the sums
-    F of all in front of i and a message over each cut there, that work, then its sums and its update
-    F and B of all in front and two messages over each cut, that work, then sums and update of the first stage
+    F of all in front of j and a message over each cut there, its work, then B back to stage i with as many messages,
+    and i's sums and update; of the first stage at least nothing
 
 What lies behind a cut and a device takes at least as much as the dynamic program says: rows of stages are listed best
 first by it, and so are those one step from a row.
@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import combinations, count, pairwise, product
+from typing import Any
 
 import numpy as np
 
 from ..solve.cut_sums import thinned
 from ..solve.orders import node_orders, own_ranks
 from ..solve.ranges import RangeCosts
-from ..stage_cost import StageSums
 from ..topology import Floats, Topology
 from .cuts import range_costs
 from .evaluate import Ends, Evaluated
@@ -40,31 +40,18 @@ _Row = tuple[int, ...]  # of each stage its first device, and the one behind its
 _Way = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
-def all_rows(
-    topology: Topology, model: Model, schedule: str, *, microbatch_size: int, num_microbatches: int, beside: float
-) -> list[Rows]:
-    """Those of each order of unequal nodes; none on many devices, or of long batches."""
-    if topology.num_devices > MOST_DEVICES or 2 * num_microbatches * topology.num_devices > MOST_ACTIONS:
+def all_rows(topology: Topology, model: Model, beside: float, **sizes: Any) -> list[Rows]:
+    """Those of each order of unequal nodes; none on many devices, or of long batches. `sizes`: what is given of a
+    `Configuration`; beside: seconds of a step that no layout hides [s]."""
+    sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
+    if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
-    sample = Configuration(
-        pipeline=1,
-        data=1,
-        tensor=1,
-        schedule=schedule,
-        num_chunks=1,
-        microbatch_size=microbatch_size,
-        num_microbatches=num_microbatches,
-    )
     return [Rows(topology, model, order, sample, beside) for order in node_orders(topology.cluster)[0]]
 
 
 class Rows:
-    """Rows of stages on the devices of nodes in one order.
-
-    Arguments:
-        sample: a configuration that is theirs but for its stages.
-        beside: seconds of a step that no layout hides [s].
-    """
+    """Rows of stages on the devices of nodes in one order; `sample`: a configuration that is theirs but for its
+    stages."""
 
     def __init__(
         self, topology: Topology, model: Model, order: Sequence[int], sample: Configuration, beside: float
@@ -74,81 +61,91 @@ class Rows:
         cluster = topology.cluster.reordered(order)
         costs = range_costs(model, cluster, sample.schedule, sample.batch, memory_limit=topology.memory_limit)
         self.num_devices, self._most = costs.num_devices, min(sample.batch, costs.num_devices)  # replicas
-        self._layers = 1 if costs.rule.is_asynchronous else 3
         self._tables(model, costs)
         self._behind = self._least_behind(costs)
 
     def _tables(self, model: Model, costs: RangeCosts) -> None:
         """By devices e from a stage on to the end and its replicas: [e, r - 1, layer, i, j] seconds of the stage,
-        infinite where it does not fit the memory, whatever is done about it; messages over the cut in front; sums and
-        update of a first stage."""
+        infinite where it does not fit the memory, whatever is done about it; its sums and update less B of all in
+        front. [a, b, layer, i] messages over the cut in front of it to device b."""
         ends, rules, m, fastest = np.asarray(self.ends), model.rules, self.sample.batch, costs.topology.fastest
-        n = len(ends)
+        n, every, streams = len(ends), np.arange(self.num_devices), costs.rule.is_asynchronous
         is_ahead = np.tri(n, k=-1, dtype=bool).T & model.cuts.inside[np.ix_(ends, ends)]
         first, last = np.where(is_ahead, ends[:, None], 0), np.where(is_ahead, ends, ends[-1])
-        sums: StageSums = model.cuts.stages(first, last)
+        sums = model.cuts.stages(first, last)
         there, back = (each[ends][:, None] / fastest for each in (model.cuts.forward, model.cuts.backward))
+        forward, backward = sums.forward / fastest, sums.backward / fastest
+        beyond = (model.seconds - model.cuts.seconds[last]) / fastest
         stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
-        shape = (self.num_devices + 1, self._most, self._layers)
-        self._seconds: Floats = np.full((*shape, n, n), np.inf)
-        self._messages: Floats = np.zeros((*shape, n))
-        self._first: Floats = np.zeros((*shape, n))
+        self._seconds: Floats = np.full((self.num_devices + 1, self._most, 3, n, n), np.inf)
+        self._update: Floats = np.zeros((self.num_devices + 1, self._most, n, n))
+        link = costs.per_byte(every[:, None], np.append(every, every[-1]))
+        times = np.zeros(3) if streams else np.arange(3.0)
+        self._messages: Floats = link[:, :, None, None] * times[:, None] * model.cuts.crossing[ends]
         for e in range(1, self.num_devices + 1):
             r = np.arange(1, min(self._most, e) + 1)[:, None, None]
             at, parts = costs.ranges(r, e), r if "full" in rules.sharding else 1
             work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // r)
-            behind = m * sums.summed * at.ring + sums.update / fastest / parts
-            layers = [np.maximum(work, m * costs.communication(sums, at)), there + work + behind, there + work + back]
-            held = at.in_flight
-            copies = costs.versions + 1 + costs.versions_in_flight * held + rules.optimizer_ratio / parts
-            fits = is_ahead & (sums.weights * copies + held * stash <= at.limit)
-            own = self._seconds[e, : len(r)]
-            own[:] = np.where(fits[:, None], np.stack(layers[: self._layers], axis=1), np.inf)
-            sent = (model.cuts.crossing[ends] * at.inward * r)[:, 0]
-            self._messages[e, : len(r)] = sent[:, None] * np.arange(self._layers)[:, None]
-            self._first[e, : len(r), 2:] = behind[:, :1]
+            lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.summed * at.ring
+            behind = behind + sums.update / fastest / parts
+            own, flights, some = -(-m // r), at.in_flight, (-(-m // r) - 1) % at.in_flight
+            first_back = forward + beyond + own * backward + (own - flights) * forward
+            work = np.maximum(
+                work, np.maximum(first_back, some * forward - (-own // flights) * (forward + beyond + backward))
+            )
+            layers = [lanes] * 3 if streams else [lanes, there + work + behind, there + work + back]
+            copies = costs.versions + 1 + costs.versions_in_flight * at.in_flight + rules.optimizer_ratio / parts
+            fits = is_ahead & (sums.weights * copies + at.in_flight * stash <= at.limit)
+            self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
+            self._update[e, : len(r)] = -np.inf if streams else behind - back
 
     def _least_behind(self, costs: RangeCosts) -> Floats:
         """[e, layer, i] of all stages from cut i on, on e devices or fewer of the last node that these end with. Idle
         devices stay behind the last stage, in front of the first, and in front of a node's end."""
         size, most = self._size, self.num_devices
-        found = np.full((most + 1, self._layers, len(self.ends)), np.inf)
+        found = np.full((most + 1, 3, len(self.ends)), np.inf)
         found[: (1 if size == most else size) if costs.is_uniform else most, :, -1] = 0.0
+        across = found.copy()
         for e in range(1, most + 1):
             behind = found[e - 1 :: -1][: self._most]
-            own = self._seconds[e, : len(behind)]
-            least = np.maximum(own, behind[:, :, None, :]).min(axis=3) + self._messages[e, : len(behind)]
-            found[e] = np.minimum(found[e], least.min(axis=0))
+            all_of_it = np.maximum(self._seconds[e, : len(behind)], behind[:, :, None, :])
+            all_of_it[:, 1] = np.maximum(all_of_it[:, 1], all_of_it[:, 2] + self._update[e, : len(behind)])
+            front, least = np.arange(e - 1, e - 1 - len(behind), -1), all_of_it.min(axis=3)
+            found[e] = np.minimum(found[e], (least + self._messages[front, e]).min(axis=0))
+            border = min(-(-e // size) * size, most)
+            across[e] = np.minimum(across[e], (least + self._messages[front, border]).min(axis=0))
             if e % size == 0:
-                found[e] = found[max(e - size, 0) + 1 : e + 1].min(axis=0)
+                found[e] = np.minimum(found[e], across[e - size + 1 : e + 1].min(axis=0))
         return found
 
     def best_first(self, below: float) -> Iterator[Layout]:
         """Layouts whose least step is `below`, with that [s], the least first."""
-        none, below, numbers = np.zeros(self._layers), below - self._beside, count()
+        below, numbers, none = below - self._beside, count(), np.zeros(3)
         starts = range(1, self.num_devices + 1)
-        todo = [(float(self._behind[e, :, 0].max()), next(numbers), e, (0,), _Row(), none, none) for e in starts]
+        todo: list[Any] = [
+            (self._behind[e, :, 0].max(), next(numbers), e, (0,), _Row(), none, none, 0.0) for e in starts
+        ]
         heapify(todo)
         for _ in range(_MOST_LOOKED_AT):
             if not todo or todo[0][0] >= below:
                 break
-            least, _, begin, cuts, row, ahead, most = heappop(todo)
+            least, _, begin, cuts, row, ahead, most, update = heappop(todo)
             if self.ends[cuts[-1]] == self.ends[-1]:
-                yield self._layout(least, cuts, row)
+                yield self._layout(float(least), cuts, row)
                 continue
-            is_border = bool(row) and begin % self._size == 0
-            for e in range(begin, begin - (self._size if is_border else 1), -1):
-                replicas = min(self._most, e)
-                i = cuts[-1]
-                head = ahead + self._messages[e, :replicas, :, i]
-                own = np.maximum(most[:, None], self._seconds[e, :replicas, :, i] + head[..., None])
-                heads = head[..., None] + self._first[e, :replicas] * (not row)
-                behind = self._behind[e - 1 :: -1][:replicas]
-                total = np.maximum(own, behind + heads).max(axis=1)
+            idle = self._size if row and begin % self._size == 0 else 1
+            for e in range(begin, begin - idle, -1):
+                replicas, i = min(self._most, e), cuts[-1]
+                head = ahead + self._messages[np.arange(e - 1, e - 1 - replicas, -1), begin, :, i]
+                updates = np.maximum(update, self._update[e, :replicas, i] - head[:, 1, None])
+                heads = np.repeat(head[:, :, None], len(self.ends), axis=2)
+                heads[:, 2] += updates
+                own = np.maximum(most[:, None], self._seconds[e, :replicas, :, i] + heads)
+                total = np.maximum(own, self._behind[e - 1 :: -1][:replicas] + heads).max(axis=1)
                 for at, j in np.argwhere(total < below).tolist():
                     rest, front = e - at - 1, self.num_devices - e
-                    way = (*cuts, j), (*row, front, front + at + 1), heads[at, :, j], own[at, :, j]
-                    heappush(todo, (float(total[at, j]), next(numbers), rest, *way))
+                    way = (*cuts, j), (*row, front, front + at + 1), head[at], own[at, :, j], updates[at, j]
+                    heappush(todo, (total[at, j], next(numbers), rest, *way))
 
     def next_to(self, e: Evaluated) -> list[Layout]:
         """Those one step from a layout that may be faster, the least first: some stages in a row, or their ends, moved
@@ -186,14 +183,17 @@ class Rows:
 
     def _least(self, cuts: np.ndarray, rows: np.ndarray) -> Floats:
         """[ways] least seconds, infinite where a stage is none."""
-        ahead, found = np.zeros((len(cuts), self._layers)), np.zeros((len(cuts), self._layers))
+        found, ahead, update = np.zeros((len(cuts), 3)), np.zeros((len(cuts), 3)), np.zeros(len(cuts))
+        begin = self.num_devices - rows[:, 0]
         for s in range(cuts.shape[1] - 1):
-            e, r = self.num_devices - rows[:, 2 * s], rows[:, 2 * s + 1] - rows[:, 2 * s] - 1
-            i, j = cuts[:, s], cuts[:, s + 1]
-            ahead = ahead + self._messages[e, r, :, i]
-            found = np.maximum(found, self._seconds[e, r, :, i, j] + ahead)
-            ahead = ahead if s else ahead + self._first[e, r, :, j]
-        return found.max(axis=1)
+            e, end = self.num_devices - rows[:, 2 * s], self.num_devices - rows[:, 2 * s + 1]
+            i, j, r = cuts[:, s], cuts[:, s + 1], e - end - 1
+            ahead = ahead + self._messages[end, begin, :, i]
+            update, begin = np.maximum(update, self._update[e, r, i, j] - ahead[:, 1]), end
+            own = self._seconds[e, r, :, i, j] + ahead
+            own[:, 2] += update
+            found = np.maximum(found, own)
+        return np.asarray(found.max(axis=1))
 
     def _way(self, e: Evaluated) -> _Way | None:
         """Cuts and row of a layout; None where it is no row of this order, or has other cuts."""

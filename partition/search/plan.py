@@ -211,7 +211,7 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
             least, beside = search.least.of_any(name, model, num_microbatches), search.least.beside(name, model)
             brought.append((least, find))
-            rows.append((least, partial(all_rows, evaluator.topology, model, name, beside=beside, **sizes)))
+            rows.append((least, partial(all_rows, evaluator.topology, model, beside, schedule=name, **sizes)))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
     if not all(map(alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
