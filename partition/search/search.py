@@ -35,8 +35,8 @@ _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
-_MOVES = 60  # from one of them, simulated
-_STARTS = 4  # numbers of stages from whose best they are moved
+_MOVES = 40  # from one of them, simulated
+_STARTS = 3  # numbers of stages from whose best they are moved
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
