@@ -282,7 +282,6 @@ class PlanSearch:
             bounds.setdefault(each.ends, each.bound)
         ran = self._simulated(item[0].configuration, bounds)
         found += ran
-        self._counts["simulated"] += bool(ran)
         self._counts["unfit"] += not ran
 
     def _ends(self, c: Configuration) -> list[Ends]:
@@ -357,6 +356,7 @@ class PlanSearch:
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
                 self.refused.append(f"{c.label}: {error}")
                 break
+        self._counts["simulated"] += bool(found)
         return [best] if found and (best := min(found, key=_rank)).simulated_seconds < limit else []
 
     def _ran(self, choice: Evaluated) -> list[Evaluated]:
