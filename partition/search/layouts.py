@@ -6,6 +6,9 @@ As `solve.dynamic`, but of the step in place of the bottleneck: over the stages 
     F of all in front of j and a message over each cut there, its work, then B back to stage i with as many messages,
     and i's sums and update; of the first stage at least nothing
 
+Its work is the busiest replica's, or what is left of it behind the first gradient, which has been to the last stage and
+back, or as many such ways as its microbatches in flight allow.
+
 What lies behind a cut and a device takes at least as much as the dynamic program says: rows of stages are listed best
 first by it, and so are those one step from a row.
 """
