@@ -100,7 +100,7 @@ class Rows:
             copies = costs.versions + 1 + costs.versions_in_flight * at.in_flight + rules.optimizer_ratio / parts
             fits = is_ahead & (sums.weights * copies + at.in_flight * stash <= at.limit)
             self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
-            self._update[e, : len(r)] = -np.inf if streams else behind - back
+            self._update[e, : len(r)] = 0.0 if streams else behind - back
 
     def _least_behind(self, costs: RangeCosts) -> Floats:
         """[e, layer, i] of all stages from cut i on, on e devices or fewer of the last node that these end with. Idle
