@@ -1,148 +1,215 @@
-"""On few devices, every way to give stages replicas and places in a row, with cuts whose step may be the least.
+"""On few devices, layouts of stages in a row, each with any number of replicas, by a bound of their step.
 
-As `solve.dynamic`, but of the step in place of the bottleneck, with the greatest of these over the stages from i to j:
-F of all in front of i, F and B of the busiest replica, and then its sums and its update, or B of all in front. A row of
-replicas that cannot stay below the best step that is known is not carried on.
+As `solve.dynamic`, but of the step in place of the bottleneck: over the stages from i to j the greatest of
+
+    M (F + B) of the busiest replica, or M of its messages and its share of the sums
+    F of all in front of j and a message over each cut there, its work, then B back to stage i with as many messages,
+    and i's sums and update; of the first stage at least nothing
+
+Its work is the busiest replica's, or what is left of it behind the first gradient, which has been to the last stage and
+back, or as many such ways as its microbatches in flight allow.
+
+What lies behind a cut and a device takes at least as much as the dynamic program says: rows of stages are listed best
+first by it, and so are those one step from a row.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import accumulate, combinations, islice, pairwise, product
+from heapq import heapify, heappop, heappush
+from itertools import combinations, count, pairwise, product
 from typing import Any
 
 import numpy as np
 
-from ..solve.chunks import even_stages, neighbours
-from ..solve.cut_sums import Cuts, thinned
+from ..solve.cut_sums import thinned
 from ..solve.orders import node_orders, own_ranks
 from ..solve.ranges import RangeCosts
 from ..topology import Floats, Topology
 from .cuts import range_costs
 from .evaluate import Ends, Evaluated
 from .model import Model
-from .search import Layout, PlanSearch
 from .space import Configuration
 
-MOST_DEVICES = 16
+MOST_DEVICES = 32
 MOST_ACTIONS = 10_000  # of a batch; in longer ones the bottleneck is nearly all
-_MOST_CUTS = 48
-_MOST_ROWS = 5_000
-_MOST_WAYS = 24  # to cut a layout, up to which each is looked at
+_MOST_CUTS = 32
+_MOST_LOOKED_AT = 4_000  # first parts of rows
+_STEPS = (-2, -1, 1, 2)
 
-_Stage = tuple[int, int, int]  # first device, counted from the end; replicas; devices of it and of the stages behind
-_StepOf = Callable[[_Stage], Floats]
-
-
-def is_small(topology: Topology, num_microbatches: int) -> bool:
-    most = topology.num_devices
-    return most <= MOST_DEVICES and 2 * num_microbatches * most <= MOST_ACTIONS
+Layout = tuple[float, Configuration, Ends]  # with least seconds of its step [s]
+_Row = tuple[int, ...]  # of each stage its first device, and the one behind its last
+_Way = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
-def layouts(search: PlanSearch, model: Model, below: float, **sizes: Any) -> Iterator[Layout]:
-    """Those whose least step is `below`, with that [s]; `sizes`: what is given of a `Configuration`."""
-    topology, schedule, m = search.evaluator.topology, sizes["schedule"], sizes["num_microbatches"]
-    beside, most, ends = search.least.beside(schedule, model), topology.num_devices, thinned(model.cuts, _MOST_CUTS)
-    if not is_small(topology, m):
-        return
-    for order in node_orders(topology.cluster)[0]:
+def all_rows(topology: Topology, model: Model, beside: float, **sizes: Any) -> list[Rows]:
+    """Those of each order of unequal nodes; none on many devices, or of long batches. `sizes`: what is given of a
+    `Configuration`; beside: seconds of a step that no layout hides [s]."""
+    sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
+    if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
+        return []
+    return [Rows(topology, model, order, sample, beside) for order in node_orders(topology.cluster)[0]]
+
+
+class Rows:
+    """Rows of stages on the devices of nodes in one order; `sample`: a configuration that is theirs but for its
+    stages."""
+
+    def __init__(
+        self, topology: Topology, model: Model, order: Sequence[int], sample: Configuration, beside: float
+    ) -> None:
+        self.order, self.sample, self._beside, self._size = order, sample, beside, topology.level_sizes[0]
+        self.ends = thinned(model.cuts, _MOST_CUTS)
         cluster = topology.cluster.reordered(order)
-        costs = range_costs(model, cluster, schedule, m, memory_limit=topology.memory_limit)
-        step_of = _steps(model, costs, ends)
-        for stages in islice(_rows(step_of, costs, len(ends), below - beside), _MOST_ROWS):
-            rows = [range(most - begin - replicas, most - begin) for begin, replicas, _ in stages]
-            ranks = tuple(own_ranks(order, topology.level_sizes[0], row) for row in rows)
-            c = Configuration(pipeline=len(stages), data=stages[0][1], tensor=1, num_chunks=1, ranks=ranks, **sizes)
-            steps = [step_of(stage) for stage in stages]
-            for cuts in _ways(steps):
-                least = max(float(step[i, j - i - 1]) for step, (i, j) in zip(steps, pairwise(cuts), strict=True))
-                if least < below - beside:
-                    yield least + beside, c, tuple(ends[at] for at in cuts)
+        costs = range_costs(model, cluster, sample.schedule, sample.batch, memory_limit=topology.memory_limit)
+        self.num_devices, self._most = costs.num_devices, min(sample.batch, costs.num_devices)  # replicas
+        self._tables(model, costs)
+        self._behind = self._least_behind(costs)
 
+    def _tables(self, model: Model, costs: RangeCosts) -> None:
+        """By devices e from a stage on to the end and its replicas: [e, r - 1, layer, i, j] seconds of the stage,
+        infinite where it does not fit the memory, whatever is done about it; its sums and update less B of all in
+        front. [a, b, layer, i] messages over the cut in front of it to device b."""
+        ends, rules, m, fastest = np.asarray(self.ends), model.rules, self.sample.batch, costs.topology.fastest
+        n, every, streams = len(ends), np.arange(self.num_devices), costs.rule.is_asynchronous
+        is_ahead = np.tri(n, k=-1, dtype=bool).T & model.cuts.inside[np.ix_(ends, ends)]
+        first, last = np.where(is_ahead, ends[:, None], 0), np.where(is_ahead, ends, ends[-1])
+        sums = model.cuts.stages(first, last)
+        there, back = (each[ends][:, None] / fastest for each in (model.cuts.forward, model.cuts.backward))
+        forward, backward = sums.forward / fastest, sums.backward / fastest
+        beyond = (model.seconds - model.cuts.seconds[last]) / fastest
+        stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
+        self._seconds: Floats = np.full((self.num_devices + 1, self._most, 3, n, n), np.inf)
+        self._update: Floats = np.zeros((self.num_devices + 1, self._most, n, n))
+        link = costs.per_byte(every[:, None], np.append(every, every[-1]))
+        times = np.zeros(3) if streams else np.arange(3.0)
+        self._messages: Floats = link[:, :, None, None] * times[:, None] * model.cuts.crossing[ends]
+        for e in range(1, self.num_devices + 1):
+            r = np.arange(1, min(self._most, e) + 1)[:, None, None]
+            at, parts = costs.ranges(r, e), r if "full" in rules.sharding else 1
+            work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // r)
+            lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.summed * at.ring
+            behind = behind + sums.update / fastest / parts
+            own, flights, some = -(-m // r), at.in_flight, (-(-m // r) - 1) % at.in_flight
+            first_back = forward + beyond + own * backward + (own - flights) * forward
+            work = np.maximum(
+                work, np.maximum(first_back, some * forward - (-own // flights) * (forward + beyond + backward))
+            )
+            layers = [lanes] * 3 if streams else [lanes, there + work + behind, there + work + back]
+            copies = costs.versions + 1 + costs.versions_in_flight * at.in_flight + rules.optimizer_ratio / parts
+            fits = is_ahead & (sums.weights * copies + at.in_flight * stash <= at.limit)
+            self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
+            self._update[e, : len(r)] = 0.0 if streams else behind - back
 
-def moved(e: Evaluated, topology: Topology, cuts: Cuts) -> Iterator[tuple[Configuration, Ends]]:
-    """One step from a layout in a row: a device more, less, or for a neighbour, with cuts moved too; two stages as one;
-    all of it one device further."""
-    c, ends, size = e.configuration, e.ends, topology.level_sizes[0]
-    used = [rank for ranks in c.stage_ranks for rank in ranks]
-    idle = [rank for rank in range(topology.num_devices) if rank not in used]
-    front = [rank for rank in idle if rank // size == used[0] // size and rank < used[0]]
-    line, counts, at = [*front, *used, *(rank for rank in idle if rank not in front)], [*c.counts], len(front)
-    ways: list[tuple[int, list[int], Ends]] = [(at + step, counts, ends) for step in (-1, 1)]
-    for s, own in enumerate(counts[1:], 1):
-        for one in (counts[s - 1] + own, max(counts[s - 1], own), min(counts[s - 1], own)):
-            ways.append((at, [*counts[: s - 1], one, *counts[s + 1 :]], (*ends[:s], *ends[s + 1 :])))
-    near = [ends, *neighbours(cuts, ends)]
-    for s, other in product(range(len(counts)), range(-1, len(counts))):
-        for step in (-1, 1):
-            changed = counts.copy()
-            changed[s] += step
-            if other >= 0:
-                changed[other] -= step
-            if other < s and min(changed) > 0:
-                ways += [(at, changed, each) for each in near]
-    for first, numbers, own_ends in ways:
-        bounds = [*accumulate(numbers, initial=first)]
-        if first >= 0 and bounds[-1] <= len(line) and max(numbers) <= (c.num_microbatches or 1):
-            ranks = tuple(tuple(line[a:b]) for a, b in pairwise(bounds))
-            yield replace(c, pipeline=len(ranks), data=numbers[0], ranks=ranks), own_ends
+    def _least_behind(self, costs: RangeCosts) -> Floats:
+        """[e, layer, i] of all stages from cut i on, on e devices or fewer of the last node that these end with. Idle
+        devices stay behind the last stage, in front of the first, and in front of a node's end."""
+        size, most = self._size, self.num_devices
+        found = np.full((most + 1, 3, len(self.ends)), np.inf)
+        found[: (1 if size == most else size) if costs.is_uniform else most, :, -1] = 0.0
+        across = found.copy()
+        for e in range(1, most + 1):
+            behind = found[e - 1 :: -1][: self._most]
+            all_of_it = np.maximum(self._seconds[e, : len(behind)], behind[:, :, None, :])
+            all_of_it[:, 1] = np.maximum(all_of_it[:, 1], all_of_it[:, 2] + self._update[e, : len(behind)])
+            front, least = np.arange(e - 1, e - 1 - len(behind), -1), all_of_it.min(axis=3)
+            found[e] = np.minimum(found[e], (least + self._messages[front, e]).min(axis=0))
+            border = min(-(-e // size) * size, most)
+            across[e] = np.minimum(across[e], (least + self._messages[front, border]).min(axis=0))
+            if e % size == 0:
+                found[e] = np.minimum(found[e], across[e - size + 1 : e + 1].min(axis=0))
+        return found
 
+    def best_first(self, below: float) -> Iterator[Layout]:
+        """Layouts whose least step is `below`, with that [s], the least first."""
+        below, numbers, none = below - self._beside, count(), np.zeros(3)
+        starts = range(1, self.num_devices + 1)
+        todo: list[Any] = [
+            (self._behind[e, :, 0].max(), next(numbers), e, (0,), _Row(), none, none, 0.0) for e in starts
+        ]
+        heapify(todo)
+        for _ in range(_MOST_LOOKED_AT):
+            if not todo or todo[0][0] >= below:
+                break
+            least, _, begin, cuts, row, ahead, most, update = heappop(todo)
+            if self.ends[cuts[-1]] == self.ends[-1]:
+                yield self._layout(float(least), cuts, row)
+                continue
+            idle = self._size if row and begin % self._size == 0 else 1
+            for e in range(begin, begin - idle, -1):
+                replicas, i = min(self._most, e), cuts[-1]
+                head = ahead + self._messages[np.arange(e - 1, e - 1 - replicas, -1), begin, :, i]
+                updates = np.maximum(update, self._update[e, :replicas, i] - head[:, 1, None])
+                heads = np.repeat(head[:, :, None], len(self.ends), axis=2)
+                heads[:, 2] += updates
+                own = np.maximum(most[:, None], self._seconds[e, :replicas, :, i] + heads)
+                total = np.maximum(own, self._behind[e - 1 :: -1][:replicas] + heads).max(axis=1)
+                for at, j in np.argwhere(total < below).tolist():
+                    rest, front = e - at - 1, self.num_devices - e
+                    way = (*cuts, j), (*row, front, front + at + 1), head[at], own[at, :, j], updates[at, j]
+                    heappush(todo, (total[at, j], next(numbers), rest, *way))
 
-def _ways(steps: Sequence[Floats]) -> Iterator[tuple[int, ...]]:
-    """Every way to cut where these are few; else the evenest of the least step."""
-    last = len(steps[0]) - 1
-    if math.comb(last - 1, len(steps) - 1) <= _MOST_WAYS:
-        yield from ((0, *inner, last) for inner in combinations(range(1, last), len(steps) - 1))
-    elif even := even_stages(steps.__getitem__, len(steps), last + 1):
-        yield even[0]
+    def next_to(self, e: Evaluated) -> list[Layout]:
+        """Those one step from a layout that may be faster, the least first: some stages in a row, or their ends, moved
+        by a device or two, and a cut with them; a stage as two, or two as one. None where it stands in no row."""
+        start = self._way(e)
+        if start is None:
+            return []
+        groups: dict[int, dict[_Way, None]] = {}
+        for cuts, row in self._steps(*start):
+            sizes = [b - a for a, b in pairwise((0, *row, self.num_devices))]
+            if min(sizes) >= 0 and min(sizes[1::2]) > 0 and max(sizes[1::2]) <= self._most:
+                groups.setdefault(len(cuts), {})[cuts, row] = None
+        found, below = [], e.simulated_seconds - self._beside
+        for ways in groups.values():
+            least = self._least(np.array([cuts for cuts, _ in ways]), np.array([row for _, row in ways]))
+            found += [(float(seconds), way) for seconds, way in zip(least, ways, strict=True) if seconds < below]
+        return [self._layout(least, *way) for least, way in sorted(found)]
 
+    def _steps(self, cuts: tuple[int, ...], row: _Row) -> Iterator[_Way]:
+        near = [
+            (*cuts[:s], cuts[s] + step, *cuts[s + 1 :])
+            for s, step in product(range(1, len(cuts) - 1), _STEPS)
+            if cuts[s - 1] < cuts[s] + step < cuts[s + 1]
+        ]
+        rows = [row]
+        for a, b in combinations(range(len(row) + 1), 2):
+            rows += [(*row[:a], *(at + step for at in row[a:b]), *row[b:]) for step in _STEPS]
+        yield from product((cuts, *near), rows)
+        for s, (i, j) in enumerate(pairwise(cuts)):
+            begin, end = row[2 * s : 2 * s + 2]
+            for at, middle in product(range(i + 1, j), range(begin + 1, end)):
+                yield (*cuts[: s + 1], at, *cuts[s + 1 :]), (*row[: 2 * s + 1], middle, middle, *row[2 * s + 1 :])
+            if s:
+                yield (*cuts[:s], *cuts[s + 1 :]), (*row[: 2 * s - 1], *row[2 * s + 1 :])
 
-def _rows(step_of: _StepOf, costs: RangeCosts, num_cuts: int, below: float) -> Iterator[tuple[_Stage, ...]]:
-    """Idle devices stay behind the last stage, in front of the first, and where a stage would straddle two nodes."""
-    size, most = costs.topology.level_sizes[0], costs.num_devices
-    idle = (1 if size == most else size) if costs.is_uniform else most
-    none = np.full(num_cuts - 1, np.inf)
-    todo: list[tuple[tuple[_Stage, ...], Floats, int]] = [((), np.append(none, 0.0), at) for at in range(idle)]
-    while todo:
-        behind, least_behind, end = todo.pop()
-        rest = np.lib.stride_tricks.sliding_window_view(np.append(least_behind, none)[1:], num_cuts - 1)
-        used, over = behind[0][2] if behind else 0, -end % size
-        for replicas in range(1, min(costs.num_microbatches or 1, most - end) + 1):
-            for begin in (end, end + over) if 0 < over < replicas <= min(size, most - end - over) else (end,):
-                stage = begin, replicas, used + replicas
-                least = np.maximum(step_of(stage), rest).min(axis=1)
-                if least[0] < below:
-                    yield (stage, *behind)
-                if least[1:].min() < below:
-                    todo.append(((stage, *behind), least, begin + replicas))
+    def _least(self, cuts: np.ndarray, rows: np.ndarray) -> Floats:
+        """[ways] least seconds, infinite where a stage is none."""
+        found, ahead, update = np.zeros((len(cuts), 3)), np.zeros((len(cuts), 3)), np.zeros(len(cuts))
+        begin = self.num_devices - rows[:, 0]
+        for s in range(cuts.shape[1] - 1):
+            e, end = self.num_devices - rows[:, 2 * s], self.num_devices - rows[:, 2 * s + 1]
+            i, j, r = cuts[:, s], cuts[:, s + 1], e - end - 1
+            ahead = ahead + self._messages[end, begin, :, i]
+            update, begin = np.maximum(update, self._update[e, r, i, j] - ahead[:, 1]), end
+            own = self._seconds[e, r, :, i, j] + ahead
+            own[:, 2] += update
+            found = np.maximum(found, own)
+        return np.asarray(found.max(axis=1))
 
+    def _way(self, e: Evaluated) -> _Way | None:
+        """Cuts and row of a layout; None where it is no row of this order, or has other cuts."""
+        c, every = e.configuration, own_ranks(self.order, self._size, range(self.num_devices))
+        if replace(c, pipeline=1, data=1, ranks=None) != self.sample or not {*e.ends} <= {*self.ends}:
+            return None
+        row = tuple(at for ranks in c.stage_ranks for at in (every.index(ranks[0]), every.index(ranks[-1]) + 1))
+        if any(every[a:b] != tuple(ranks) for a, b, ranks in zip(row[::2], row[1::2], c.stage_ranks, strict=True)):
+            return None
+        return tuple(self.ends.index(at) for at in e.ends), row
 
-def _steps(model: Model, costs: RangeCosts, ends: Sequence[int]) -> _StepOf:
-    """[n, w] least seconds of a batch with a stage between each cut and those behind it; infinite where it does not fit
-    the memory, whatever is done about it."""
-    rows, m, rules = np.arange(len(ends))[:, None], costs.num_microbatches or 1, model.rules
-    fastest = costs.topology.fastest
-    lasts = rows + np.arange(1, len(ends))
-    first, last = np.asarray(ends)[rows], np.asarray(ends)[np.minimum(lasts, len(ends) - 1)]
-    inside, sums = model.cuts.inside[first, last] & (lasts < len(ends)), model.cuts.stages(first, last)
-    there, back = model.cuts.forward[first] / fastest, model.cuts.backward[first] / fastest
-    stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
-
-    @cache
-    def step_of(stage: _Stage) -> Floats:
-        begin, replicas, used = stage
-        at, parts = costs.ranges(replicas, begin + replicas), replicas if "full" in rules.sharding else 1
-        work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // replicas)
-        seconds = np.maximum(work, m * costs.communication(sums, at))
-        if not costs.rule.is_asynchronous:
-            behind = m * sums.summed * at.ring + sums.update / fastest / parts
-            seconds = np.maximum(seconds, there + work + np.maximum(behind, back))
-        held = costs.in_flight(replicas, used)
-        copies = costs.versions + 1 + costs.versions_in_flight * held + rules.optimizer_ratio / parts
-        fits = sums.weights * copies + held * stash <= at.limit
-        return np.where(inside & fits, seconds, np.inf)
-
-    return step_of
+    def _layout(self, least: float, cuts: tuple[int, ...], row: _Row) -> Layout:
+        every = [range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)]
+        ranks = tuple(own_ranks(self.order, self._size, own) for own in every)
+        c = replace(self.sample, pipeline=len(ranks), data=len(ranks[0]), ranks=ranks)
+        return least + self._beside, c, tuple(self.ends[at] for at in cuts)

@@ -82,9 +82,10 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     """A lower bound of the step [s]; `again`: [P] further seconds of F and B a microbatch, whichever stage's they are.
 
     Of a flushed batch: the first microbatch must reach a rank, the rank does its work, and the last gradient must get
-    back to the first rank, which updates behind it, and behind sums of weights that its first stage shares. What keeps
-    a rank busy with sums is a part of its own work, whenever it comes, and no part of that way back. Where the backward
-    is split, what comes behind may be weight gradients, and the way back takes no time that is known.
+    back to each rank in front, which updates behind it, the first one behind sums of weights that its first stage
+    shares, too. What keeps a rank busy with sums is a part of its own work, whenever it comes, and no part of that way
+    back. Where the backward is split, what comes behind may be weight gradients, and the way back takes no time that is
+    known.
     """
     work, held = (_work(c, s) + again * _share(c)) * c.batch, _held(c, s) * c.batch
     links = float(_links(c, s).max()) * c.batch
@@ -100,7 +101,8 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     if family(c.schedule).splits_backward:
         return max(float((head + work + update).max()), links)
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
-    back = work - held + tail + max(_updates_behind(c, s, around=s.around)[0], shared)
+    behind = _updates_behind(c, s, around=s.around) - tail
+    back = work - held + tail + np.maximum.accumulate([max(behind[0], shared), *behind[1:]])
     return max(float((head + np.maximum(work + update, back)).max()), links)
 
 

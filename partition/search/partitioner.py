@@ -24,13 +24,13 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import candidates
 from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
-from .layouts import is_small, layouts, moved
+from .layouts import all_rows
 from .model import Model
-from .plan import in_all_orders, plan
+from .plan import plan
 from .result import as_plan, distinct
 from .search import PlanSearch
 from .simulated import SizesError, num_actions
-from .space import Configuration, SearchSpace
+from .space import Configuration
 
 COST_MODELS = ("default", "pipedream")
 LOOPING = tuple(each.name for each in FAMILIES.values() if each.is_planned and each.takes_chunks)
@@ -170,19 +170,9 @@ def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, sc
     if options.num_microbatches is not None and not (why_not or options.straight):
         search, size = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted), profile.microbatch_size or 1
         sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": options.num_microbatches}
-        moves = None
-        if is_small(topology, options.num_microbatches):
-            moves = partial(moved, topology=topology, cuts=model.cuts)
-            space = SearchSpace(
-                num_devices=topology.num_devices,
-                global_batch=options.num_microbatches * size,
-                schedules=((schedule, (1,)),),
-                microbatch_sizes=(size,),
-                tensor_sizes=(1,),
-                max_stages=model.max_stages,
-            )
-            found += search.run(in_all_orders(space, topology.cluster), [])
-        found = search.improved(found, partial(layouts, search, model, schedule=schedule, **sizes), moves)
+        beside = search.least.beside(schedule, model)
+        find = partial(all_rows, topology, model, beside, schedule=schedule, **sizes)
+        found = search.improved(found, [(0.0, find)])
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))

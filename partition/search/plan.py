@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,10 @@ from ..strict import count, number
 from ..topology import Topology
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
-from .layouts import is_small, layouts, moved
+from .layouts import all_rows
 from .model import Model, alike
 from .result import as_plan, distinct, label
-from .search import Layout, PlanSearch, Progress
+from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import MeasuredProfiles, ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
@@ -200,7 +200,7 @@ def models_of(
 
 def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
     """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
-    evaluator, brought, more = search.evaluator, [], []
+    evaluator, brought, rows = search.evaluator, [], []
     _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
     runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
@@ -209,8 +209,9 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             model, num_microbatches = evaluator.model_of(size, 1), space.global_batch // size
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
-            brought.append((search.least.of_any(name, model, num_microbatches), find))
-            more.append(partial(layouts, search, model, schedule=name, **sizes))
+            least, beside = search.least.of_any(name, model, num_microbatches), search.least.beside(name, model)
+            brought.append((least, find))
+            rows.append((least, partial(all_rows, evaluator.topology, model, beside, schedule=name, **sizes)))
     sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
     if not all(map(alike, sizes_of.values())):
         space = replace(space, mixed_sizes=False)
@@ -219,18 +220,10 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
     def is_new(c: Configuration) -> bool:
         return runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices)
 
-    def layouts_below(below: float) -> Iterator[Layout]:
-        return (each for each in chain.from_iterable(find(below=below) for find in more) if is_new(each[1]))
-
-    def moves(e: Evaluated) -> Iterator[tuple[Configuration, Ends]]:
-        if more and is_small(evaluator.topology, e.configuration.batch):
-            cuts = evaluator.model(e.configuration).cuts
-            yield from (each for each in moved(e, evaluator.topology, cuts) if is_new(each[0]))
-
     found = search.run(filter(runs, in_all_orders(space, cluster)), brought) or search.run(
         filter(runs, in_all_orders(every, cluster)), []
     )
-    found = search.improved(found, layouts_below, moves)
+    found = search.improved(found, rows, is_new)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush, merge
 from itertools import count
+from operator import itemgetter
 from typing import NamedTuple, cast
 
 from ...schedules.families.registry import family
@@ -23,17 +24,19 @@ from ..solve.chunks import level_ranks, neighbours
 from .bounds import LeastSeconds
 from .cuts import candidate_ends
 from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
+from .layouts import Layout, Rows
 from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
 from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
-_LOOKS = 4  # at layouts, for each configuration that may be simulated
+_LAYOUTS = 32  # in a row, the least first, that are simulated in front of moves; four times as many behind them
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
-_MOVES = 150  # of layouts, simulated
+_MOVES = 40  # from one of them, simulated
+_STARTS = 3  # numbers of stages from whose best they are moved
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
@@ -41,8 +44,7 @@ _Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key
 Progress = Callable[[Searched, float | None], None]
 # Configurations that bring their own cuts (unequal replicas), found when they may win.
 Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
-Layout = tuple[float, Configuration, Ends]
-Moves = Callable[[Evaluated], Iterable[tuple[Configuration, Ends]]]
+Moves = Callable[[Evaluated], Iterable[Layout]]
 
 
 class _WithCuts(NamedTuple):
@@ -122,52 +124,61 @@ class PlanSearch:
         return self._refined(found)
 
     def improved(
-        self, found: Sequence[Evaluated], layouts: Callable[[float], Iterable[Layout]], moves: Moves | None = None
+        self,
+        found: Sequence[Evaluated],
+        every: Iterable[tuple[float, Callable[[], Sequence[Rows]]]],
+        is_new: Callable[[Configuration], bool] = lambda c: True,
     ) -> list[Evaluated]:
-        """With those layouts as well that may be faster, each with seconds that it does not fall below [s].
+        """With layouts in rows as well: the least first, and then the best of each number of stages, of the best few,
+        moved for as long as that helps.
 
         Arguments:
-            moves: layouts next to one; the best found is moved for as long as that helps.
+            every: rows, each with the seconds that none of their layouts falls below [s].
         """
-        found = self._climbed(found, moves)
-        queue, more, best = list[_Entry](), list[Evaluated](), _least_seconds(found)
-        for least, c, ends in layouts(best):
-            queue.append((least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
-        self._counts["considered"] += len(queue)
-        heapify(queue)
-        for _ in range(_LOOKS * self.max_simulated):
-            late = found and self.deadline is not None and time.monotonic() > self.deadline
-            if not queue or queue[0][0] >= min(best, _least_seconds(more)) or late:
-                break
-            self._look(heappop(queue), queue, more)
-        self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
-        if more := self._refined(more, most=1):
-            found = self._climbed([*more, *found], moves)
+        found, looked = [*found], set[tuple[Configuration, Ends]]()
+        rows = [row for least, find in every if least < _least_seconds(found) for row in find()]
+
+        def moves(e: Evaluated) -> Iterator[Layout]:
+            return (each for row in rows for each in row.next_to(e) if is_new(each[1]))
+
+        for most, limit in (_LAYOUTS, math.inf), (4 * _LAYOUTS, 0.0):
+            left, layouts = math.inf, merge(*(row.best_first(_least_seconds(found)) for row in rows), key=itemgetter(0))
+            for number, (least, c, ends) in enumerate(each for each in layouts if is_new(each[1])):
+                if number == most or least >= _least_seconds(found) or self._is_late(found):
+                    left = least
+                    break
+                if (c, ends) not in looked:
+                    looked.add((c, ends))
+                    found += self._simulated(c, {ends: least}, limit or _least_seconds(found))
+            starts = dict[int, Evaluated]()
+            for each in sorted(found, key=_rank):
+                starts.setdefault(each.configuration.num_stages, each)
+            climbed = [self._climbed(each, moves, looked) for each in [*starts.values()][:_STARTS]]
+            found += self._refined([each for each in climbed if each not in found], most=1)
+        self._least_left = min(self._least_left, left)
+        self._counts["considered"] += len(looked)
         return sorted(found, key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
-    def _climbed(self, found: Sequence[Evaluated], moves: Moves | None) -> list[Evaluated]:
-        """With the best of those that stand in a row, one stage a rank, moved for as long as that helps."""
-        rows = [e for e in found if family(e.configuration.schedule).takes_replicas and e.configuration.tensor == 1]
-        if moves is None or not rows:
-            return [*found]
-        start = best = min(rows, key=lambda each: each.simulated_seconds)
-        looked, left = set[tuple[Configuration, Ends]](), _MOVES
-        while left:
-            before = best
-            for way in moves(best):
+    def _is_late(self, found: Sequence[Evaluated]) -> bool:
+        return bool(found) and self.deadline is not None and time.monotonic() > self.deadline
+
+    def _climbed(self, best: Evaluated, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Evaluated:
+        """The best that comes of one by moves that help; those that were `looked` at do not."""
+        left, start = _MOVES, None
+        while best is not start and not self._is_late([best]):
+            start = best
+            for least, c, ends in moves(best):
                 limit = best.simulated_seconds * (1 - _TIE)
-                if way in looked or self.evaluator.least_seconds(*way) >= limit:
-                    continue
-                looked.add(way)
-                left -= 1
-                fitting = self._fitting(way[0], [way[1]])
-                for each in self._simulated(fitting) if fitting else ():
-                    best = each if each.simulated_seconds < limit else best
-                if best is not before or not left:
+                if least >= limit or not left:
                     break
-            if best is before:
-                break
-        return [*found] if best is start else [best, *found]
+                if (c, ends) in looked:
+                    continue
+                looked.add((c, ends))
+                left -= 1
+                if better := self._simulated(c, {ends: least}, limit):
+                    best = better[0]
+                    break
+        return best
 
     def _least(self, c: Configuration) -> float:
         """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
@@ -216,7 +227,7 @@ class PlanSearch:
 
     def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
-        if found and self.deadline is not None and time.monotonic() > self.deadline:
+        if self._is_late(found):
             return True
         done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
@@ -266,9 +277,11 @@ class PlanSearch:
             self._counts["too_long"] += 1
             self._least_left = min(self._least_left, item[0].bound)
             return
-        ran = self._simulated(item)
+        bounds = dict[Ends, float]()
+        for each in item:
+            bounds.setdefault(each.ends, each.bound)
+        ran = self._simulated(item[0].configuration, bounds)
         found += ran
-        self._counts["simulated"] += bool(ran)
         self._counts["unfit"] += not ran
 
     def _ends(self, c: Configuration) -> list[Ends]:
@@ -323,19 +336,17 @@ class PlanSearch:
             self._least_left = min(self._least_left, least)
         self.refusal = str(error) if self.refusal is None else self.refusal
 
-    def _simulated(self, candidates: list[Evaluated]) -> list[Evaluated]:
-        """The best of its candidates, those that can't win left out; none where all turn out not to run."""
+    def _simulated(self, c: Configuration, bounds: Mapping[Ends, float], limit: float = math.inf) -> list[Evaluated]:
+        """The best of its cuts, those whose bounds can't win left out; none below the limit where all turn out not to
+        run [s]."""
         found: list[Evaluated] = []
-        c, bounds = candidates[0].configuration, dict[Ends, float]()
-        for each in candidates:
-            bounds.setdefault(each.ends, each.bound)
         for ends, bound in bounds.items():
-            if bound >= _least_seconds(found) * (1 - _TIE):
+            if bound >= min(limit, _least_seconds(found) * (1 - _TIE)):
                 continue
             try:
                 exact = self.evaluator.choices(c, ends, exact=True)
                 for choice in exact[: _num_choices(c)]:
-                    if choice.bound < _least_seconds(found) * (1 - _TIE):
+                    if choice.bound < min(limit, _least_seconds(found) * (1 - _TIE)):
                         found += self._ran(choice)
             except MisfitError as error:
                 self._note_miss(c, error)
@@ -345,7 +356,8 @@ class PlanSearch:
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
                 self.refused.append(f"{c.label}: {error}")
                 break
-        return [min(found, key=_rank)] if found else []
+        self._counts["simulated"] += bool(found)
+        return [best] if found and (best := min(found, key=_rank)).simulated_seconds < limit else []
 
     def _ran(self, choice: Evaluated) -> list[Evaluated]:
         try:

@@ -113,7 +113,7 @@ class RangeCosts:
         front, back, top = e - r, e - 1, self.num_devices - 1
         share = busiest_share(self.num_microbatches, r)
         slow_links = np.ones(()) if self.topology.has_equal_links else self._link_slowness[front, back]
-        sent = self._per_byte(np.maximum(front - 1, 0), back)
+        sent = self.per_byte(np.maximum(front - 1, 0), back)
         updates = r if self.num_microbatches is None else self.num_microbatches
         return Ranges(
             replicas=r,
@@ -121,12 +121,12 @@ class RangeCosts:
             share=share if self.is_uniform else share * self._slowness[front, back],
             limit=np.asarray(self.limit) if self.is_uniform else self._memory[front, back],
             ring=self.topology.ring_of_ranges(front, back, slow_links) / updates,
-            inward=self._per_byte(front, np.minimum(e, top)) / r,
+            inward=self.per_byte(front, np.minimum(e, top)) / r,
             outward=sent / r,
             taken=sent / np.maximum(front, 1),
         )
 
-    def _per_byte(self, first: Index, last: Index) -> Floats:
+    def per_byte(self, first: Index, last: Index) -> Floats:
         """Seconds a byte over the slowest link of a range of devices; slow network cards count outside a node."""
         levels = self.topology.levels_between(first, last)
         seconds: Floats = self.seconds_a_byte[levels]

@@ -236,9 +236,9 @@ class Links:
                         return level.way(src, dst)
         raise ValueError(f"no way from rank {src} to rank {dst}: expected one in the network of the links")
 
-    def channels(self, src: int, dst: int) -> list[Hashable]:
+    def channels(self, src: int, dst: int, way: Link | None = None) -> list[Hashable]:
         """Names of what a message from rank to rank occupies: its pair's link, and a side of each network card."""
-        way = self.way(src, dst)
+        way = way or self.way(src, dst)
         cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
         return [(src, dst), *cards]
 

@@ -176,7 +176,7 @@ class ScheduleWiring:
 
     def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
         way = _FREE if self.links is None else self.links.way(src, dst)
-        channels = () if self.links is None else self._number(self.links.channels(src, dst))
+        channels = () if self.links is None else self._number(self.links.channels(src, dst, way))
         self.passages.append(MessageRoute(src, dst, stage, num_bytes, way, channels))
         return len(self.passages) - 1
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
-from support.inside import moved
+from support.inside import Rows
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 
@@ -73,20 +72,20 @@ def test_no_cut_with_any_replicas_is_faster(way: str, seed: int) -> None:
 
 
 def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device at a time, from the plan with the dynamic program's one cut, where layouts are not enumerated."""
+    """A device or two at a time, from the plan with the dynamic program's one cut, where layouts are not listed."""
     figures = [(1.9, 1.1, 2.0, 1.0), (2.7, 1.6, 0.0, 0.8), (0.3, 4.9, 0.1, 4.5), (2.6, 5.2, 0.4, 8.7)]
     nodes = [
         Node(name=f"n{i}", forward_seconds=f, backward_seconds=b, activation_bytes=a, parameter_bytes=w)
         for i, (f, b, a, w) in enumerate(figures)
     ]
     profile, cluster, M = Profile(nodes=tuple(nodes), microbatch_size=1), Cluster.from_levels([(11, 100.0)]), 15
-    planner = importlib.import_module("stagewright.partition.search.plan")
-    every = list[tuple[tuple[int, ...], ...]]()
+    every, next_to = list[tuple[tuple[int, ...], ...]](), Rows.next_to
 
-    def noted(*of: Any) -> Iterator[Any]:
-        for c, ends in moved(*of):
-            every.append(tuple(map(tuple, c.stage_ranks)))
-            yield c, ends
+    def noted(rows: Any, e: Any) -> list[Any]:
+        found = next_to(rows, e)
+        every.extend(tuple(map(tuple, c.stage_ranks)) for _, c, _ in found)
+        assert [least for least, _, _ in found] == sorted(least for least, _, _ in found)
+        return found
 
     def seconds(best: Plan) -> float:
         stages = [GivenStage(stage.nodes, stage.ranks) for stage in best.stages]
@@ -96,10 +95,10 @@ def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
         return given
 
     options = {"optimizer_sharding": ("none",), "recompute": ("none",), "schedules": ("1f1b",), "global_batch": M}
-    monkeypatch.setattr(planner, "layouts", lambda *_, **__: iter(()))
-    monkeypatch.setattr(planner, "moved", noted)
+    monkeypatch.setattr(Rows, "best_first", lambda *_: iter(()))
+    monkeypatch.setattr(Rows, "next_to", noted)
     best = plan(profile, cluster, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(planner, "moved", lambda *_: iter(()))
+    monkeypatch.setattr(Rows, "next_to", lambda *_: [])
     assert seconds(best) * 1.05 < seconds(plan(profile, cluster, **options))  # type: ignore[arg-type]
     assert len({len(stage.ranks) for stage in best.stages}) > 1
     assert every

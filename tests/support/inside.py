@@ -110,7 +110,7 @@ _NAMES = {
     "partition.search.bounds": "LeastSeconds",
     "partition.search.cuts": "candidate_ends even_ends",
     "partition.search.evaluate": "Evaluated MisfitError PlanEvaluator",
-    "partition.search.layouts": "moved",
+    "partition.search.layouts": "Rows",
     "partition.search.model": "Model",
     "partition.search.simulated": "BuiltSchedules SizesError long_batch short_batches simulated_batch",
     "partition.search.source": "by_layer",
