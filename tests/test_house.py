@@ -19,12 +19,12 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 67_545,
-    "library code lines": 47_503,
-    "experiments lines": 20_048,
-    "library files": 320,
-    "library classes": 560,
-    "annotated fields": 1_458,
+    "library lines": 67_274,
+    "library code lines": 47_289,
+    "experiments lines": 19_977,
+    "library files": 318,
+    "library classes": 547,
+    "annotated fields": 1_416,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 24,
