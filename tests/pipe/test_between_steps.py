@@ -116,7 +116,7 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
     schedule = build("gpipe", num_ranks=2, num_microbatches=6)
     own = range(replica, 6, 3)
     run = SimpleNamespace(
-        settings=SimpleNamespace(device=torch.device("cpu"), model_loss=None, grad_scaler=None),
+        options=SimpleNamespace(device=torch.device("cpu"), model_loss=None, grad_scaler=None),
         layout=SimpleNamespace(
             place=SimpleNamespace(replica=(replica, 3), world=SimpleNamespace(distributed=True), tensor=(0, 1))
         ),
