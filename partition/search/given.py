@@ -160,6 +160,9 @@ def evaluate(
     count("num_microbatches", num_microbatches)
     ranks = _places(stages)
     _check_ranks(stages, ranks, cluster.num_devices)
+    if not isinstance(slice_lengths, list | tuple):
+        fail("slice_lengths", slice_lengths, "a list of whole numbers")
+    lengths = tuple(count("slice_lengths", each) for each in slice_lengths)
     source = _of_kinds(source, cluster, stages)
     size = _size(source, microbatch_size)
     if memory_limit is not None:
@@ -169,8 +172,8 @@ def evaluate(
     model_of = models_of(source, None, kinds, ("none",), MAX_CUTS)
     tensors = tuple(next(each.tensor for each in stages if tuple(each.ranks) == own) for own in ranks)
     model = model_of(size, min(tensors))
-    _refuse_unknown(model.profile, cluster, kinds, name, tuple(slice_lengths))
-    c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=tuple(slice_lengths))
+    _refuse_unknown(model.profile, cluster, kinds, name, lengths)
+    c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=lengths)
     c = replace(c, schedule=name, microbatch_size=size, num_microbatches=num_microbatches)
     if [ranks[p] for p in c.positions] != [tuple(each.ranks) for each in stages]:
         raise ValueError(
@@ -259,7 +262,7 @@ def _refuse_unknown(
         fail(f"schedule={schedule!r} with context", profile.context, "1: a slice's keys and values come from all parts")
     if takes != bool(lengths) or (takes and (sum(lengths) != profile.sequence_tokens or {*kinds} != {"none"})):
         raise ValueError(
-            f"slice_lengths={tuple(lengths)} under {schedule!r}: expected lengths that add up to the profile's "
+            f"slice_lengths={lengths} under {schedule!r}: expected lengths that add up to the profile's "
             f"sequence_tokens={profile.sequence_tokens} and stages of recompute='none' under {', '.join(SLICED)}, "
             f"and none under others"
         )

@@ -38,7 +38,7 @@ def family(name: str) -> Family:
     >>> family("ScheduleInterleaved1F1B").name
     'interleaved'
     """
-    key = name.strip().lower().replace("_", "-")
+    key = name.strip().lower().replace("_", "-") if isinstance(name, str) else ""
     if key not in _NAMES:
         near = difflib.get_close_matches(key, _NAMES, n=1, cutoff=0.5)
         hint = f"; did you mean {_NAMES[near[0]]!r}?" if near else ""
