@@ -160,9 +160,6 @@ def evaluate(
     count("num_microbatches", num_microbatches)
     ranks = _places(stages)
     _check_ranks(stages, ranks, cluster.num_devices)
-    if not isinstance(slice_lengths, list | tuple):
-        fail("slice_lengths", slice_lengths, "a list of whole numbers")
-    lengths = tuple(count("slice_lengths", each) for each in slice_lengths)
     source = _of_kinds(source, cluster, stages)
     size = _size(source, microbatch_size)
     if memory_limit is not None:
@@ -172,8 +169,8 @@ def evaluate(
     model_of = models_of(source, None, kinds, ("none",), MAX_CUTS)
     tensors = tuple(next(each.tensor for each in stages if tuple(each.ranks) == own) for own in ranks)
     model = model_of(size, min(tensors))
-    _refuse_unknown(model.profile, cluster, kinds, name, lengths)
-    c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=lengths)
+    _refuse_unknown(model.profile, cluster, kinds, name, slice_lengths)
+    c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=tuple(slice_lengths))
     c = replace(c, schedule=name, microbatch_size=size, num_microbatches=num_microbatches)
     if [ranks[p] for p in c.positions] != [tuple(each.ranks) for each in stages]:
         raise ValueError(
@@ -252,6 +249,9 @@ def _refuse_unknown(
     profile: Profile, cluster: Cluster, kinds: Sequence[str], schedule: str, lengths: Sequence[int]
 ) -> None:
     """ValueError for what nobody knows the cost of, and for slices that do not make a sequence, or run again."""
+    if not isinstance(lengths, list | tuple):
+        fail("slice_lengths", lengths, "a list of whole numbers")
+    lengths = tuple(count("slice_lengths", each) for each in lengths)
     if OFFLOAD in kinds and not all(kind.host_bandwidth for kind in cluster.used_kinds):
         raise ValueError(f"recompute={OFFLOAD!r}: expected a cluster with DeviceKind(host_bandwidth=), as 25e9 bytes/s")
     for kind in kinds:
