@@ -21,31 +21,42 @@ TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help setup train test nightly gpu extras check lint types bench docs release format clean
+.PHONY: help setup train test test-all nightly tiers gpu extras check lint types bench docs release format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## create .venv with the tested versions (each target does so by itself)
 
 train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." passes options
 	$(BIN)/stagewright train $(ARGS)
 
-test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
+test: $(READY)  ## run the first tier: every behaviour once, at most 5 minutes; ARGS="..." passes pytest's options
+	$(PYTEST) $(THREE_FOR_TWO_CORES) -m 'not thorough and not nightly' $(ARGS) $(OR_NONE)
+
+test-all: $(READY)  ## run every case, at most 25 minutes; ARGS="..." passes pytest's options
 	$(PYTEST) $(THREE_FOR_TWO_CORES) -m 'not nightly' $(ARGS) $(OR_NONE)
 
 extras: .venv/extras  ## install what only some tests use: transformers, accelerate, lightning, torchvision, submitit, ortools, mkdocs, a driver for Chromium
 
-nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
+nightly: $(READY)  ## run the seeded faults, full grids, fuzz campaigns and kills; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'nightly and gloo' $(ARGS) $(OR_NONE)
+
+tiers: .venv/extras  ## measure every case, try the seeded faults, and mark what `make test` leaves out (two hours)
+	rm -rf build/tiers && mkdir -p build/tiers
+	STAGEWRIGHT_TIERS=$(CURDIR)/build/tiers PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/tiers/site \
+		$(PYTEST) $(THREE_FOR_TWO_CORES) -p tiers.recorder -m 'not nightly'
+	PYTHONPATH=tests $(BIN)/python -m tiers build/tiers
+	$(BIN)/ruff check --quiet --select I --fix tests
+	$(BIN)/ruff format --quiet tests
 
 gpu: $(READY)  ## run what a device must show on one CUDA device; figures go to experiments/results/gpu
 	rm -f experiments/results/gpu/figures.jsonl
 	STAGEWRIGHT_DEVICE=$${STAGEWRIGHT_DEVICE:-cuda} STAGEWRIGHT_REPORT=experiments/results/gpu $(PYTEST) -n 0 -m gpu -s tests/gpu $(ARGS)
 
-check: lint  ## format, lint, types and the fast tests
-	$(PYTEST) $(ON_ALL_CORES) -m 'not slow and not gloo and not nightly' $(ARGS)
+check: lint  ## format, lint, types and the first tier's tests in one process
+	$(PYTEST) $(ON_ALL_CORES) -m 'not thorough and not gloo and not nightly' $(ARGS)
 
 lint: $(READY)  ## format, lint and types
 	$(BIN)/ruff format --check .
@@ -67,7 +78,7 @@ release: $(READY)  ## build dist/, and check both files: as a package index woul
 	$(BIN)/python -m pip install -qq --no-deps --target build/check/wheel dist/*.whl
 	cd build && PYTHONPATH=check/wheel ../$(BIN)/python -m stagewright schedule 1f1b --ranks 2 --microbatches 4
 	tar xzf dist/*.tar.gz -C build/check && ln -s ../stagewright-$$(PYTHONPATH=build/check/wheel $(BIN)/python -c 'import stagewright; print(stagewright.__version__)') build/check/link/stagewright
-	cd build/check/link/stagewright && PYTHONPATH=$(CURDIR)/build/check/link $(CURDIR)/$(BIN)/pytest -q -n auto -p no:cacheprovider -m 'not slow and not gloo and not nightly' tests/schedules tests/gpu
+	cd build/check/link/stagewright && PYTHONPATH=$(CURDIR)/build/check/link $(CURDIR)/$(BIN)/pytest -q -n auto -p no:cacheprovider -m 'not thorough and not gloo and not nightly' tests/schedules tests/gpu
 
 docs: .venv/docs  ## build the pages as a site, build/site/index.html; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.changed import ROOT, changed_files, concerns
 from support.pool import Pool
+from tiers import budget
 
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
 # crawl, and a sum over another number of threads is another sum.
@@ -30,26 +30,27 @@ settings.register_profile("searching", deadline=None, suppress_health_check=[Hea
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of hypothesis, before test files read them."""
     settings.load_profile("searching" if config.getoption("markexpr").startswith("nightly") else "steady")
+    is_whole = hasattr(config, "workerinput") or config.args_source == config.ArgsSource.TESTPATHS
+    if is_whole and config.getoption("markexpr") == budget.MARKS:
+        config.pluginmanager.register(budget.Budget())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Left to the nightly run: tests of few files that did not change, and of sampled tests all cases but one in n."""
-    changed = changed_files()
+    """`thorough(but=[...])`: these cases of the test are in the first tier."""
+    collected: dict[str, set[str]] = defaultdict(set)
+    named: dict[str, set[str]] = {}
     for item in items:
-        paths = [path for mark in item.iter_markers("concerns") for path in mark.args]
-        if gone := [path for path in paths if not (ROOT / path).exists()]:
-            raise pytest.UsageError(f"{item.nodeid} concerns {gone[0]}, which is not there: expected where it is now")
-        if paths and not concerns([*paths, item.location[0]], changed):
-            item.add_marker(pytest.mark.nightly)
-    number: Counter[str] = Counter()  # of the cases of a test that every day could run
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and item.get_closest_marker("nightly") is None:
-            test = item.nodeid.partition("[")[0]
-            if number[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.nightly)
-            number[test] += 1
+        test, _, case = item.nodeid.partition("[")
+        collected[test].add(case.removesuffix("]"))
+        mark = item.get_closest_marker("thorough")
+        if mark is not None and mark.kwargs:
+            named[test] = set(mark.kwargs["but"])
+            if case.removesuffix("]") in named[test]:
+                item.own_markers = [other for other in item.own_markers if other.name != "thorough"]
+    for test, cases in named.items():
+        if len(collected[test]) > 1 and (gone := cases - collected[test]):
+            raise pytest.UsageError(f"{test} has no case {gone.pop()!r}: type the new name in thorough(but=...)")
 
 
 @pytest.hookimpl(wrapper=True)

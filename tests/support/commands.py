@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from tiers.recorder import current_test, recording
+
 from support.inside import LaunchResult
 
 from .pool import forking, start_rank
@@ -123,6 +125,7 @@ def start_forked(
         # no daemon: such a one may have no children, which load data
         descriptor, log = tempfile.mkstemp(prefix=f"stagewright-rank-{rank}-", suffix=".log")
         os.close(descriptor)
+        variables["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
         process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables, log))
         start_rank(process, rank + hashes)
         theirs.close()
@@ -165,10 +168,11 @@ def _be_rank(connection: Connection, words: list[str], folder: str, variables: d
         contextlib.redirect_stderr(err),
     ):
         try:
-            if words[0].endswith(".py"):
-                runpy.run_path(words[0], run_name="__main__")
-            else:
-                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            with recording(current_test()):
+                if words[0].endswith(".py"):
+                    runpy.run_path(words[0], run_name="__main__")
+                else:
+                    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         except SystemExit as stop:
             status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except BaseException:

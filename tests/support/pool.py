@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tiers.recorder import current_test
+
 from support.inside import PORTS, free_ports
 
 from .pool_worker import Order, Reply, serve
@@ -127,6 +129,7 @@ class Pool:
                 group=group,
                 master_port=port,
                 filters=self.filters,
+                test=current_test(),
             )
             worker.connection.send_bytes(pickle.dumps(order))
         replies = self._collect(ranks, timeout=timeout, grace=grace)
