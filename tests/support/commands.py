@@ -26,6 +26,8 @@ from unittest import mock
 
 from support.inside import LaunchResult
 
+from tiers.recorder import current_test, recording
+
 from .pool import forking, start_rank
 from .pool_worker import torchrun_environment
 
@@ -123,7 +125,7 @@ def start_forked(
         # no daemon: such a one may have no children, which load data
         descriptor, log = tempfile.mkstemp(prefix=f"stagewright-rank-{rank}-", suffix=".log")
         os.close(descriptor)
-        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables, log))
+        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables, log, current_test()))
         start_rank(process, rank + hashes)
         theirs.close()
         ranks.append(ForkedRank(process, ours, store, Path(log)))
@@ -151,7 +153,7 @@ def answer(rank: ForkedRank) -> Done:
     return done
 
 
-def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str], log: str) -> None:
+def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str], log: str, test: str) -> None:
     """`python -m WORDS`, or `python WORDS`, in `folder`; sends what came of it."""
     os.environ |= variables
     faulthandler.register(signal.SIGUSR1, file=open(log, "w"))  # noqa: SIM115  (lives as long as the process)
@@ -165,10 +167,11 @@ def _be_rank(connection: Connection, words: list[str], folder: str, variables: d
         contextlib.redirect_stderr(err),
     ):
         try:
-            if words[0].endswith(".py"):
-                runpy.run_path(words[0], run_name="__main__")
-            else:
-                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            with recording(test):
+                if words[0].endswith(".py"):
+                    runpy.run_path(words[0], run_name="__main__")
+                else:
+                    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         except SystemExit as stop:
             status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except BaseException:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from support.inside import PORTS, free_ports
+from tiers.recorder import current_test
 
 from .pool_worker import Order, Reply, serve
 
@@ -127,6 +128,7 @@ class Pool:
                 group=group,
                 master_port=port,
                 filters=self.filters,
+                test=current_test(),
             )
             worker.connection.send_bytes(pickle.dumps(order))
         replies = self._collect(ranks, timeout=timeout, grace=grace)

@@ -36,6 +36,7 @@ class Order:
     group: bool
     master_port: int
     filters: tuple[str, ...]
+    test: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     import torch.distributed as dist
+    from tiers.recorder import recording
 
     torch.set_num_threads(1)
     leave_out_what_few_look_at()
@@ -83,7 +85,8 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
         output.write(f"case {order.case}, rank {order.rank} of {order.ranks}: {order.function}\n")
         faulthandler.dump_traceback_later(order.timeout, file=output)
         try:
-            value = _run(order, dist.PrefixStore(f"case{order.case}", store))
+            with recording(order.test):
+                value = _run(order, dist.PrefixStore(f"case{order.case}", store))
             answer = pickle.dumps(Reply(kind="ok", value=value))
         except BaseException:  # whatever a case raises is its result
             answer = pickle.dumps(Reply(kind="error", text=traceback.format_exc()))
