@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 IDLE = 30.0  # [s] for which the ranks of a case may do nothing
 _LOOKS = 30  # in that time; between two of them twice the usual time counts at most
-_SHARE = 0.05  # of a core, per process: gloo's threads wake up often, and take 0.01 in a process with a pipeline
+_SHARE = 0.05  # of a core, in one process: gloo's threads wake up often, and take 0.01 where there is a pipeline
 _ANSWER = 10.0  # [s] for a process to write its stacks and end
 
 
@@ -55,8 +55,8 @@ class Watch:
         """[s] for which all have slept, but for short moments."""
         now, processes = time.monotonic(), _below(self._pids)
         spent = {pid: seconds for pid, (_, seconds) in processes.items()}
-        computed = sum(spent.values()) - sum(self._spent.values())
-        if spent.keys() != self._spent.keys() or computed > _SHARE * len(spent) * self._idle:
+        enough = _SHARE * self._idle
+        if spent.keys() != self._spent.keys() or any(spent[pid] - self._spent[pid] > enough for pid in spent):
             self._slept, self._spent = 0.0, spent
         elif not any(state in "RD" for state, _ in processes.values()):
             self._slept += min(now - self._looked, 2 * self._idle / _LOOKS)

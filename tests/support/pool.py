@@ -114,7 +114,7 @@ class Pool:
             raise ValueError(f"ranks={ranks}: expected 1 to {self.max_ranks}; type Pool(max_ranks={ranks})")
         self._start(ranks)
         self._cases += 1
-        (port,) = free_ports(1, among=_ports())
+        (port,) = free_ports(1, among=ports_of_this_worker())
         payload = pickle.dumps((tuple(args), dict(kwargs or {})))
         for rank, worker in enumerate(self._workers[:ranks]):
             order = Order(
@@ -235,8 +235,8 @@ def start_rank(process: Any, rank: int) -> None:
         forkserver.connect_to_new_process = usual
 
 
-def _ports() -> range:
-    """Of this worker of pytest alone, so that no two cases that begin at the same moment meet at one port."""
+def ports_of_this_worker() -> range:
+    """Of one worker of pytest, so that no two tests that begin at the same moment meet at one port."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MOST_WORKERS
     return PORTS[worker::_MOST_WORKERS]
 
