@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.inside import process_group
-from support.pool import Pool
+from support.inside import free_ports, process_group
+from support.pool import Pool, ports_of_this_worker
 from torch import Tensor
 
 from stagewright.comm import (
@@ -272,7 +271,7 @@ def leave() -> tuple[int, int]:
     """(sends held before, and behind) what a process waits for at its exit; the other rank takes them late."""
     mine, tensors = transport(), [torch.ones(1_000_000)]
     if dist.get_rank() == 1:
-        time.sleep(0.2)
+        until_told()
         for index in range(3):
             mine.post(act(index), 0, specs_of(tensors))
             mine.wait(act(index), 120.0)
@@ -281,6 +280,7 @@ def leave() -> tuple[int, int]:
         mine.send(act(index), 1, tensors, specs_of(tensors))
     before = len(mine._sent)
     assert mine in process_group._open
+    tell()
     process_group._drain_open()
     behind = len(mine._sent) + len(mine._leftover)
     mine.close()
@@ -317,9 +317,7 @@ print("trained")
 @pytest.mark.gloo
 def test_the_last_rank_may_end_behind_its_step_without_close(tmp_path: Path) -> None:
     """More gradients than are received ahead are on their way by then, and rank 0 is slow."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1, among=ports_of_this_worker())
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(

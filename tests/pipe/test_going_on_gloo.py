@@ -28,7 +28,9 @@ pytestmark = [
     ),
 ]
 
-LIMIT = 300.0  # [s] guards against hangs alone
+LIMIT = 300.0  # [s] guards against ranks that compute for ever
+STILL = 90.0  # [s] that all may do nothing: longer than the pipeline's own time-out
+TIMEOUT = "20"  # [s] for one that is stopped, and so long that nobody who lives is late on a busy machine
 POINTS = ["begin", "F", "B", "vote", "ready", "voted", "update"]
 MESHES = [
     ("1f1b", 2, 2),
@@ -48,7 +50,8 @@ def start(
     path = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "STRIKES": strikes}
     command = [sys.executable, going_on.__file__, str(folder), *words]
     number = pipe * data
-    return launch(command, num_ranks=number, timeout=LIMIT, environment=path | environment, restarts=restarts)
+    limits = {"timeout": LIMIT, "stall": STILL, "restarts": restarts}
+    return launch(command, num_ranks=number, environment=path | environment, **limits)  # type: ignore[arg-type]
 
 
 def lines(folder: Path) -> dict[int, list[list[Any]]]:
@@ -72,7 +75,7 @@ def check_losses(folder: Path, mesh: tuple[str, int, int], steps: int, survivors
 def test_processes_die_wherever_they_are(tmp_path: Path) -> None:
     """In the update; two in one step, one of them while the others form anew; stopped for too long."""
     strikes = "0:1:update,4:2:loss,1:2:form,5:4:B:SIGSTOP"
-    result = start(tmp_path, ("zb-h1", 2, 3), 6, strikes=strikes, LIMIT="3")
+    result = start(tmp_path, ("zb-h1", 2, 3), 6, strikes=strikes, LIMIT=TIMEOUT)
     assert result.status == 0, result.report
     assert result.report.count("killed by SIGKILL and the others went on without it") == 4
     check_losses(tmp_path, ("zb-h1", 2, 3), 6, {2, 3})
@@ -118,11 +121,11 @@ def test_a_process_that_was_started_again_joins(tmp_path: Path, mesh: tuple[str,
 
 @pytest.mark.nightly
 def test_the_others_go_on_without_one_that_was_started_again_as_another(tmp_path: Path) -> None:
-    result = start(tmp_path, ("1f1b", 2, 2), 300, strikes="3:1:B", restarts=1, DROPOUT1="0.3")
+    result = start(tmp_path, ("1f1b", 2, 2), 6, strikes="3:1:B", restarts=1, WAITS="4", DROPOUT1="0.3")
     assert result.status == 0, result.report
     assert "rank 3: exit status 1 and the others went on without it; its last line: ValueError" in result.report
     assert "another module '0.dropout': Dropout(p=0.3" in result.report
-    check_losses(tmp_path, ("1f1b", 2, 2), 300, {0, 1, 2})
+    check_losses(tmp_path, ("1f1b", 2, 2), 6, {0, 1, 2})
 
 
 def check_rejoined(folder: Path, mesh: tuple[str, int, int], steps: int, before: dict[int, list[int]]) -> None:
@@ -160,7 +163,7 @@ def test_one_that_joins_dies_again_and_another_while_it_joins(tmp_path: Path, ag
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["formed", "again", "joined"])
 def test_another_dies_while_the_others_form_anew(tmp_path: Path, point: str) -> None:
-    result = start(tmp_path, ("interleaved", 2, 3), 4, strikes=f"0:1:B,4:1:{point}", LIMIT="5")
+    result = start(tmp_path, ("interleaved", 2, 3), 4, strikes=f"0:1:B,4:1:{point}", LIMIT=TIMEOUT)
     assert result.status == 0, result.report
     check_losses(tmp_path, ("interleaved", 2, 3), 4, {1, 2, 3, 5})
 
@@ -345,6 +348,6 @@ def test_one_that_dies_between_two_looks_ends_nobody_else(tmp_path: Path, moment
         rank_process.RankProcess(number=number, process=Process(number), folder=tmp_path) for number in range(3)
     ]
     judge = launcher._Judge(ranks, store, lambda *_: None, 0)
-    result = launcher._see_through(ranks, judge, grace=0.0, timeout=20.0, stall=None)
+    result = launcher._see_through(ranks, judge, grace=0.0, timeout=LIMIT, stall=None)
     assert result.status == 0, result.report
     assert result.report == "rank 0: killed by SIGKILL and the others went on without it"

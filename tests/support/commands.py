@@ -8,18 +8,15 @@ experiments/test_launcher.py, and once from end to end in experiments/test_train
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import os
 import runpy
-import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,10 +25,11 @@ from tiers.recorder import current_test, recording
 
 from support.inside import LaunchResult
 
+from .hangs import IDLE, Watch, end_with_stacks, write_stacks_when_asked
 from .pool import forking, start_rank
 from .pool_worker import torchrun_environment
 
-_TIMEOUT = 400.0  # [s] guards against hangs alone
+_TIMEOUT = 400.0  # [s] guards against ranks that compute for ever
 _GRACE = 10.0  # [s] for the other ranks to say what became of them
 
 
@@ -51,10 +49,6 @@ class ForkedRank(NamedTuple):
     answer: Connection
     store: Any
     log: Path
-
-    def stacks(self) -> str:
-        """Where each of its threads stood at SIGUSR1."""
-        return f"not done after {_TIMEOUT} s, or {_GRACE} s after another rank had failed:\n{self.log.read_text()}"
 
 
 def launch_forked(
@@ -77,26 +71,32 @@ def launch_forked(
 
 
 def run_forked(
-    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None, hashes: int = 0
+    words: Sequence[str],
+    *,
+    num_ranks: int | None,
+    environment: Mapping[str, str] | None = None,
+    hashes: int = 0,
+    idle: float = IDLE,
 ) -> list[Done]:
-    """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left."""
+    """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left.
+
+    They may all do nothing for `idle` [s].
+    """
     ranks = start_forked(words, num_ranks=num_ranks, environment=environment, hashes=hashes)
     done: dict[int, Done] = {}
-    deadline = time.monotonic() + _TIMEOUT
+    watch = Watch([rank.process for rank in ranks], limit=_TIMEOUT, idle=idle)
     try:
         while waiting := {rank.answer: index for index, rank in enumerate(ranks) if index not in done}:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            for connection in ready:
-                index = waiting[connection]  # type: ignore[index]
+            for connection in (ready := watch.wait(list(waiting))):
+                index = waiting[connection]
                 done[index] = answer(ranks[index])
                 if done[index].status:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    watch.hasten(_GRACE)
             if not ready:
+                end_with_stacks([ranks[index].process for index in waiting.values()])
                 for index in waiting.values():
-                    os.kill(ranks[index].process.pid, signal.SIGUSR1)
-                time.sleep(_GRACE / 10)  # to write where it stands
-                left = {index: Done(status=1, stdout="", stderr=ranks[index].stacks()) for index in waiting.values()}
-                done |= left
+                    stacks = f"{watch.why}:\n{ranks[index].log.read_text()}"
+                    done[index] = Done(status=1, stdout="", stderr=stacks)
     finally:
         end_forked(ranks)
     return [done[index] for index in range(len(ranks))]
@@ -157,7 +157,7 @@ def answer(rank: ForkedRank) -> Done:
 def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str], log: str) -> None:
     """`python -m WORDS`, or `python WORDS`, in `folder`; sends what came of it."""
     os.environ |= variables
-    faulthandler.register(signal.SIGUSR1, file=open(log, "w"))  # noqa: SIM115  (lives as long as the process)
+    write_stacks_when_asked(open(log, "w"))  # noqa: SIM115  (lives as long as the process)
     held = _hold_groups()
     out, err = io.StringIO(), io.StringIO()
     status = 0

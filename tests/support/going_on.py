@@ -137,13 +137,17 @@ def losses(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
 
 
 def wait_for_others(run: sw.PipelineModule) -> None:
+    from support.inside import dead
+
     members = run._building._members
     assert members is not None
     outside = {one: members._lives[one] for one in members._lives if one not in members.members}
 
     def asks(one: int, life: int) -> bool:
+        """To be let in; or it has ended again, without."""
         key = members._wants(one)
-        return members._store.check([key]) and int(members._store.get(key)) > life
+        asked = members._store.check([key]) and int(members._store.get(key)) > life
+        return asked or members._store.check([dead(one, life + 1)])
 
     while outside and not any(asks(*one) for one in outside.items()):
         time.sleep(0.01)

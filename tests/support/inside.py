@@ -14,9 +14,10 @@ _NAMES = {
     "viz.exhibit": "HeadFigure headline",
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
     "comm.failures": "Account find_cause",
+    "comm.groups": "connected",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
     " measure_links stream_seconds",
-    "comm.membership": "Membership Verdict",
+    "comm.membership": "Membership Verdict dead",
     "comm.mesh": "AXES",
     "comm.rendezvous": "Place _meet gloo_address read_place refusals",
     "comm.store_exchange": "Alone ExchangeError StoreExchange",

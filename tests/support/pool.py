@@ -14,12 +14,11 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tiers.recorder import current_test
 
 from support.inside import PORTS, free_ports
 
+from .hangs import IDLE, Watch, end_with_stacks
 from .pool_worker import Order, Reply, serve
 
 # What the workers' common parent loads, what test files import included, so that each of them need not:
@@ -41,12 +41,11 @@ _PRELOADED = [
     "transformers.trainer",
 ]
 _SERVERS: list[forkserver.ForkServer] = []
-CASE_LIMIT = 240.0  # [s] guards against hangs alone
+CASE_LIMIT = 240.0  # [s] guards against cases that compute for ever: those that sleep are found by support.hangs
 _START_LIMIT = 240.0  # [s] importing torch on a busy machine takes its time
-_ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
 _MOST_WORKERS = 8  # of pytest, that have ports of their own
 _END_GRACE = 5.0  # [s] for a worker to leave by itself
-_LOG_TAIL = 6000  # characters of a worker's output that a failure shows
+_LOG_TAIL = 20_000  # characters of a worker's output that a failure shows: the stacks of forty threads
 
 
 class CaseError(AssertionError):
@@ -63,11 +62,12 @@ class _Worker:
 class Pool:
     """Workers for cases of up to `max_ranks` ranks, started when first needed.
 
-    `filters` are warning filters in pytest's notation, set in each worker while it runs a case.
+    `filters` are warning filters in pytest's notation, set in each worker while it runs a case; `idle` [s] is how long
+    all ranks of one may do nothing.
     """
 
-    def __init__(self, *, max_ranks: int = 4, filters: Sequence[str] = ()) -> None:
-        self.max_ranks = max_ranks
+    def __init__(self, *, max_ranks: int = 4, filters: Sequence[str] = (), idle: float = IDLE) -> None:
+        self.max_ranks, self.idle = max_ranks, idle
         self.filters = tuple(filters)
         self._workers: list[_Worker] = []
         self._store: Any = None
@@ -88,7 +88,7 @@ class Pool:
 
         `function` stands at the top of any module (of a test file too); arguments and results are pickled.
         With `group=False` there is no process group, only the environment that torchrun would set.
-        Raises CaseError when a rank raises, dies, or has not answered after `timeout` [s].
+        Raises CaseError when a rank raises, dies, or has not answered after `timeout` [s], or when all do nothing.
         """
         replies = self.replies(function, ranks=ranks, args=args, kwargs=kwargs, timeout=timeout, group=group, grace=3.0)
         if any(reply.kind != "ok" for reply in replies):
@@ -114,7 +114,7 @@ class Pool:
             raise ValueError(f"ranks={ranks}: expected 1 to {self.max_ranks}; type Pool(max_ranks={ranks})")
         self._start(ranks)
         self._cases += 1
-        (port,) = free_ports(1, among=_ports())
+        (port,) = free_ports(1, among=ports_of_this_worker())
         payload = pickle.dumps((tuple(args), dict(kwargs or {})))
         for rank, worker in enumerate(self._workers[:ranks]):
             order = Order(
@@ -160,27 +160,31 @@ class Pool:
             theirs.close()
             self._workers.append(_Worker(process=process, connection=ours, log=Path(log)))
             started.append(index)
+        watch = Watch([self._workers[index].process for index in started], limit=_START_LIMIT, idle=self.idle)
         for index in started:  # the clock of a case starts when all its workers stand
-            if not self._workers[index].connection.poll(_START_LIMIT):
+            worker = self._workers[index]
+            if not watch.wait([worker.connection]):
+                end_with_stacks([worker.process])
+                text = f"gloo worker {index} did not start: {watch.why}\n{self._tail(index)}"
                 self.close()
-                raise CaseError(f"gloo worker {index} did not start within {_START_LIMIT} s")
-            if self._workers[index].connection.recv_bytes() != b"ready":
+                raise CaseError(text)
+            if worker.connection.recv_bytes() != b"ready":
                 raise AssertionError("a worker's first word is not 'ready'")
 
     def _collect(self, ranks: int, *, timeout: float, grace: float | None) -> list[Reply]:
-        deadline = time.monotonic() + timeout + _ALARM_GRACE
+        watch = Watch([worker.process for worker in self._workers[:ranks]], limit=timeout, idle=self.idle)
         replies: dict[int, Reply] = {}
-        while len(replies) < ranks:
-            waiting = {self._workers[r].connection: r for r in range(ranks) if r not in replies}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
+        while waiting := {self._workers[r].connection: r for r in range(ranks) if r not in replies}:
+            for connection in (ready := watch.wait(list(waiting))):
+                rank = waiting[connection]
                 replies[rank] = reply = self._reply(rank)
                 if reply.kind != "ok" and grace is not None:
-                    deadline = min(deadline, time.monotonic() + grace)
-        return [replies.get(r) or Reply(kind="hung", text=self._tail(r)) for r in range(ranks)]
+                    watch.hasten(grace)
+            if not ready:
+                end_with_stacks([self._workers[rank].process for rank in waiting.values()])
+                hung = {r: Reply(kind="hung", text=f"{watch.why}\n{self._tail(r)}") for r in waiting.values()}
+                replies |= hung
+        return [replies[rank] for rank in range(ranks)]
 
     def _reply(self, rank: int) -> Reply:
         worker = self._workers[rank]
@@ -231,8 +235,8 @@ def start_rank(process: Any, rank: int) -> None:
         forkserver.connect_to_new_process = usual
 
 
-def _ports() -> range:
-    """Of this worker of pytest alone, so that no two cases that begin at the same moment meet at one port."""
+def ports_of_this_worker() -> range:
+    """Of one worker of pytest, so that no two tests that begin at the same moment meet at one port."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MOST_WORKERS
     return PORTS[worker::_MOST_WORKERS]
 

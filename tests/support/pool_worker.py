@@ -20,6 +20,8 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .hangs import write_stacks_when_asked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -67,6 +69,7 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     faulthandler.enable(output)
+    write_stacks_when_asked(output)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     import torch.distributed as dist
@@ -83,14 +86,12 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
         except (EOFError, OSError):
             return
         output.write(f"case {order.case}, rank {order.rank} of {order.ranks}: {order.function}\n")
-        faulthandler.dump_traceback_later(order.timeout, file=output)
         try:
             with recording(order.test):
                 value = _run(order, dist.PrefixStore(f"case{order.case}", store))
             answer = pickle.dumps(Reply(kind="ok", value=value))
         except BaseException:  # whatever a case raises is its result
             answer = pickle.dumps(Reply(kind="error", text=traceback.format_exc()))
-        faulthandler.cancel_dump_traceback_later()
         gc.collect()
         connection.send_bytes(answer)
 

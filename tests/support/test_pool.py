@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from support.commands import run_forked
 from support.pool import CaseError, Pool
 
 pytestmark = pytest.mark.gloo
@@ -56,12 +60,42 @@ def test_failures_are_told_and_the_next_case_runs(request: pytest.FixtureRequest
         pool.run(fail_on, ranks=2, args=(1, "raise"))
     with pytest.raises(CaseError, match=r"(?s)rank 0: ok.*rank 1: error.*UserWarning: a warning"):
         pool.run(fail_on, ranks=2, args=(1, "warn"))
-    hung, died = pool.replies(fail_on, ranks=2, args=(1, "exit"), timeout=10.0)
-    assert (hung.kind, died.kind) == ("hung", "died")
-    assert "in fail_on" in hung.text
+    (_, died) = pool.replies(fail_on, ranks=2, args=(1, "exit"), grace=0.0)
+    assert died.kind == "died"
     assert "exit code 3" in died.text
     assert len(pool.run(add_up, ranks=2, args=(1.0,))) == 2
     pool.close()
+
+
+def wait_for_each_other(seconds: float) -> None:
+    """Rank 0 computes before that."""
+    until = time.process_time() + (seconds if dist.get_rank() == 0 else 0.0)
+    while time.process_time() < until:
+        pass
+    if seconds:
+        dist.barrier()
+    else:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+def test_ranks_hang_when_all_wait_and_not_while_one_computes(request: pytest.FixtureRequest) -> None:
+    pool = Pool(filters=request.config.getini("filterwarnings"), idle=1.0)
+    pool.run(wait_for_each_other, ranks=2, args=(1.5,))
+    for reply in pool.replies(wait_for_each_other, ranks=2, args=(0.0,)):
+        assert reply.kind == "hung"
+        assert reply.text.startswith("no rank has computed for 1 s\n")
+        assert reply.text.count("most recent call first") == 2  # the other thread's, too
+        assert re.search(r"test_pool.py\", line \d+ in wait_for_each_other", reply.text)
+    pool.close()
+
+
+def test_commands_that_hang_say_where(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
+    for done in run_forked([str(tmp_path / "waits.py")], num_ranks=2, idle=0.5):
+        assert done.status == 1
+        assert done.stderr.startswith("no rank has computed for 0.5 s:\n")
+        assert 'waits.py", line 2 in <module>' in done.stderr
 
 
 def test_more_ranks_than_the_pool_has(gloo: Pool) -> None:

@@ -20,6 +20,7 @@ from support.inside import (
     meet,
     preflight,
 )
+from support.pool import ports_of_this_worker
 
 from .nodes import WITHIN
 
@@ -50,7 +51,7 @@ def come(*nodes: tuple[Meeting, NodeFacts, str]) -> list[Met | str]:
 
 def test_three_nodes_meet_and_node_0_knows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any order; clocks are compared by the round trip; a second meeting finds the port free again."""
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
     for _ in range(2):
         first, *others = come(*((meeting(rank, port=port), replace(FACTS, host=f"h{rank}"), "") for rank in (0, 2, 1)))
         assert isinstance(first, Met)
@@ -64,7 +65,7 @@ def test_three_nodes_meet_and_node_0_knows_all(monkeypatch: pytest.MonkeyPatch) 
 def test_the_clock_of_a_node_is_ahead_by_what_it_shows_more(monkeypatch: pytest.MonkeyPatch) -> None:
     real, name = time.time, "late"
     monkeypatch.setattr(preflight.time, "time", lambda: real() + (threading.current_thread().name == name) * 100)
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
 
     def ahead() -> None:
         meet(meeting(1, names="ab", port=port), FACTS)
@@ -78,7 +79,7 @@ def test_the_clock_of_a_node_is_ahead_by_what_it_shows_more(monkeypatch: pytest.
 
 
 def test_whatever_differs_is_told_to_all_by_name() -> None:
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
     told = come(
         (meeting(0, port=port), FACTS, ""),
         (meeting(1, port=port), replace(FACTS, torch="2.9.0", code="other"), ""),
@@ -94,7 +95,7 @@ def test_whatever_differs_is_told_to_all_by_name() -> None:
 
 
 def test_a_silent_node_is_named_on_those_that_came() -> None:
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
     told = come(*((meeting(rank, port=port, limit=3.0), FACTS, "") for rank in (0, 1)))
     assert (
         told
@@ -103,7 +104,7 @@ def test_a_silent_node_is_named_on_those_that_came() -> None:
 
 
 def test_a_node_that_cannot_reach_node_0_says_so() -> None:
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
     assert come((meeting(1, port=port, limit=0.2), FACTS, "")) == [
         f"node 1 (host b): cannot reach node 0 (host a) at {HOST}:{port}, tried for 0.2 s (Connection refused): "
         "is there a route, and does a firewall let it through?"
@@ -124,7 +125,7 @@ def test_a_port_that_is_taken_is_told_by_node_0() -> None:
 
 def test_strangers_at_the_port_are_left_standing() -> None:
     """One of another run, one that speaks another language, one that says nothing."""
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(meet, meeting(0, names="ab", port=port), FACTS)
         while not listens(port):
@@ -149,7 +150,7 @@ def listens(port: int) -> bool:
 
 
 def test_two_nodes_of_one_rank_are_told() -> None:
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, among=ports_of_this_worker())
     told = come(
         (meeting(0, port=port, limit=5.0), FACTS, ""),
         (meeting(1, port=port, limit=5.0), FACTS, ""),

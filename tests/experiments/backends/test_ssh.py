@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.inside import Nodes, RemoteHost, Shape, SshBackend, descendants, free_ports, read_hosts, ssh
+from support.pool import ports_of_this_worker
 
 from .nodes import HOSTILE, TELL, WITHIN, closed_port, gone, processes, work
 
@@ -95,7 +96,7 @@ class Server:
     """An sshd of loopback, its one user this one."""
 
     def __init__(self, folder: Path) -> None:
-        (self.port,) = free_ports(1)
+        (self.port,) = free_ports(1, among=ports_of_this_worker())
         for name in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         (folder / "authorized").write_text((folder / "user.pub").read_text())
