@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.changed import ROOT, changed_files, concerns
 from support.pool import Pool
 
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
@@ -30,26 +28,6 @@ settings.register_profile("searching", deadline=None, suppress_health_check=[Hea
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of hypothesis, before test files read them."""
     settings.load_profile("searching" if config.getoption("markexpr").startswith("nightly") else "steady")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Left to the nightly run: tests of few files that did not change, and of sampled tests all cases but one in n."""
-    changed = changed_files()
-    for item in items:
-        paths = [path for mark in item.iter_markers("concerns") for path in mark.args]
-        if gone := [path for path in paths if not (ROOT / path).exists()]:
-            raise pytest.UsageError(f"{item.nodeid} concerns {gone[0]}, which is not there: expected where it is now")
-        if paths and not concerns([*paths, item.location[0]], changed):
-            item.add_marker(pytest.mark.nightly)
-    number: Counter[str] = Counter()  # of the cases of a test that every day could run
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and item.get_closest_marker("nightly") is None:
-            test = item.nodeid.partition("[")[0]
-            if number[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.nightly)
-            number[test] += 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,8 +10,6 @@ from support.async_reference import AsyncCase, uses
 from support.inside import GPT, GPTConfig, load_corpus, loss_fn, make_optimizer
 from support.late_runs import MATRICES, Batch, stage_of
 
-pytestmark = pytest.mark.concerns("experiments")
-
 
 @pytest.mark.parametrize(("ranks", "every"), [(8, 1), (8, 4), (8, 8), (4, 4)])
 @pytest.mark.parametrize("first", [0, 3])

@@ -54,7 +54,6 @@ def check(case: AsyncCase) -> None:
 # --- the rules ---
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_ranks", "rule"), one_in(2, (1, 2, 3, 4), RULES))
 def test_every_rule_on_every_number_of_ranks(rule: dict[str, Any], num_ranks: int) -> None:
     check(AsyncCase(task="conv-norm", num_ranks=num_ranks, optimizer="momentum", sizes=UNEVEN, **rule))
@@ -139,7 +138,6 @@ def test_flush_and_eval_step_in_the_middle(
 # --- models ---
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("task", "rule"), one_in(3, ("mlp", "lstm", "masked-stages", "sequential-stages"), ONE_OF_EACH)
 )
@@ -147,7 +145,6 @@ def test_every_model(task: str, rule: dict[str, Any]) -> None:
     check(AsyncCase(task=task, num_ranks=3, optimizer="adamw", sizes=UNEVEN, flushes=(3,), **rule))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("task", "recompute", "rule"),
     one_in(3, ("small-gpt", "conv-norm", "lstm"), ("full", "layer", "selective"), ("2bw", "pipedream")),
@@ -184,7 +181,6 @@ def test_tied_weights_of_the_first_and_last_stage(num_ranks: int, optimizer: str
     assert torch.equal(outcome.state["0.weight"], outcome.state["5.weight"])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ["unet", "batchnorm-cnn"])
 def test_traced_models(task: str) -> None:
     sizes = (19,) * 6 if task == "batchnorm-cnn" else UNEVEN

@@ -26,7 +26,6 @@ def check(gloo: Pool, case: AsyncCase) -> None:
     agree(gloo.run(run, ranks=case.num_ranks, args=(case,)), case)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks_and_optimizer", "schedule"),
     one_in(2, [(2, "sgd"), (3, "momentum"), (4, "adamw")], ("pipedream", "2bw")),

@@ -241,7 +241,6 @@ def over_processes(compress: object, options: dict[str, Any], replicas: int) -> 
 
 
 @pytest.mark.gloo
-@pytest.mark.concerns("comm", "pipe/run", "pipe/stage")
 @pytest.mark.parametrize(
     ("compress", "options", "replicas"),
     [
@@ -314,7 +313,6 @@ def decided_by_measuring() -> tuple[dict[Any, Any], float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.concerns("comm", "pipe/auto", "pipe/run")
 def test_auto_measures_links_and_decides_alike_on_all_ranks(gloo: Pool) -> None:
     (mine, loss), (other, its) = gloo.run(decided_by_measuring, ranks=2)
     assert mine == other

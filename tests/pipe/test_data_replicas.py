@@ -107,7 +107,6 @@ def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[
     return [losses[step] for step in range(3)], state, evaluation.loss, evaluation.output
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "sizes"),

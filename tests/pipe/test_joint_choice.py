@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Layer, Schedule, synthesize_jointly
 
-pytestmark = pytest.mark.concerns("schedules/search", "pipe")
-
 P, M, D = 4, 8, 8
 KINDS = {"E": (0.004, 0.006), "M": (0.014, 0.021), "-": (0.006, 0.009), "*": (0.010, 0.014), "L": (0.030, 0.040)}
 CHAIN = "EM-M*-M-M*-M-L"  # [s] of F, and of I, by emulation; W take next to nothing

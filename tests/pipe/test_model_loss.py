@@ -182,7 +182,6 @@ def test_verify_weighs_alike() -> None:
 # --- transformers ---
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own_loss", [True, False])
 def test_gpt2_as_it_comes(own_loss: bool) -> None:
     """The whole batch in one process; with the model's own loss as far as its float32 goes."""

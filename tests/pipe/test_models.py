@@ -67,7 +67,6 @@ def plain(case: Case) -> tuple[nn.Module, float]:
     return model, total
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     """A batch with padding, whose microbatches have other numbers of labels: the mean over all labels."""
@@ -99,7 +98,6 @@ def checked(name: str) -> tuple[nn.Module, float]:
     return model, total
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize("name", CHECKING)
 def test_checks_and_collected_values(name: str) -> None:
     pytest.importorskip("transformers")
@@ -121,7 +119,6 @@ def train_checked(name: str, num_chunks: int | None) -> tuple[float, dict[str, t
     return loss, state
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "num_chunks"), one_in(2, CHECKING.keys(), (None, 2)))
 def test_checks_and_collected_values_over_processes(gloo: Pool, name: str, num_chunks: int | None) -> None:
@@ -143,7 +140,6 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, state
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
@@ -167,7 +163,6 @@ def by_microbatch(model: nn.Module, batch: Batch) -> float:
     return total
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize(("name", "ranks"), one_in(2, TORCHVISION.keys(), (2, 3)))
 def test_images(name: str, ranks: int) -> None:
     case = TORCHVISION[name]
@@ -188,7 +183,6 @@ def train_on_images(name: str) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name == "unet" else nightly(name) for name in TORCHVISION])
 def test_images_over_processes(gloo: Pool, name: str) -> None:

@@ -61,7 +61,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("task", "schedule", "recompute"), CASES)
 def test_results_equal_the_reference(task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
     layout = layout_of(schedule, tmp_path, recompute)
@@ -82,7 +81,6 @@ def test_a_synthesised_schedule_that_moves_or_recomputes(more: dict[str, Any], t
     agree(run(case, layout), reference(case), case)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("task", "schedule", "recompute"), [CASES[1], CASES[2], CASES[0]])
 def test_over_processes(gloo: Pool, task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
@@ -160,7 +158,6 @@ def test_bytes_are_those_that_were_predicted_and_they_go(how: str) -> None:
     assert before - after >= 0.9 * gone - 20 * stages[0].output
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_gpt_s_first_of_four_stages_holds_what_is_predicted(name: str) -> None:
     """A CPU copies itself, so that no way goes on beside compute; pages of the host are no memory of the stage. In one

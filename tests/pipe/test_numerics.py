@@ -39,7 +39,6 @@ def check(case: Case, layout: Layout) -> None:
 # --- the matrix ---
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
     [
@@ -52,7 +51,6 @@ def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None
     check(make_case("mlp", layout, num_microbatches), layout)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "layout"), sample(ranks=RANKS, times=3))
 def test_every_model(case: Case, layout: Layout) -> None:
     check(case, layout)

@@ -22,7 +22,6 @@ def check(gloo: Pool, case: Case, layout: Layout) -> None:
     agree(gloo.run(run, ranks=layout.num_ranks, args=(case, layout)), reference(case), case)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("case", "layout"), sample(ranks=(2, 3, 4), times=1))
 def test_every_model(gloo: Pool, case: Case, layout: Layout) -> None:
     check(gloo, case, layout)

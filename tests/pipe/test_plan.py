@@ -163,7 +163,6 @@ def test_in_one_process(name: str) -> None:
 FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "recompute of a record")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:

@@ -39,7 +39,6 @@ def test_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> Non
     agree(run(one), one)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "options",

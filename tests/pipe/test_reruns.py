@@ -176,7 +176,6 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
     return [p.detach() for p in as_one(model).parameters()]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     one_in(
@@ -379,7 +378,6 @@ EVERYWHERE: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "recompute"), one_in(2, ("1f1b", "2bw"), EVERYWHERE))
 def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
     """Dropout, tied weights, a position buffer, and (2bw) weight versions."""

@@ -403,7 +403,6 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     return loss, state
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -293,7 +293,6 @@ class OwnNames(nn.Module):
         return this.block(x + mixed)  # type: ignore[no-any-return]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", ["layer", "selective", {"*": "full"}, {"*.block": "selective"}], ids=str)
 @pytest.mark.parametrize(("schedule", "num_slices"), [("seq1f1b", 3), ("seq-zb-h1", 2)])
 def test_units_that_attend_run_again(schedule: str, num_slices: int, recompute: Any) -> None:

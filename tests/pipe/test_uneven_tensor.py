@@ -20,8 +20,6 @@ from stagewright import partition
 from stagewright.partition import Cluster, Node, Plan, Profile
 from stagewright.pipe import PipelineModule
 
-pytestmark = pytest.mark.concerns("comm", "partition/plans", "pipe/build.py", "pipe/context.py", "pipe/shards")
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adam": partial(torch.optim.Adam, lr=0.01),
@@ -98,7 +96,6 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
 DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:

@@ -104,7 +104,6 @@ def test_a_batch_that_is_changed_in_place_is_trained_on_as_it_was() -> None:
 SELDOM = ("gpt", "batchnorm", "sequential-stages", "lstm")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("task", "schedule"),
     [

@@ -154,7 +154,6 @@ def verdict(name: str) -> str | None:
     return found
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
