@@ -76,12 +76,6 @@ def test_batchnorm_and_its_running_statistics(gloo: Pool, schedule: str) -> None
     check(gloo, AsyncCase(task="batchnorm", schedule=schedule, sizes=sizes, recompute="full", evals=(3,)))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_autocast_around_the_whole_loop(gloo: Pool, schedule: str) -> None:
-    check(gloo, AsyncCase(task="small-gpt", schedule=schedule, num_ranks=3, autocast=True, optimizer="adamw"))
-
-
 @pytest.mark.parametrize("num_ranks", [nightly(2), 3])
 def test_tied_weights_of_the_first_and_last_stage(gloo: Pool, num_ranks: int) -> None:
     check(gloo, AsyncCase(task="small-tied", num_ranks=num_ranks, optimizer="momentum", sizes=UNEVEN, flushes=(4,)))
@@ -97,11 +91,6 @@ def test_max_grad_norm(gloo: Pool, task: str, num_ranks: int, optimizer: str) ->
     check(gloo, case)
 
 
-@pytest.mark.nightly
-def test_losses_given_as_sum_and_count(gloo: Pool) -> None:
-    check(gloo, AsyncCase(task="small-masked", num_ranks=3, sizes=UNEVEN, evals=(4,)))
-
-
 @pytest.mark.parametrize("replicas", [nightly((2, 1)), (1, 2), nightly((2, 1, 1))], ids=str)
 def test_replicas(gloo: Pool, replicas: tuple[int, ...]) -> None:
     check(
@@ -114,17 +103,6 @@ def test_replicas(gloo: Pool, replicas: tuple[int, ...]) -> None:
             num_microbatches=5,
             optimizer="momentum",
             sizes=UNEVEN,
-        ),
-    )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_eager_warmup(gloo: Pool, num_ranks: int) -> None:
-    check(
-        gloo,
-        AsyncCase(
-            task="conv-norm", num_ranks=num_ranks, flushes=(4,), num_microbatches=6, warmup="eager", optimizer="adamw"
         ),
     )
 

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,26 +307,6 @@ def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
 
 
 # --- checkpoints, replicas and autocast of asynchronous schedules ---
-
-
-@pytest.mark.parametrize("update_every", [1, 4])
-def test_a_checkpoint_of_another_weight_rule_begins_with_its_newest_weights(tmp_path: Path, update_every: int) -> None:
-    """PipeDream keeps more versions on its first stage than on its last: a mixture for 2bw."""
-    saved = stream(build("pipedream", num_ranks=2, num_microbatches=4, update_every=update_every))
-    for _ in range(3):
-        saved.train_step(X, Y)
-    saved.save(tmp_path)
-    fresh, again = stream(), stream()
-    fresh.load_state_dict(saved.full_state_dict())
-    with pytest.warns(
-        UserWarning, match="older weight versions of the rule 'stashing' .*begins with the newest weights"
-    ):
-        again.load(tmp_path)
-    for _ in range(3):
-        for pipe in (fresh, again):
-            pipe.train_step(X, Y)
-    for name, value in fresh.full_state_dict().items():
-        assert torch.equal(again.full_state_dict()[name], value), name
 
 
 def test_learning_rates_reach_every_replica_of_2bw() -> None:

@@ -151,23 +151,6 @@ def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
     assert not any(LAST_UPDATE in state for one in plain.optimizers for state in one.state.values())
 
 
-def _save_and_go_on(folder: str) -> list[float | None]:
-    pipe = make("1f1b", torch.distributed.get_world_size(), groups, SCHEDULES["plateau"])
-    train(pipe, range(2))
-    pipe.save(folder)
-    losses = train(pipe, range(2, 4))
-    pipe.close()
-    return losses
-
-
-@pytest.mark.gloo
-def test_groups_saved_by_processes_loaded_by_one(gloo: Pool, tmp_path: Path) -> None:
-    losses = gloo.run(_save_and_go_on, ranks=3, args=(str(tmp_path),))
-    pipe = make("interleaved", 2, groups, SCHEDULES["plateau"], chunks=2)
-    pipe.load(tmp_path)
-    assert train(pipe, range(2, 4)) == losses[0] == losses[2]
-
-
 @stagewright.named
 def rates(parameters: Named) -> Optimizer:
     """A rate of its own for the first layer, no decay on what has one dimension."""

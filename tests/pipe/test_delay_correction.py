@@ -46,19 +46,6 @@ def test_schedules_equal_one_process_that_applies_the_rule(change: dict[str, Any
     agree(run(case), case)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adamw-foreach", "adamw-fused", "rates-by-name", "muon"])
-@pytest.mark.parametrize(
-    "rule",
-    [{}, {"schedule": "pipedream"}, {"schedule": "pipedream", "update_every": 4, "feedback_delay": 1.0}],
-    ids=str,
-)
-def test_every_optimizer_and_rule(rule: dict[str, Any], optimizer: str, num_ranks: int) -> None:
-    case = replace(RULE, task="small-gpt", num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN, **rule)
-    agree(run(case), case)
-
-
 def test_lambda_follows_the_delay_of_each_stage() -> None:
     def delays(name: str, **options: Any) -> list[float]:
         stream = make_stream(build(name, num_ranks=4, num_microbatches=4, **options), sharing=Sharing())
@@ -337,23 +324,6 @@ def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool) ->
     agree([outcome for outcome, _ in found], case)
     for _, state in found:
         same("state", state, replay(case).state, 1e-12)
-
-
-def _differing() -> str:
-    case = AsyncCase(task="mlp")
-    correction = "error-feedback" if torch.distributed.get_rank() else None
-    try:
-        make_pipeline(case, make_model(case), delay_correction=correction)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.gloo
-def test_ranks_that_would_correct_differently_are_refused(gloo: Pool) -> None:
-    for story in gloo.run(_differing, ranks=2):
-        assert "delay_correction=None" in story
-        assert "delay_correction=ErrorFeedback(factor=1.0, delay=None, fresh=1.0)" in story
 
 
 def test_a_hook_behind_the_step_has_the_last_word() -> None:

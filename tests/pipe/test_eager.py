@@ -169,21 +169,6 @@ def test_two_versions_of_weights(name: str) -> None:
         assert torch.allclose(mine, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_pipedream_on_one_rank_is_plain_training_by_microbatch(name: str) -> None:
-    model, twin = made(MODELS[name]), made(MODELS[name])
-    pipe = pipeline(model, schedule="pipedream", mesh={"pipe": 1})
-    optimizer = sgd(list(twin.parameters()))
-    for _ in range(STEPS):
-        pipe.train_step(X, Y)
-        for x, y in zip(X.split(2), Y.split(2), strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(twin(x.clone()), y).backward()
-            optimizer.step()
-    pipe.flush()
-    equal(model, twin)
-
-
 class Scaled(models.Stack):
     """Attributes that the code between the units reads."""
 
@@ -321,27 +306,6 @@ def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
     assert pipe._building.pipeline is not None
     (stage,) = pipe._building.pipeline.parts.train.stages
     assert kept(stage.module) == kept(model) < 0.5 * kept(plain)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
-def test_a_compiled_child_stays_compiled() -> None:
-    calls: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
-        def run(*args: Any) -> Any:
-            calls.append(1)
-            return graph(*args)
-
-        return run
-
-    model = made(models.Stack)
-    twin = made(models.Stack)
-    for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
-        model.blocks[i] = torch.compile(block, backend=backend)  # type: ignore[operator]
-    pipe = pipeline(model)
-    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
-    assert losses == pytest.approx(plain_steps(twin), abs=1e-12)
-    assert len(calls) == STEPS * 4 * 4  # steps, microbatches, blocks
 
 
 # --- over processes ---

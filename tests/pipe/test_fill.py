@@ -512,42 +512,6 @@ def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str
     assert all(losses[-1] < losses[0] for losses in gloo.run(updated_early, ranks=2, args=(options,)))
 
 
-def encoded_run(in_waits: bool) -> tuple[Any, ...]:
-    """The features of each next batch, by a frozen encoder of this process, that the step to come trains on."""
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
-    model = nn.Sequential(*[Slow() for _ in range(2)])
-    pipe = make(mesh={"pipe": 2}, model=model, max_grad_norm=1.0)
-    losses, counts = [], []
-
-    def encoded(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
-        for row in x:
-            yield lambda row=row: into.append(encoder(row))  # type: ignore[misc]
-
-    features: list[torch.Tensor] = []
-    [piece() for piece in encoded(X, features)]
-    for step in range(10):
-        following: list[torch.Tensor] = []
-        pieces = encoded(X + step, following)
-        work = pipe.fill(pieces, name="encoder", seconds=1e-4) if in_waits else None
-        losses.append(pipe.train_step(torch.stack(features), Y).loss)
-        if work is None:
-            [piece() for piece in pieces]
-        else:
-            counts.append(work.num_done)
-            work.finish()
-        features = following
-    pipe.close()
-    return losses, counts
-
-
-@pytest.mark.gloo
-def test_a_frozen_encoder_of_the_next_batch_over_processes(gloo: Pool) -> None:
-    plain, filled = (gloo.run(encoded_run, ranks=2, args=(in_waits,)) for in_waits in (False, True))
-    assert [run[0] for run in filled] == [run[0] for run in plain]
-    assert sum(filled[1][1]) >= 24  # of 80, on the rank that waits 20 ms for the other's first forward
-
-
 def failing_run(wrong: int) -> Told:
     torch.manual_seed(0)
     pipe = make(mesh=None, num_microbatches=4, timeout=LONG)

@@ -108,28 +108,6 @@ def test_checks_and_collected_values(name: str) -> None:
     compare(gradients(model), gradients(expected))
 
 
-def train_checked(name: str, num_chunks: int | None) -> tuple[float, dict[str, torch.Tensor]]:
-    case, weight = CHECKING[name]
-    schedule = "1f1b" if num_chunks is None else "interleaved"
-    pipe = make_pipe(case.make(), ranks=2, loss_weight=weight, schedule=schedule, num_chunks=num_chunks)
-    loss = pipe.train_step(**case.batch()).loss
-    state = pipe.full_state_dict()
-    pipe.close()
-    assert loss is not None
-    return loss, state
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(("name", "num_chunks"), one_in(2, CHECKING.keys(), (None, 2)))
-def test_checks_and_collected_values_over_processes(gloo: Pool, name: str, num_chunks: int | None) -> None:
-    pytest.importorskip("transformers")
-    expected, loss = checked(name)
-    torch.optim.SGD([p for p in expected.parameters() if p.grad is not None], lr=0.1).step()
-    for found, state in gloo.run(train_checked, ranks=2, args=(name, num_chunks)):
-        assert found == pytest.approx(loss, rel=1e-13)
-        compare(state, expected.state_dict())
-
-
 def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     case = TRANSFORMERS[name]
     pipe = make_pipe(case.make(), ranks=2)
@@ -172,26 +150,6 @@ def test_images(name: str, ranks: int) -> None:
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(loss, rel=1e-13)
     compare(gradients(model), gradients(expected))
     compare(dict(model.named_buffers()), dict(expected.named_buffers()))
-
-
-def train_on_images(name: str) -> dict[str, torch.Tensor]:
-    case = TORCHVISION[name]
-    pipe = make_pipe(case.make(), ranks=2, loss_fn=F.cross_entropy)
-    pipe.train_step(**case.batch())
-    state = pipe.full_state_dict()
-    pipe.close()
-    return state
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", [name if name == "unet" else nightly(name) for name in TORCHVISION])
-def test_images_over_processes(gloo: Pool, name: str) -> None:
-    case = TORCHVISION[name]
-    expected = case.make()
-    by_microbatch(expected, case.batch())
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for state in gloo.run(train_on_images, ranks=2, args=(name,)):
-        compare(state, expected.state_dict())
 
 
 class Cell:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cases import Case, Layout, agree, difference
+from support.cases import Case, Layout, agree
 from support.grids import nightly
 from support.holdings import storage_bytes, take_stock
 from support.matrix import cover, make_case, sample
 from support.models import make_batch
 from support.pipeline import make_pipeline, run
 from support.pool import Pool
-from support.reference import copied, gradients, reference, reference_model
-from torch import Tensor, nn
+from support.reference import copied, reference, reference_model
+from torch import Tensor
 
 pytestmark = pytest.mark.gloo
 
@@ -99,38 +99,6 @@ def test_state_dicts_load_whole_and_by_rank(gloo: Pool, task: str) -> None:
     layout = Layout(num_ranks=2)
     case = make_case(task, layout, 4)
     assert gloo.run(load_twice, ranks=2, args=(case, layout, reference(case).state)) == [True, True]
-
-
-def clip_by_hand(case: Case, layout: Layout) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """forward_backward, clip_grad_norm_ and the user's own optimizer over this rank's parameters."""
-    pipe = make_pipeline(case, layout, reference_model(case), optimizer=None)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
-    inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
-    pipe.forward_backward(*inputs, target)
-    norm = pipe.clip_grad_norm_(0.1)
-    found = {name: p.grad.clone() for name, p in pipe.named_parameters()}
-    optimizer.step()
-    state = copied(pipe.full_state_dict())
-    pipe.close()
-    return norm, found, state
-
-
-@pytest.mark.parametrize("task", [nightly("mlp"), "tied-gpt"])
-def test_clip_grad_norm_and_the_users_own_optimizer(gloo: Pool, task: str) -> None:
-    layout = Layout(num_ranks=3)
-    case = make_case(task, layout, 5)
-    results = gloo.run(clip_by_hand, ranks=3, args=(case, layout))
-    plain = reference_model(case)
-    for name, parameter in plain.named_parameters():
-        parameter.grad = reference(case).first_grads[name].clone()
-    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    expected = gradients(plain)
-    torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    for found_norm, found, state in results:
-        assert found_norm == pytest.approx(norm, abs=1e-12)
-        assert found_norm == results[0][0]
-        assert all(difference(found[name], expected[name]) < 1e-12 for name in found)
-        assert all(difference(state[name], tensor) < 1e-12 for name, tensor in plain.state_dict().items())
 
 
 def train_as_torchrun_does(case: Case, layout: Layout) -> tuple[int, int, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.async_pipeline import make_pipeline, run
-from support.async_reference import UNEVEN, AsyncCase, agree, assert_exact, make_batch, make_model, replay
+from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -238,11 +238,6 @@ def test_recomputation_runs_with_the_new_weights() -> None:
 )
 def test_other_models_against_the_replay(case: AsyncCase) -> None:
     agree(run(case), case)
-
-
-def test_the_outcome_is_not_that_of_weight_stashing() -> None:
-    with pytest.raises(AssertionError, match="differ by more than"):
-        assert_exact(replay(PACI), replay(replace(PACI, schedule="pipedream")), tolerance=1e-7)
 
 
 @pytest.mark.gloo

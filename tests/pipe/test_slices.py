@@ -24,7 +24,6 @@ from support.sliced import (
     difference,
     gpt,
     mean_loss,
-    of_planned_rank,
     of_this_rank,
     piped,
     plainly,
@@ -178,19 +177,6 @@ def test_a_plan_over_slices_knows_what_they_keep(schedule: str) -> None:
     (memory,) = found.memory.values()
     predicted = memory.total - memory.parameters - memory.optimizer
     assert 0.85 * predicted < meter.peak < 1.02 * predicted
-
-
-@pytest.mark.gloo
-def test_a_plan_over_slices_on_four_processes(gloo: Pool, tmp_path: Path) -> None:
-    found = planned(pipeline_sizes=(4,), data_sizes=(1,))
-    path = tmp_path / "plan.json"
-    path.write_text(found.to_json())
-    names = set()
-    for loss, gradients, own in gloo.run(of_planned_rank, ranks=4, args=(str(path),)):
-        assert loss < 1e-13
-        assert gradients < 1e-12
-        names |= own
-    assert names == {name for name, _ in chain().named_parameters()}
 
 
 def test_dropout_does_not_depend_on_the_cut_or_on_recomputation() -> None:

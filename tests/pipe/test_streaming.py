@@ -36,16 +36,6 @@ def equal(one: PipelineModule, other: PipelineModule) -> bool:
 # --- results ---
 
 
-def test_every_loss_is_told_once_and_in_order() -> None:
-    pipe = stream()
-    told = [pipe.train_step(X, Y) for _ in range(3)]
-    rest = pipe.flush()
-    steps = [result.loss_step for result in (*told, *rest)]
-    assert steps == sorted(steps, key=lambda step: -1 if step is None else step)
-    assert {step for step in steps if step is not None} == {0, 1, 2}
-    assert pipe.flush() == []
-
-
 def test_flush_under_a_flush_schedule_has_nothing_to_say() -> None:
     pipe = make()
     pipe.train_step(X, Y)
