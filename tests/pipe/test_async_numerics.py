@@ -93,9 +93,6 @@ def test_pipedream_with_batches_shorter_than_the_pipeline(
     check(case)
 
 
-# --- without stale weights ---
-
-
 # --- draining in the middle ---
 
 

@@ -241,51 +241,6 @@ def test_the_median_of_several_ranks() -> None:
     assert (merged.step_seconds, merged.action_seconds) == (2.0, 0.5)
 
 
-def _on_two_hosts() -> tuple[str, dict[str, Tensor]]:
-    """A plan where the host of rank 1 is a third as fast as that of rank 0, and the state after a step under it."""
-    rank = torch.distributed.get_rank()
-
-    def profiled(*_: Any, **__: Any) -> Profile:
-        seconds = 0.01 * (1 + 2 * rank)
-        own = 8 * WIDTH * (WIDTH + 1)  # bytes of a layer
-        nodes = [
-            Node(name=str(n), forward_seconds=seconds, backward_seconds=2 * seconds, parameter_bytes=own)
-            for n in range(5)
-        ]
-        return Profile(nodes=nodes, step_seconds=15 * seconds)
-
-    with (
-        mock.patch("socket.gethostname", return_value="ab"[rank]),
-        mock.patch("stagewright.pipe.auto.layout.profile_model", profiled),
-        mock.patch("stagewright.pipe.auto.layout.measure_runtime_seconds", return_value=(0.0, 0.0)),
-    ):
-        plan = _restricted()
-    pipe = PipelineModule(
-        make_model(),
-        schedule=plan,
-        loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        timeout=120.0,
-    )
-    pipe.train_step(X, Y)
-    state = pipe.full_state_dict()
-    pipe.close()
-    return plan.to_json(), state
-
-
-@pytest.mark.gloo
-def test_hosts_that_are_not_equally_fast(gloo: Pool) -> None:
-    """The median of two profiles fitted neither host; the cut was in the middle."""
-    answers = gloo.run(_on_two_hosts, ranks=2)
-    assert answers[0][0] == answers[1][0]
-    plan = Plan.from_json(answers[0][0])
-    assert {stage.ranks[0]: len(stage.nodes) for stage in plan.stages} == {0: 4, 1: 1}
-    seconds = {stage.ranks[0]: forward for stage, forward in zip(plan.stages, plan.seconds(Op.F), strict=True)}
-    assert [seconds[rank] for rank in range(2)] == pytest.approx([0.04, 0.03], rel=1e-3)
-    for _, state in answers:
-        assert_same(state, trained_alone(1))
-
-
 def test_a_plan_is_of_the_hosts_that_are_as_fast_as_the_first() -> None:
     """Ranks of one host are medians together; a third host is as fast as the first."""
 

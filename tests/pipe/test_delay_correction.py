@@ -186,27 +186,6 @@ def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: 
     assert settled < 1 < grown
 
 
-@pytest.mark.parametrize("kind", [_averaged, torch.optim.NAdam], ids=["momentum", "nadam"])
-def test_it_is_the_prediction_of_weights_in_other_coordinates(kind: Any) -> None:
-    """V(t) = W(t) + lr D d(t - 1) are the optimizer's own weights, W(t) = V(t) + D (V(t) - V(t - 1)) the predicted."""
-    rate, late, matrix = 0.02, 2, torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    curvature = matrix @ matrix.T
-    weight, plain = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
-    held = _held(kind, [weight], {"0": float(late)})
-    optimizer = kind([plain])
-    seen, masters = [weight.detach().clone()], []
-    for t in range(40):
-        gradient = curvature @ seen[max(t - late, 0)]
-        _step([weight], held, [gradient], rate)
-        seen.append(weight.detach().clone())
-        if t == 0:  # the first update is as it is: from there on it is the other's trajectory
-            plain.data.copy_(weight.detach() + rate * late * _last(held, weight))
-        _step([plain], [optimizer], [gradient], rate if t else 0.0)
-        masters.append(plain.detach().clone())
-        if t:
-            torch.testing.assert_close(seen[-1], masters[-1] + late * (masters[-1] - masters[-2]), rtol=0, atol=1e-13)
-
-
 def _last(held: StageOptimizers, parameter: nn.Parameter) -> Tensor:
     return held.optimizers[0].state[parameter][LAST_UPDATE]
 

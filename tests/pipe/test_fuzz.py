@@ -53,6 +53,3 @@ def test_cases_in_process(chunk: int) -> None:
 @pytest.mark.parametrize("chunk", range(2))
 def test_cases_over_gloo(chunk: int) -> None:
     _faultless(campaign(range(FIRST + chunk, FIRST + CASES // 5, 2), gloo=True))
-
-
-# --- mistakes in the library that it has to find ---

@@ -54,9 +54,6 @@ def test_a_rank_with_three_stages_and_one_with_two() -> None:
     assert_trains(nn.Sequential(*[linear() for _ in range(5)]), schedule=schedule)
 
 
-# --- DeepSpeed, nnScaler, ...: two linears of weight 1, x = 1, y = 0, SGD(0.1): both weights become 0.8 ---
-
-
 # --- Megatron-LM ---
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from support.tensor_models import WIDTH, loss_fn, make_batch, make_model, make_p
 from support.uneven import in_a_row, plan_of, stage
 from torch import Tensor, nn
 
-from stagewright import partition
-from stagewright.partition import Cluster, Node, Plan, Profile
+from stagewright.partition import Plan
 from stagewright.pipe import PipelineModule
 
 OPTIMIZERS: dict[str, Any] = {
@@ -280,31 +278,3 @@ def test_what_is_refused(gloo: Pool) -> None:
         assert "output 0 of stage 0 (0 .. 1) goes between tensor groups of 2 and 1 processes" in told[2]
         assert "expected a cut where each of them holds the whole tensor, such as between two blocks" in told[2]
         assert "'mlp.0.weight' is divided over a tensor group, and ranks 0 and 1, which hold it, have groups" in told[3]
-
-
-class TwoRanks:
-    """Seconds of a model whose first block takes most, over one rank and over two."""
-
-    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        seconds = {"embed": 0.1, "blocks.0": 4.0, "blocks.1": 3.0, "norm": 2.9, "head": 0.1}
-        factor = 1.3 / tensor if tensor > 1 else 1.0
-        nodes = [
-            Node(name=name, forward_seconds=each * factor, backward_seconds=2 * each * factor, activation_bytes=8.0)
-            for name, each in seconds.items()
-        ]
-        return Profile(nodes=tuple(nodes), microbatch_size=microbatch_size, tensor=tensor)
-
-    def tensor_sizes(self, limit: int) -> list[int]:
-        return [1, 2]
-
-
-@pytest.mark.gloo
-def test_what_the_planner_chose_runs(gloo: Pool) -> None:
-    options: dict[str, Any] = {"schedules": "1f1b", "data_sizes": (1,), "microbatch_sizes": (1,), "runnable": True}
-    found = partition.plan(TwoRanks(), Cluster.from_levels([(4, 1e3)]), global_batch=4, **options)
-    assert [stage.tensor for stage in found.stages] == [2, 1, 1]
-    stages = tuple(replace(each, parameter_bytes=None) for each in found.stages)
-    wanted = train_plain()
-    for out in gloo.run(train, ranks=4, args=(replace(found, stages=stages),)):
-        assert out["losses"] == pytest.approx(wanted["losses"], abs=1e-12)
-        assert_same(out["state"], wanted["state"])

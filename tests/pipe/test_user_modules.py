@@ -281,9 +281,6 @@ def test_compiled_children_stay_compiled() -> None:
                 assert torch.allclose(tensor, one.state_dict()[name], rtol=0, atol=1e-12), name
 
 
-# --- memory ---
-
-
 # --- sparse ---
 
 
