@@ -141,26 +141,6 @@ def test_boundaries_by_name_before_all_of_them_and_bytes_as_simulated() -> None:
     assert slow > 2 * fast
 
 
-def test_off_is_what_it_was_to_the_last_bit() -> None:
-    pipe, other = (
-        make(None),
-        PipelineModule(
-            nn.Sequential(*units()),
-            schedule="1f1b",
-            num_microbatches=M,
-            loss_fn=F.mse_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9),
-            mesh={"pipe": 2},
-        ),
-    )
-    (losses, weights), (expected, its) = trained(pipe), trained(other)
-    assert losses == expected
-    assert all(map(torch.equal, weights, its))
-    assert pipe.sent_bytes == {}
-    ends = [rank.transport for each in (pipe, other) for rank in each._building.pipeline.engine.ranks]
-    assert {type(end).__name__ for end in ends} == {"InProcessTransport"}
-
-
 class Skips(nn.Module):
     """The first unit's output goes to each of the others."""
 

@@ -18,7 +18,6 @@ from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make
 from support.cases import same
 from support.inside import LAST_UPDATE, Feedback, Sharing, StageOptimizers, make_stream
 from support.pool import Pool
-from support.records import records
 from support.reference import copied
 from torch import Tensor, nn
 
@@ -213,33 +212,6 @@ def test_what_is_refused(option: str, schedule: str, story: str) -> None:
     for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}, {"fresh": -1.0}):
         with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number from 0 on"):
             ErrorFeedback(**options)
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.0])
-def test_bytes_of_the_buffer_are_counted(factor: float) -> None:
-    def bytes_of(**options: Any) -> list[float]:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        pipe = PipelineModule(
-            model,
-            **records(
-                schedule="pipedream",
-                num_microbatches=2,
-                loss_fn=nn.functional.mse_loss,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-                mesh={"pipe": 2},
-                **options,
-            ),
-        )
-        for _ in range(2):
-            pipe.train_step(torch.ones(4, 8), torch.ones(4, 8))
-        pipe.flush()
-        return [
-            sum(p.nbytes for p in one.values()) for optimizer in pipe.optimizers for one in optimizer.state.values()
-        ]
-
-    assert bytes_of() == []
-    corrected = bytes_of(delay_correction=ErrorFeedback(factor=factor))
-    assert corrected == ([8 * 8 * 4, 8 * 4] if factor else []), "stage 0 alone: the last one's gradients are not late"
 
 
 def test_decay_that_is_not_decoupled_is_part_of_an_update() -> None:

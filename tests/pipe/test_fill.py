@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.failing import LONG, Told, told
 from support.inside import Fills
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
@@ -190,28 +189,6 @@ def test_nothing_but_the_clock_tells_that_a_run_was_filled() -> None:
     random.seed(1), np.random.seed(1)  # type: ignore[func-returns-value]
     for one, other in zip(plain, run(filled=True), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_a_frozen_encoder_of_the_next_batch() -> None:
-    encoder = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    batches = [X + step for step in range(4)]
-    wanted = [encoder(x) for x in batches]
-    pipe = make()
-
-    def encode(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
-        for part in x.split(2):
-            yield lambda part=part: into.append(encoder(part))  # type: ignore[misc]
-
-    features = encoder(batches[0])
-    for step, following in enumerate([*batches[1:], None]):
-        parts: list[torch.Tensor] = []
-        work = None if following is None else pipe.fill(encode(following, parts), seconds=1e-9)
-        torch.testing.assert_close(features, wanted[step])
-        pipe.train_step(features, Y)
-        if work is not None:
-            work.finish()
-            features = torch.cat(parts)
-    pipe.close()
 
 
 def test_a_stream_is_filled_alike() -> None:
@@ -510,27 +487,3 @@ def updated_early(options: dict[str, Any]) -> list[float | None]:
 def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str, Any]) -> None:
     """Its optimizer has stepped when the other's last backward goes on, which waits for that; with a norm, ahead."""
     assert all(losses[-1] < losses[0] for losses in gloo.run(updated_early, ranks=2, args=(options,)))
-
-
-def failing_run(wrong: int) -> Told:
-    torch.manual_seed(0)
-    pipe = make(mesh=None, num_microbatches=4, timeout=LONG)
-
-    def fail() -> None:
-        raise OSError("disk full")
-
-    if pipe.rank == wrong:
-        pipe.fill(iter([fail]), name="copies", seconds=1e-9)
-
-    def steps() -> None:
-        for _ in range(50):
-            pipe.train_step(X, Y)
-
-    return told(steps)
-
-
-@pytest.mark.gloo
-def test_a_piece_that_fails_on_one_rank_ends_the_others_by_name(gloo: Pool) -> None:
-    for found in gloo.run(failing_run, ranks=2, args=(1,)):
-        assert "piece 0 of the background work 'copies' failed: OSError: disk full" in found.text, found
-        assert found.seconds < LONG / 2

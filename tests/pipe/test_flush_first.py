@@ -51,25 +51,6 @@ def test_it_equals_one_process(change: dict[str, Any]) -> None:
     agree(run(case), case)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("flush_first", [1, 2, 5])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("optimizer", ["adamw", "rates-by-name", "muon"])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {},
-        {"schedule": "pipedream"},
-        {"schedule": "pipedream", "update_every": 2, "vertical_sync": True},
-        {"schedule": "paci", "update_every": 4},
-    ],
-    ids=str,
-)
-def test_every_rule_and_optimizer(rule: dict[str, Any], optimizer: str, num_ranks: int, flush_first: int) -> None:
-    case = replace(CASE, task="small-gpt", num_ranks=num_ranks, optimizer=optimizer, flush_first=flush_first, **rule)
-    agree(run(case), case)
-
-
 def _trained(pipe: Any, case: AsyncCase, steps: range, folder: Path | None = None) -> dict[str, Tensor]:
     """The weights and all that the optimizers keep behind these steps; each is saved, which drains the pipeline."""
     for t in steps:
