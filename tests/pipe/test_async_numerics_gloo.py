@@ -27,15 +27,11 @@ def check(gloo: Pool, case: AsyncCase) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_and_optimizer", "schedule"),
-    one_in(2, [(2, "sgd"), (3, "momentum"), (4, "adamw")], ("pipedream", "2bw")),
+    ("ranks_and_optimizer", "schedule"), one_in(2, [(2, "sgd"), (3, "momentum"), (4, "adamw")], ("pipedream", "2bw"))
 )
 def test_every_rule(gloo: Pool, ranks_and_optimizer: tuple[int, str], schedule: str) -> None:
     num_ranks, optimizer = ranks_and_optimizer
-    check(
-        gloo,
-        AsyncCase(task="conv-norm", schedule=schedule, num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN),
-    )
+    check(gloo, AsyncCase(task="conv-norm", schedule=schedule, num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN))
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,7 @@ def chain(folder: str) -> list[tuple[list[float], int]]:
     try:
         for number, options in enumerate(MESHES):
             replicas = options["mesh"].get("data", 1)
-            pipe = make(
-                make_model(),
-                **options,
-                **{"num_microbatches": M // replicas},
-            )
+            pipe = make(make_model(), **options, **{"num_microbatches": M // replicas})
             read.append(0)
             if number:
                 pipe.load(f"{folder}/{number - 1}")

@@ -76,10 +76,7 @@ def groups(parameters: Named) -> list[Optimizer | None]:
         {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)},
         {"params": last, "lr": 2e-2},
     ]
-    return [
-        Muon(inner, lr=1e-2) if inner else None,
-        AdamW([group for group in rest if group["params"]], lr=1e-2),
-    ]
+    return [Muon(inner, lr=1e-2) if inner else None, AdamW([group for group in rest if group["params"]], lr=1e-2)]
 
 
 def peaks(optimizer: Optimizer) -> list[float]:

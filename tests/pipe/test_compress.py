@@ -223,11 +223,7 @@ def over_processes(compress: object, options: dict[str, Any], replicas: int) -> 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("compress", "options", "replicas"),
-    [
-        ({"topk": 0.2}, {}, 2),
-        ({"lowrank": 1}, {"schedule": "2bw"}, 1),
-        ("int8", {"schedule": "zb-h1"}, 1),
-    ],
+    [({"topk": 0.2}, {}, 2), ({"lowrank": 1}, {"schedule": "2bw"}, 1), ("int8", {"schedule": "zb-h1"}, 1)],
     ids=["replicas", "2bw", "zb-h1"],
 )
 def test_processes_as_in_one(gloo: Pool, compress: object, options: dict[str, Any], replicas: int) -> None:

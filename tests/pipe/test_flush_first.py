@@ -67,8 +67,7 @@ def _trained(pipe: Any, case: AsyncCase, steps: range, folder: Path | None = Non
 
 
 @pytest.mark.parametrize(
-    ("schedule", "task"),
-    [("2bw", "mlp"), ("2bw", "small-tied"), ("pipedream", "mlp"), nightly("paci", "mlp")],
+    ("schedule", "task"), [("2bw", "mlp"), ("2bw", "small-tied"), ("pipedream", "mlp"), nightly("paci", "mlp")]
 )
 def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: str, tmp_path: Path) -> None:
     """Two stages in one process have an older version and an optimizer's state of a tied weight each, saved once."""

@@ -11,19 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import CallReader
-from support.keyword_models import (
-    MASK,
-    POSITIONS,
-    TARGET,
-    TOKENS,
-    WIDTH,
-    N,
-    Output,
-    Pair,
-    Tagger,
-    draw,
-    loss_of,
-)
+from support.keyword_models import MASK, POSITIONS, TARGET, TOKENS, WIDTH, N, Output, Pair, Tagger, draw, loss_of
 from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn

@@ -9,18 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.grids import nightly
-from support.keyword_models import (
-    LABELS,
-    MASK,
-    POSITIONS,
-    TARGET,
-    TOKENS,
-    WORDS,
-    Language,
-    Tagger,
-    loss_in,
-    loss_of,
-)
+from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_in, loss_of
 from support.pool import Pool
 from support.records import records
 from torch import Tensor

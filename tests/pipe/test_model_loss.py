@@ -76,10 +76,7 @@ def test_a_function_counts(schedule: str, recompute: str) -> None:
     model, twin = models()
     loss_in(twin(WORDS, LABELS)).backward()
     pipe = pipeline(
-        model,
-        loss_weight=lambda tokens, labels: (labels != IGNORED).sum(),
-        schedule=schedule,
-        recompute=recompute,
+        model, loss_weight=lambda tokens, labels: (labels != IGNORED).sum(), schedule=schedule, recompute=recompute
     )
     pipe.forward_backward(WORDS, LABELS)
     assert_equal_gradients(model, twin)

@@ -25,16 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import stagewright as sw
-from stagewright.schedules import (
-    Costs,
-    MemoryPart,
-    Op,
-    Schedule,
-    build,
-    simulate,
-    synthesize,
-    with_offload,
-)
+from stagewright.schedules import Costs, MemoryPart, Op, Schedule, build, simulate, synthesize, with_offload
 
 
 def moved(schedule: str, num_ranks: int, num_chunks: int | None = None) -> Schedule:

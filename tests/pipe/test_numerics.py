@@ -99,10 +99,7 @@ def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tup
         pytest.param("two-inputs", ("layers.1", "layers.3", "head"), id="two-inputs", marks=pytest.mark.nightly),
         pytest.param("tied-gpt", ("blocks.0", "blocks.2", "head"), id="tied-gpt"),
         pytest.param(
-            "batchnorm-cnn",
-            ("convolutions.1", "convolutions.4", "head"),
-            id="batchnorm-cnn",
-            marks=pytest.mark.nightly,
+            "batchnorm-cnn", ("convolutions.1", "convolutions.4", "head"), id="batchnorm-cnn", marks=pytest.mark.nightly
         ),
     ],
 )

@@ -53,11 +53,7 @@ def plain(model: nn.Module, batch: Tensor) -> None:
         (F.mse_loss(model(x), y) / 4).backward()
 
 
-@pytest.mark.parametrize(
-    "middle",
-    [lambda: nn.BatchNorm1d(WIDTH), Reassigned],
-    ids=["batch norm", "reassigned"],
-)
+@pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(WIDTH), Reassigned], ids=["batch norm", "reassigned"])
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
 def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn.Module], recompute: str) -> None:
     """Which buffers move was learned from values: zeros leave a running mean at 0, and then it moved twice."""

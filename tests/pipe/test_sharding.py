@@ -321,11 +321,7 @@ def reached_around(model: nn.Sequential, pipe: PipelineModule) -> list[str]:
             pipe.train_step(X, Y)
 
     bias = model[0].bias
-    for reach in (
-        model.state_dict,
-        lambda: pickle.dumps(model),
-        lambda: edit(lambda: nn.init.zeros_(bias)),
-    ):
+    for reach in (model.state_dict, lambda: pickle.dumps(model), lambda: edit(lambda: nn.init.zeros_(bias))):
         try:
             reach()
         except ValueError as error:

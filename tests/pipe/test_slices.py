@@ -440,10 +440,7 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
         ({"num_slices": 2, "slice_lengths": [6, 5]}, r"lengths=\[6, 5\] make 11 tokens, .* have 12"),
         ({"num_slices": 2, "slice_lengths": [4, 4, 4]}, r"lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
         ({"slice_lengths": [6, 6.0]}, r"lengths=\[6, 6.0\]: expected a list of tokens"),
-        (
-            {"sequence_dims": {0: 0}},
-            r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch",
-        ),
+        ({"sequence_dims": {0: 0}}, r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch"),
         ({"sequence_dims": {0: "1"}}, r"dims\[0\]='1': expected the number of a dimension"),
         ({"schedule": "1f1b", "num_slices": 2}, "num_slices=2 for schedule '1f1b': it takes microbatches whole"),
         ({"schedule": "1f1b", "slice_lengths": [12]}, "Slices around the schedule '1f1b', which is not sliced"),

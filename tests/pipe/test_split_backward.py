@@ -22,8 +22,7 @@ from stagewright.schedules import Action, Op, Schedule, build, lower, simulate
 
 
 @pytest.mark.parametrize(
-    ("task", "num_microbatches", "recompute"),
-    [("gpt", 3, "layer"), ("tied-gpt", 4, "none"), ("unet", 4, "full")],
+    ("task", "num_microbatches", "recompute"), [("gpt", 3, "layer"), ("tied-gpt", 4, "none"), ("unet", 4, "full")]
 )
 def test_gradients_equal_the_reference(task: str, num_microbatches: int, recompute: str) -> None:
     layout = Layout(schedule="zb-h1", num_ranks=2, recompute=recompute)

@@ -105,10 +105,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case,
-            marks=() if case in ("pipe-tensor", "interleaved", "2bw") else pytest.mark.nightly,
-        )
+        pytest.param(case, marks=() if case in ("pipe-tensor", "interleaved", "2bw") else pytest.mark.nightly)
         for case in CASES
     ],
 )

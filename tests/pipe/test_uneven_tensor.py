@@ -84,10 +84,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     ),
     "2-2-1": (in_a_row(2, 2, 1), {"tensor_sends": "parts"}),
     "replicas": (
-        plan_of(
-            stage("embed blocks.0", 0, 1, tensor=1, optimizer_shards=2),
-            stage("blocks.1 norm head", 2, 3),
-        ),
+        plan_of(stage("embed blocks.0", 0, 1, tensor=1, optimizer_shards=2), stage("blocks.1 norm head", 2, 3)),
         {},
     ),
 }
