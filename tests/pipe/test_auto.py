@@ -10,9 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import nightly
 from support.inside import AutoLayout, host_bandwidth, median_profile
-from support.inside import simulated_simulated as simulated
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -92,36 +90,12 @@ def test_in_one_process_for_two_ranks() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [nightly({}), nightly({"mesh": "auto", "num_microbatches": 4}), {"max_grad_norm": 1e9}],
-    ids=["all", "microbatches", "clip"],
-)
-def test_every_rank_has_the_same_plan(gloo: Pool, options: dict[str, Any]) -> None:
-    answers = gloo.run(run_auto, ranks=2, args=(options,))
+def test_every_rank_has_the_same_plan(gloo: Pool) -> None:
+    answers = gloo.run(run_auto, ranks=2, args=({"max_grad_norm": 1e9},))
     assert answers[0][0] == answers[1][0]
-    assert ((Plan.from_json(answers[0][0]).costs.norm or 0.0) > 0) == ("max_grad_norm" in options)
+    assert (Plan.from_json(answers[0][0]).costs.norm or 0.0) > 0
     for _, state in answers:
         assert_same(state, trained_alone(2))
-
-
-def _restricted() -> Plan:
-    """The planner's search may be narrowed: here to a pipeline."""
-    pipe = make_pipe(num_microbatches=4)
-    assert isinstance(pipe._building._auto, AutoLayout)
-    plan = pipe._building._auto.plan(pipe._given((X, Y), {}), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
-    pipe.close()
-    return plan
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_the_cut_follows_what_was_measured(gloo: Pool) -> None:
-    for plan in gloo.run(_restricted, ranks=2):
-        assert [stage.nodes for stage in plan.stages] == [("0",), ("1", "2", "3", "4")]
-        for around in (plan.costs.overhead, plan.costs.message_overhead):
-            assert min(around) > 0  # type: ignore[arg-type]  # both measured, and in what was simulated
-        assert simulated(plan).timeline.batch_seconds == pytest.approx(plan.simulated_step_time, rel=1e-9)
 
 
 def test_activations_may_wait_on_the_host_where_its_link_was_measured() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import nightly
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -216,7 +215,6 @@ class CountedBlock(Block):
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
-        *(nightly("interleaved", word) for word in ("none", "full", "layer", "selective")),
         ("interleaved", ["full", "none", "layer", "selective", "none", "full"]),
         ("2bw", "full"),
         ("2bw", ["layer", "selective", "none"]),

@@ -320,7 +320,6 @@ def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float
     ("task", "schedule", "mesh"),
     [
         ("tied-gpt", "1f1b", {"pipe": 2}),
-        nightly("batchnorm-cnn", "interleaved", {"pipe": 2}),
         ("gpt-masked", "2bw", {"pipe": 2}),
         ("mlp", "1f1b", {"pipe": 2, "data": 2}),
     ],
