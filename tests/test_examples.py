@@ -42,7 +42,6 @@ def test_each_example_says_how_to_run_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.concerns("examples", "pipe/module.py", "pipe/options.py", "README.md")
 @pytest.mark.parametrize("name", [file.stem for file in EXAMPLES])
 def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands of an example one after the other in an empty folder, as a newcomer types them.

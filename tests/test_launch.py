@@ -21,8 +21,6 @@ ROOT = Path(stagewright.__file__).parent
 LAUNCH = ROOT / "examples" / "launch"
 KINDS: dict[str, Any] = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
 
-pytestmark = pytest.mark.concerns("examples")
-
 
 def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)

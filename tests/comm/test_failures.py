@@ -50,19 +50,9 @@ OWN = Account((), False, "KeyError: 'x'")
 @pytest.mark.parametrize(
     ("reports", "cause", "settled"),
     [
+        pytest.param({0: Account((1,), False, "a"), 1: OWN}, "rank 1 failed: KeyError: 'x'", True, id="the neighbour"),
         pytest.param(
-            {0: Account((1,), False, "a"), 1: OWN},
-            "rank 1 failed: KeyError: 'x'",
-            True,
-            id="the neighbour",
-        ),
-        pytest.param(
-            {
-                0: Account((1,), False, "a"),
-                1: Account((2,), False, "b"),
-                2: Account((3,), True, "c"),
-                3: OWN,
-            },
+            {0: Account((1,), False, "a"), 1: Account((2,), False, "b"), 2: Account((3,), True, "c"), 3: OWN},
             "rank 3 failed: KeyError: 'x'",
             True,
             id="three ranks away",
@@ -113,11 +103,7 @@ OWN = Account((), False, "KeyError: 'x'")
             id="a cut link further away",
         ),
         pytest.param(
-            {
-                0: Account((1, 2, 3), True, "all"),
-                1: Account((0, 2, 3), False, "b"),
-                2: Account((0, 1, 3), False, "c"),
-            },
+            {0: Account((1, 2, 3), True, "all"), 1: Account((0, 2, 3), False, "b"), 2: Account((0, 1, 3), False, "c")},
             "rank 3, which rank 0 waited for, reports nothing: it is stalled, or still busy",
             False,
             id="a collective without one",

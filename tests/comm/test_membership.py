@@ -17,8 +17,6 @@ from torch.distributed import HashStore
 
 from stagewright.comm import PeerLost, PipelineTimeout, World
 
-pytestmark = pytest.mark.concerns("comm")
-
 TIMEOUT = 8.0
 
 

@@ -48,18 +48,6 @@ from torch import nn
 
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
 
-pytestmark = pytest.mark.concerns(
-    "experiments",
-    "comm/process_group.py",
-    "partition/analytic",
-    "partition/model/split_backward.py",
-    "partition/plans",
-    "pipe/build.py",
-    "pipe/update",
-    "schedules/check.py",
-    "schedules/program.py",
-)
-
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
 STEPS = PARTS["steps"].cases
 

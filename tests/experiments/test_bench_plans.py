@@ -14,10 +14,6 @@ from support.pool import Pool
 
 from stagewright.partition import Plan
 
-pytestmark = pytest.mark.concerns(
-    "experiments", "partition/analytic", "partition/plans", "pipe/auto", "schedules/check.py"
-)
-
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
 PLANNED, CUTS = PARTS["planned-run"].cases, PARTS["uneven-cut"].cases
 

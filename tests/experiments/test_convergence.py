@@ -32,8 +32,6 @@ from support.inside import JobsFigureFigure as Figure
 from support.inside import convergence_findings as findings
 from support.pool import Pool
 
-pytestmark = pytest.mark.concerns("experiments", "partition/profiler/optimizers.py", "pipe/stage/slices.py")
-
 TINY = {"total_updates": 8, "evaluate_every": 4, "windows": 128, "layers": 2, "width": 16, "length": 16, "sequences": 4}
 
 

@@ -13,8 +13,6 @@ import pytest
 from support.commands import Done
 from support.inside import Measured, diagnosis_text, main, step_with
 
-pytestmark = pytest.mark.concerns("experiments", "pipe/batch/loader.py")
-
 STEPS = 4
 SLOW = """
     import os

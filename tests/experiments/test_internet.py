@@ -6,16 +6,6 @@ from dataclasses import replace
 import pytest
 from support.inside import GIGABIT, REGIONS, Case, internet
 
-pytestmark = pytest.mark.concerns(
-    "experiments",
-    "partition/analytic",
-    "partition/cluster.py",
-    "partition/plans",
-    "partition/profile.py",
-    "partition/search",
-    "schedules/transform.py",
-)
-
 
 def test_the_world_is_as_wide_as_the_issue_says():
     latencies = [a.latency(b) for a in REGIONS for b in REGIONS if a is not b]

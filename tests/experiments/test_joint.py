@@ -9,8 +9,6 @@ from support.inside import Case, How
 from support.inside import JobsFigureFigure as Figure
 from support.inside import works_joint as joint
 
-pytestmark = pytest.mark.concerns("experiments", "schedules/search")
-
 
 def test_figures_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "_ORDERS", 16)

@@ -12,16 +12,7 @@ from pathlib import Path
 import pytest
 from support.inside import LaunchResult, launch
 
-pytestmark = [
-    pytest.mark.gloo,
-    pytest.mark.concerns(
-        "experiments/launcher.py",
-        "experiments/rank_process.py",
-        "comm/groups.py",
-        "comm/failures.py",
-        "comm/rendezvous.py",
-    ),
-]
+pytestmark = pytest.mark.gloo
 
 LIMIT = 200.0  # [s] guards against hangs alone
 

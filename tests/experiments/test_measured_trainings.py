@@ -29,10 +29,6 @@ from support.inside import simulated_simulated as simulated_plan
 from stagewright.partition import Cluster, Plan, Profile, plan
 from stagewright.schedules import simulate
 
-pytestmark = pytest.mark.concerns(
-    "experiments", "partition/search", "partition/analytic", "partition/plans", "partition/topology.py"
-)
-
 
 def training(tensor: int, data: int, pipeline: int, size: int, *, hidden: int = 3072, layers: int = 32) -> Training:
     batch = 16 * data * size

@@ -17,8 +17,6 @@ from support.inside import training_simulated as simulated
 from stagewright.partition import Plan, plan
 from stagewright.schedules import Costs, simulate
 
-pytestmark = pytest.mark.concerns("experiments", "partition/search", "partition/analytic")
-
 EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
 ALL_CONSTANTS = ("matrix_efficiency", "wave_outputs", "link_efficiency")
 

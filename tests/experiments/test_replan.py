@@ -7,10 +7,6 @@ from random import Random
 import pytest
 from support.inside import Case, replan
 
-pytestmark = pytest.mark.concerns(
-    "experiments", "schedules/families/registry.py", "schedules/search", "schedules/timing"
-)
-
 
 def test_a_batch_gains_over_the_best_order_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "_BATCHES", 3)

@@ -8,8 +8,6 @@ from support.inside import slow_network
 
 from stagewright.partition import Cluster, Plan
 
-pytestmark = pytest.mark.concerns("experiments", "comm/links.py", "pipe/auto", "pipe/stage/slices.py")
-
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_the_planner_is_never_behind_the_ways_it_may_choose_among(nodes):

@@ -18,8 +18,6 @@ from torch import nn
 import stagewright as sw
 from stagewright.schedules import Costs, build, simulate
 
-pytestmark = pytest.mark.concerns("experiments", "partition/profiler", "pipe/auto", "pipe/run", "pipe/update")
-
 SAMPLES, M = 32, 4
 FLOAT = 4
 

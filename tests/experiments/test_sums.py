@@ -9,8 +9,6 @@ from support.inside import Case, How, sums
 from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
 
-pytestmark = pytest.mark.concerns("experiments", "comm/links.py", "partition/topology.py", "pipe/auto")
-
 
 def figures_of_sums() -> list[Figure]:
     return list(sums.measured(Case.of({"ranks": 2}), 2))

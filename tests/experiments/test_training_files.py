@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from support.inside import DeviceModel, estimated, read_trainings
 
-pytestmark = pytest.mark.concerns("experiments", "partition/search", "partition/analytic")
-
 HEADER = (
     "Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
     "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"

@@ -21,10 +21,6 @@ from support.inside import RecordsWork as Work
 
 from stagewright.schedules import check
 
-pytestmark = pytest.mark.concerns(
-    "experiments", "pipe/batch/results.py", "pipe/run/worker.py", "schedules/families", "schedules/timing"
-)
-
 T = FORWARD + BACKWARD
 
 

@@ -17,8 +17,6 @@ import pytest
 from support.inside import SHOWN, DeviceModel, MeasuredTraining, estimated, fit_measured, read_trainings
 from support.inside import training_simulated as simulated
 
-pytestmark = pytest.mark.concerns("experiments", "partition/search", "partition/analytic")
-
 # Nobody has seen these trainings: round figures, and sums as NCCL does them on eight A100 alone.
 BEFORE = replace(
     DeviceModel.preset("A100-80GB"),

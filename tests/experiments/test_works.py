@@ -28,19 +28,6 @@ from support.small import X, Y, make
 
 from stagewright.schedules import Costs, StageBytes, build
 
-pytestmark = pytest.mark.concerns(
-    "experiments",
-    "partition/analytic",
-    "partition/plans",
-    "partition/profiler",
-    "pipe/auto",
-    "pipe/batch",
-    "pipe/options.py",
-    "pipe/run/worker.py",
-    "schedules/families",
-    "schedules/timing",
-)
-
 
 def value(figures: list[Figure], name: str, how: How = How.SIMULATED) -> float:
     (found,) = [figure.value for figure in figures if (figure.name, figure.how) == (name, how)]

@@ -16,11 +16,7 @@ import stagewright
 pytest.importorskip("accelerate", reason="needs accelerate: make extras")
 pytest.importorskip("transformers", reason="needs transformers: make extras")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.gloo,
-    pytest.mark.concerns("integrations", "pipe/module.py", "pipe/figures.py", "pipe/arguments.py"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 
 
 def loop(folder: Path, kind: str, *, num_ranks: int) -> Any:

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.gloo,
     pytest.mark.filterwarnings("ignore"),  # of Lightning's, about loaders and loggers
-    pytest.mark.concerns("integrations", "pipe/module.py", "pipe/figures.py", "pipe/arguments.py"),
 ]
 
 

@@ -120,7 +120,6 @@ def seconds_of(ways: tuple[str, ...], whole: Profile, cut: Profile, half: Profil
     return total
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_no_assignment_takes_less(first: int) -> None:
     seen: set[str] = set()

@@ -199,7 +199,6 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
     return found.simulated_step_time / least - 1, {stage.recompute for stage in found.stages}
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
     """500 cases: recomputation of each stage, by counts too, and whether its optimizer is divided over two replicas."""
@@ -209,7 +208,6 @@ def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
     assert known == pytest.approx(dict.fromkeys(known, 0.0), abs=1e-8)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("first", range(0, 500, 25))
 def test_as_fast_as_the_best_where_activations_may_wait_on_the_host(first: int) -> None:
     """500 cases more, over fast links and slow ones: of each rank the first chunks' leave, or layers run again."""
@@ -340,7 +338,6 @@ def test_too_little_memory_names_the_least_that_fits() -> None:
         plan(profile, cluster, global_batch=8, memory_limit=-5)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
     """Of stages in a row on four devices: every size of each, every cut, simulated from the profiles alone."""

@@ -56,7 +56,6 @@ def rate(run: Run) -> float:
     return run.batch * LENGTH / found.simulated_step_time / run.devices
 
 
-@pytest.mark.concerns("partition/search", "partition/analytic")
 @pytest.mark.parametrize("name", RUNS)
 def test_published_rates(name: str) -> None:
     found, published = rate(RUNS[name]), RUNS[name].rate

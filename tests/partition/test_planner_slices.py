@@ -16,8 +16,6 @@ from support.inside import simulated_simulated as simulated
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Link, Links, Op, build, equal_work_lengths, shortest_lengths, simulate
 
-pytestmark = pytest.mark.concerns("partition", "schedules")
-
 WHOLE, SLICED = ("1f1b", "gpipe"), ("seq1f1b", "terapipe")
 
 
@@ -94,7 +92,6 @@ def links(stages: Sequence[Sequence[Node]], lengths: Sequence[int], latency: flo
     return Links(network=ways, activation_bytes=sizes, index_factors=parts)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("first", range(0, 120, 12))
 def test_as_fast_as_the_best_of_all_families_cuts_and_lengths(first: int) -> None:
     """Sequences of up to 5 units, of which each way to cut is tried; what bounds promise is above none of them."""

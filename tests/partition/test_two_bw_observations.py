@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import pytest
 from support.inside import DeviceModel, Transformer, TransformerSource
 
 from stagewright.partition import Cluster, Plan, plan
-
-pytestmark = pytest.mark.concerns("partition/search", "partition/solve", "partition/stage_cost.py", "schedules/timing")
 
 # With a head of its own: over slow links the sum of a tied one would keep all on one device.
 GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512, head="untied")

@@ -10,9 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import nightly
 from support.inside import AutoLayout, host_bandwidth, median_profile
-from support.inside import simulated_simulated as simulated
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -92,36 +90,12 @@ def test_in_one_process_for_two_ranks() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [nightly({}), nightly({"mesh": "auto", "num_microbatches": 4}), {"max_grad_norm": 1e9}],
-    ids=["all", "microbatches", "clip"],
-)
-def test_every_rank_has_the_same_plan(gloo: Pool, options: dict[str, Any]) -> None:
-    answers = gloo.run(run_auto, ranks=2, args=(options,))
+def test_every_rank_has_the_same_plan(gloo: Pool) -> None:
+    answers = gloo.run(run_auto, ranks=2, args=({"max_grad_norm": 1e9},))
     assert answers[0][0] == answers[1][0]
-    assert ((Plan.from_json(answers[0][0]).costs.norm or 0.0) > 0) == ("max_grad_norm" in options)
+    assert (Plan.from_json(answers[0][0]).costs.norm or 0.0) > 0
     for _, state in answers:
         assert_same(state, trained_alone(2))
-
-
-def _restricted() -> Plan:
-    """The planner's search may be narrowed: here to a pipeline."""
-    pipe = make_pipe(num_microbatches=4)
-    assert isinstance(pipe._building._auto, AutoLayout)
-    plan = pipe._building._auto.plan(pipe._given((X, Y), {}), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
-    pipe.close()
-    return plan
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_the_cut_follows_what_was_measured(gloo: Pool) -> None:
-    for plan in gloo.run(_restricted, ranks=2):
-        assert [stage.nodes for stage in plan.stages] == [("0",), ("1", "2", "3", "4")]
-        for around in (plan.costs.overhead, plan.costs.message_overhead):
-            assert min(around) > 0  # type: ignore[arg-type]  # both measured, and in what was simulated
-        assert simulated(plan).timeline.batch_seconds == pytest.approx(plan.simulated_step_time, rel=1e-9)
 
 
 def test_activations_may_wait_on_the_host_where_its_link_was_measured() -> None:
@@ -239,51 +213,6 @@ def test_the_median_of_several_ranks() -> None:
     merged = median_profile([profile(1.0), profile(5.0), profile(2.0)])
     assert merged.nodes[0] == replace(profile(2.0).nodes[0])
     assert (merged.step_seconds, merged.action_seconds) == (2.0, 0.5)
-
-
-def _on_two_hosts() -> tuple[str, dict[str, Tensor]]:
-    """A plan where the host of rank 1 is a third as fast as that of rank 0, and the state after a step under it."""
-    rank = torch.distributed.get_rank()
-
-    def profiled(*_: Any, **__: Any) -> Profile:
-        seconds = 0.01 * (1 + 2 * rank)
-        own = 8 * WIDTH * (WIDTH + 1)  # bytes of a layer
-        nodes = [
-            Node(name=str(n), forward_seconds=seconds, backward_seconds=2 * seconds, parameter_bytes=own)
-            for n in range(5)
-        ]
-        return Profile(nodes=nodes, step_seconds=15 * seconds)
-
-    with (
-        mock.patch("socket.gethostname", return_value="ab"[rank]),
-        mock.patch("stagewright.pipe.auto.layout.profile_model", profiled),
-        mock.patch("stagewright.pipe.auto.layout.measure_runtime_seconds", return_value=(0.0, 0.0)),
-    ):
-        plan = _restricted()
-    pipe = PipelineModule(
-        make_model(),
-        schedule=plan,
-        loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        timeout=120.0,
-    )
-    pipe.train_step(X, Y)
-    state = pipe.full_state_dict()
-    pipe.close()
-    return plan.to_json(), state
-
-
-@pytest.mark.gloo
-def test_hosts_that_are_not_equally_fast(gloo: Pool) -> None:
-    """The median of two profiles fitted neither host; the cut was in the middle."""
-    answers = gloo.run(_on_two_hosts, ranks=2)
-    assert answers[0][0] == answers[1][0]
-    plan = Plan.from_json(answers[0][0])
-    assert {stage.ranks[0]: len(stage.nodes) for stage in plan.stages} == {0: 4, 1: 1}
-    seconds = {stage.ranks[0]: forward for stage, forward in zip(plan.stages, plan.seconds(Op.F), strict=True)}
-    assert [seconds[rank] for rank in range(2)] == pytest.approx([0.04, 0.03], rel=1e-3)
-    for _, state in answers:
-        assert_same(state, trained_alone(1))
 
 
 def test_a_plan_is_of_the_hosts_that_are_as_fast_as_the_first() -> None:

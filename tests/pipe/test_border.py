@@ -6,7 +6,6 @@ import copy
 import io
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,41 +188,6 @@ def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
         pipe.predict(X, Y)
 
 
-def _evaluate(data: int) -> list[Any]:
-    """Predictions and losses of ever smaller batches; the replicas' own batches differ in size."""
-    torch.manual_seed(0)
-    x, y, model = torch.randn(8, WIDTH), torch.randn(8, WIDTH), layers()
-    pipe = make(model=model, mesh={"pipe": 2, "data": data})
-    replica = pipe.rank % data
-    found = []
-    for size in (8, 3, 1):
-        own = min(8, size + replica)
-        result = pipe.eval_step(x[:own], y[:own])
-        found.append((result.loss, result.output, pipe.predict(x[:own])))
-    pipe.train_step(x, y)
-    pipe.close()
-    return found
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("data", [1, 2])
-def test_small_evaluations_over_processes(gloo: Pool, data: int) -> None:
-    torch.manual_seed(0)
-    x, y, model = torch.randn(8, WIDTH), torch.randn(8, WIDTH), layers()
-    for rank, answers in enumerate(gloo.run(_evaluate, ranks=2 * data, args=(data,))):
-        for size, (loss, output, predicted) in zip((8, 3, 1), answers, strict=True):
-            own = [min(8, size + replica) for replica in range(data)]
-            with torch.no_grad():
-                sums = [float((model(x[:n]) - y[:n]).square().mean(1).sum()) for n in own]
-                assert loss == pytest.approx(sum(sums) / sum(own))
-                if rank >= data:
-                    torch.testing.assert_close(output, model(x[: own[rank % data]]))
-                    torch.testing.assert_close(predicted, output)
-                else:
-                    assert output is None
-                    assert predicted is None
-
-
 # --- weights changed between batches of an asynchronous schedule ---
 
 
@@ -284,13 +248,15 @@ def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(
 
 @pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_edits_are_refused_under_way(edit: Callable[[Tensor], None], schedule: str) -> None:
+def test_edits_are_refused_under_way_until_a_flush(edit: Callable[[Tensor], None], schedule: str) -> None:
     pipe = stream(schedule)
     pipe.train_step(X, Y)
     with torch.no_grad():
         edit(pipe.parameters()[3])
-    with pytest.raises(ValueError, match=r"parameter '1.bias' was changed while batches 0 to 0"):
+    with pytest.raises(ValueError, match=r"parameter '1.bias' was changed while batches 0 to 0 .* expected flush\(\)"):
         pipe.train_step(X, Y)
+    pipe.flush()
+    pipe.train_step(X, Y)
 
 
 def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
@@ -308,26 +274,6 @@ def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
 
 
 # --- checkpoints, replicas and autocast of asynchronous schedules ---
-
-
-@pytest.mark.parametrize("update_every", [1, 4])
-def test_a_checkpoint_of_another_weight_rule_begins_with_its_newest_weights(tmp_path: Path, update_every: int) -> None:
-    """PipeDream keeps more versions on its first stage than on its last: a mixture for 2bw."""
-    saved = stream(build("pipedream", num_ranks=2, num_microbatches=4, update_every=update_every))
-    for _ in range(3):
-        saved.train_step(X, Y)
-    saved.save(tmp_path)
-    fresh, again = stream(), stream()
-    fresh.load_state_dict(saved.full_state_dict())
-    with pytest.warns(
-        UserWarning, match="older weight versions of the rule 'stashing' .*begins with the newest weights"
-    ):
-        again.load(tmp_path)
-    for _ in range(3):
-        for pipe in (fresh, again):
-            pipe.train_step(X, Y)
-    for name, value in fresh.full_state_dict().items():
-        assert torch.equal(again.full_state_dict()[name], value), name
 
 
 def test_learning_rates_reach_every_replica_of_2bw() -> None:

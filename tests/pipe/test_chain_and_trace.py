@@ -181,14 +181,7 @@ class InPlaceWhenLarge(nn.Module):
 
 def of_any_size(*middle: nn.Module) -> PipelineModule:
     model = nn.Sequential(linear(), *middle, linear()).double()
-    return PipelineModule(
-        model,
-        num_microbatches=4,
-        mesh={"pipe": 2},
-        loss_fn=loss_of,
-        cut=["2"],
-        example_inputs=(X,),
-    )
+    return PipelineModule(model, num_microbatches=4, mesh={"pipe": 2}, loss_fn=loss_of, cut=["2"], example_inputs=(X,))
 
 
 def test_the_number_of_tensors_that_a_stage_returns_may_not_follow_the_batch_size() -> None:

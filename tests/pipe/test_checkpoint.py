@@ -7,12 +7,10 @@ import functools
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +57,18 @@ def train(pipe: PipelineModule, steps: range) -> list[float]:
 
 
 def test_going_on_is_exact_on_the_same_and_on_another_cut(tmp_path: Path) -> None:
+    """Rates halve after every other step: who loads after an even number of steps shows that an odd one was saved."""
     pipe = make("1f1b", 2)
     train(pipe, range(3))
     pipe.save(tmp_path / "c")
     expected = train(pipe, range(3, 6))
     for schedule, ranks, chunks in [("1f1b", 2, None), ("interleaved", 2, 2), ("gpipe", 1, None), ("gpipe", 5, None)]:
         other = make(schedule, ranks, chunks)
-        train(other, range(1))  # whatever stands there is replaced
+        train(other, range(2))  # whatever stands there is replaced
         other.load(tmp_path / "c")
         assert train(other, range(3, 6)) == expected
         for name, value in pipe.full_state_dict().items():
             assert torch.equal(value, other.full_state_dict()[name]), name
-
-
-def test_going_on_takes_the_learning_rates_schedule_along(tmp_path: Path) -> None:
-    """It halves after every other step: who loads after an even number of steps shows that an odd one was saved."""
-    pipe = make("1f1b", 2)
-    train(pipe, range(3))
-    pipe.save(tmp_path / "c")
-    expected = train(pipe, range(3, 6))
-    other = make("1f1b", 2)
-    train(other, range(2))
-    other.load(tmp_path / "c")
-    assert train(other, range(3, 6)) == expected
 
 
 def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
@@ -462,32 +449,6 @@ def test_a_save_that_is_cut_off_anywhere_leaves_a_whole_checkpoint(tmp_path: Pat
     assert "latest" not in WRITTEN  # else it is empty for a moment; it is renamed into its place
     assert "latest.partial" in WRITTEN
     assert len(list(tmp_path.glob("step-*"))) == 2  # the newest and the one before; no leftovers
-
-
-def save_for_ever(folder: str) -> None:
-    pipe = make("1f1b", 2)
-    for step in range(10_000):
-        train(pipe, range(step, step + 1))
-        pipe.save(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.nightly)])
-def test_kills_leave_a_checkpoint_each(kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the processes import this file by its name
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "stagewright.pipe"])
-    pause, pipe = random.Random(0), make("1f1b", 2)
-    for number in range(kills):
-        process = context.Process(target=save_for_ever, args=(str(tmp_path),))
-        process.start()
-        until = time.monotonic() + 200
-        while not (tmp_path / "latest").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(pause.uniform(0.0, 0.3) + (0.5 if number else 0.0))
-        process.kill()
-        process.join()
-        pipe.load(tmp_path)
 
 
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from torch.distributed.fsdp import fully_shard
 import stagewright
 from stagewright.pipe import PipelineModule
 
-pytestmark = pytest.mark.concerns("pipe/checkpoint", "experiments/commands/export.py")
-
 
 def model(seed: int = 0) -> nn.Sequential:
     """Rows that two ranks divide unevenly, and one that only the first has."""

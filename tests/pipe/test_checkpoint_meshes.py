@@ -117,11 +117,7 @@ def chain(folder: str) -> list[tuple[list[float], int]]:
     try:
         for number, options in enumerate(MESHES):
             replicas = options["mesh"].get("data", 1)
-            pipe = make(
-                make_model(),
-                **options,
-                **{"num_microbatches": M // replicas},
-            )
+            pipe = make(make_model(), **options, **{"num_microbatches": M // replicas})
             read.append(0)
             if number:
                 pipe.load(f"{folder}/{number - 1}")
@@ -157,7 +153,6 @@ def plain(steps: int) -> tuple[Model, torch.optim.Optimizer, list[float]]:
     return model, optimizer, losses
 
 
-@pytest.mark.concerns("comm", "pipe/checkpoint", "pipe/shards", "pipe/update")
 @pytest.mark.gloo
 def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
     results = gloo.run(chain, ranks=4, args=(str(tmp_path),))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.inside import LAST_UPDATE
-from support.pool import Pool
 from support.records import records
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -77,10 +76,7 @@ def groups(parameters: Named) -> list[Optimizer | None]:
         {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)},
         {"params": last, "lr": 2e-2},
     ]
-    return [
-        Muon(inner, lr=1e-2) if inner else None,
-        AdamW([group for group in rest if group["params"]], lr=1e-2),
-    ]
+    return [Muon(inner, lr=1e-2) if inner else None, AdamW([group for group in rest if group["params"]], lr=1e-2)]
 
 
 def peaks(optimizer: Optimizer) -> list[float]:
@@ -149,82 +145,6 @@ def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="has the last update of .* nothing is corrected there now"):
         plain.load(tmp_path)
     assert not any(LAST_UPDATE in state for one in plain.optimizers for state in one.state.values())
-
-
-def _save_and_go_on(folder: str) -> list[float | None]:
-    pipe = make("1f1b", torch.distributed.get_world_size(), groups, SCHEDULES["plateau"])
-    train(pipe, range(2))
-    pipe.save(folder)
-    losses = train(pipe, range(2, 4))
-    pipe.close()
-    return losses
-
-
-@pytest.mark.gloo
-def test_groups_saved_by_processes_loaded_by_one(gloo: Pool, tmp_path: Path) -> None:
-    losses = gloo.run(_save_and_go_on, ranks=3, args=(str(tmp_path),))
-    pipe = make("interleaved", 2, groups, SCHEDULES["plateau"], chunks=2)
-    pipe.load(tmp_path)
-    assert train(pipe, range(2, 4)) == losses[0] == losses[2]
-
-
-@stagewright.named
-def rates(parameters: Named) -> Optimizer:
-    """A rate of its own for the first layer, no decay on what has one dimension."""
-    first = [p for name, p in parameters if name.startswith("0.")]
-    flat = [p for name, p in parameters if not name.startswith("0.") and p.ndim < 2]
-    rest = [p for name, p in parameters if not name.startswith("0.") and p.ndim == 2]
-    found = [{"params": first, "lr": 3e-2}, {"params": flat, "weight_decay": 0.0}, {"params": rest}]
-    return AdamW([group for group in found if group["params"]], lr=1e-2, weight_decay=0.1)
-
-
-def _replicas(folder: str, begin: int) -> tuple[list[float | None], dict[str, torch.Tensor]]:
-    """Steps 0 to 4 on two data replicas of two stages, saved after step 2, or loaded there."""
-    pipe = make("1f1b", 2, rates, SCHEDULES["plateau"], data=2)
-    if begin:
-        pipe.load(folder)
-    losses = []
-    for step in range(begin, 4):
-        if step == 2 and not begin:
-            pipe.save(folder)
-        own = [part.chunk(2)[pipe.rank % 2] for part in batch(step)]
-        losses.append(pipe.train_step(*own).loss)
-    state = pipe.full_state_dict()
-    pipe.close()
-    return losses, state
-
-
-@pytest.mark.gloo
-def test_groups_of_data_replicas_and_their_checkpoints(gloo: Pool, tmp_path: Path) -> None:
-    """Against plain PyTorch, which has the whole batch; on other replicas, and on none."""
-    whole = gloo.run(_replicas, ranks=4, args=(str(tmp_path), 0))
-    again = gloo.run(_replicas, ranks=4, args=(str(tmp_path), 2))
-    plain = make("gpipe", 1, rates).parameters()  # in order, as those of the model
-    torch.manual_seed(3)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double()
-    assert all(map(torch.equal, plain, model.parameters()))
-    optimizer = rates.make(list(model.named_parameters()))
-    assert isinstance(optimizer, Optimizer)
-    scheduler = SCHEDULES["plateau"](optimizer)
-    wanted = []
-    for step in range(4):
-        loss = nn.functional.mse_loss(model(batch(step)[0]), batch(step)[1])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        scheduler.step(loss.item())
-        wanted.append(loss.item())
-    alone = make("interleaved", 2, rates, SCHEDULES["plateau"], chunks=2)
-    alone.load(tmp_path)
-    assert train(alone, range(2, 4)) == pytest.approx(wanted[2:], abs=1e-12)
-    for rank in range(4):
-        assert whole[rank][0] == pytest.approx(wanted, abs=1e-12)
-        assert again[rank][0] == whole[0][0][2:]
-        for name, value in model.state_dict().items():
-            assert torch.allclose(whole[rank][1][name], value, rtol=0, atol=1e-10), name
-            assert torch.equal(again[rank][1][name], whole[0][1][name]), name
-            assert torch.allclose(alone.full_state_dict()[name], value, rtol=0, atol=1e-10), name
 
 
 # --- what is refused ---

@@ -141,26 +141,6 @@ def test_boundaries_by_name_before_all_of_them_and_bytes_as_simulated() -> None:
     assert slow > 2 * fast
 
 
-def test_off_is_what_it_was_to_the_last_bit() -> None:
-    pipe, other = (
-        make(None),
-        PipelineModule(
-            nn.Sequential(*units()),
-            schedule="1f1b",
-            num_microbatches=M,
-            loss_fn=F.mse_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9),
-            mesh={"pipe": 2},
-        ),
-    )
-    (losses, weights), (expected, its) = trained(pipe), trained(other)
-    assert losses == expected
-    assert all(map(torch.equal, weights, its))
-    assert pipe.sent_bytes == {}
-    ends = [rank.transport for each in (pipe, other) for rank in each._building.pipeline.engine.ranks]
-    assert {type(end).__name__ for end in ends} == {"InProcessTransport"}
-
-
 class Skips(nn.Module):
     """The first unit's output goes to each of the others."""
 
@@ -241,14 +221,9 @@ def over_processes(compress: object, options: dict[str, Any], replicas: int) -> 
 
 
 @pytest.mark.gloo
-@pytest.mark.concerns("comm", "pipe/run", "pipe/stage")
 @pytest.mark.parametrize(
     ("compress", "options", "replicas"),
-    [
-        ({"topk": 0.2}, {}, 2),
-        ({"lowrank": 1}, {"schedule": "2bw"}, 1),
-        ("int8", {"schedule": "zb-h1"}, 1),
-    ],
+    [({"topk": 0.2}, {}, 2), ({"lowrank": 1}, {"schedule": "2bw"}, 1), ("int8", {"schedule": "zb-h1"}, 1)],
     ids=["replicas", "2bw", "zb-h1"],
 )
 def test_processes_as_in_one(gloo: Pool, compress: object, options: dict[str, Any], replicas: int) -> None:
@@ -314,7 +289,6 @@ def decided_by_measuring() -> tuple[dict[Any, Any], float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.concerns("comm", "pipe/auto", "pipe/run")
 def test_auto_measures_links_and_decides_alike_on_all_ranks(gloo: Pool) -> None:
     (mine, loss), (other, its) = gloo.run(decided_by_measuring, ranks=2)
     assert mine == other

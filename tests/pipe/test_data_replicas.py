@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import nightly
 from support.inside import on_ranks, replicate
 from support.pool import Pool
 from support.records import records
@@ -107,7 +106,6 @@ def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[
     return [losses[step] for step in range(3)], state, evaluation.loss, evaluation.output
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "sizes"),
@@ -166,28 +164,6 @@ def run_uneven() -> tuple[list[float | None], dict[str, Tensor]]:
     state = pipe.full_state_dict()
     pipe.close()
     return losses, state
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["2bw", nightly("pipedream")])
-def test_asynchronous_replicas_equal_one_process_that_shares_out(gloo: Pool, name: str) -> None:
-    """Microbatch j of replica q is microbatch 2j + q of all of them."""
-    options = {"schedule": name}
-    answers = gloo.run(run_own, ranks=4, args=(options, [6, 6]))
-    pipe = make_pipe(make_model(), **options)
-    results = []
-    for step in range(3):
-        columns = zip(*(own_batches(q, [6, 6])[step] for q in range(2)), strict=True)
-        mixed = [
-            torch.cat([part for pair in zip(*(x.tensor_split(3) for x in c), strict=True) for part in pair])
-            for c in columns
-        ]
-        results.append(pipe.train_step(*mixed))
-    results += pipe.flush()
-    wanted = {r.loss_step: r.loss for r in results if r.loss is not None}
-    for losses, found, _, _ in answers:
-        assert losses == pytest.approx([wanted[step] for step in range(3)], abs=1e-12)
-        assert_equal_states(found, pipe.full_state_dict())
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])

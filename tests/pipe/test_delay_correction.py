@@ -18,7 +18,6 @@ from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make
 from support.cases import same
 from support.inside import LAST_UPDATE, Feedback, Sharing, StageOptimizers, make_stream
 from support.pool import Pool
-from support.records import records
 from support.reference import copied
 from torch import Tensor, nn
 
@@ -43,19 +42,6 @@ RULE = AsyncCase(task="mlp", num_ranks=3, sizes=UNEVEN[:5], feedback=1.0, flushe
 )
 def test_schedules_equal_one_process_that_applies_the_rule(change: dict[str, Any]) -> None:
     case = replace(RULE, **change)
-    agree(run(case), case)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adamw-foreach", "adamw-fused", "rates-by-name", "muon"])
-@pytest.mark.parametrize(
-    "rule",
-    [{}, {"schedule": "pipedream"}, {"schedule": "pipedream", "update_every": 4, "feedback_delay": 1.0}],
-    ids=str,
-)
-def test_every_optimizer_and_rule(rule: dict[str, Any], optimizer: str, num_ranks: int) -> None:
-    case = replace(RULE, task="small-gpt", num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN, **rule)
     agree(run(case), case)
 
 
@@ -199,27 +185,6 @@ def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: 
     assert settled < 1 < grown
 
 
-@pytest.mark.parametrize("kind", [_averaged, torch.optim.NAdam], ids=["momentum", "nadam"])
-def test_it_is_the_prediction_of_weights_in_other_coordinates(kind: Any) -> None:
-    """V(t) = W(t) + lr D d(t - 1) are the optimizer's own weights, W(t) = V(t) + D (V(t) - V(t - 1)) the predicted."""
-    rate, late, matrix = 0.02, 2, torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    curvature = matrix @ matrix.T
-    weight, plain = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
-    held = _held(kind, [weight], {"0": float(late)})
-    optimizer = kind([plain])
-    seen, masters = [weight.detach().clone()], []
-    for t in range(40):
-        gradient = curvature @ seen[max(t - late, 0)]
-        _step([weight], held, [gradient], rate)
-        seen.append(weight.detach().clone())
-        if t == 0:  # the first update is as it is: from there on it is the other's trajectory
-            plain.data.copy_(weight.detach() + rate * late * _last(held, weight))
-        _step([plain], [optimizer], [gradient], rate if t else 0.0)
-        masters.append(plain.detach().clone())
-        if t:
-            torch.testing.assert_close(seen[-1], masters[-1] + late * (masters[-1] - masters[-2]), rtol=0, atol=1e-13)
-
-
 def _last(held: StageOptimizers, parameter: nn.Parameter) -> Tensor:
     return held.optimizers[0].state[parameter][LAST_UPDATE]
 
@@ -247,33 +212,6 @@ def test_what_is_refused(option: str, schedule: str, story: str) -> None:
     for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}, {"fresh": -1.0}):
         with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number from 0 on"):
             ErrorFeedback(**options)
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.0])
-def test_bytes_of_the_buffer_are_counted(factor: float) -> None:
-    def bytes_of(**options: Any) -> list[float]:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        pipe = PipelineModule(
-            model,
-            **records(
-                schedule="pipedream",
-                num_microbatches=2,
-                loss_fn=nn.functional.mse_loss,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-                mesh={"pipe": 2},
-                **options,
-            ),
-        )
-        for _ in range(2):
-            pipe.train_step(torch.ones(4, 8), torch.ones(4, 8))
-        pipe.flush()
-        return [
-            sum(p.nbytes for p in one.values()) for optimizer in pipe.optimizers for one in optimizer.state.values()
-        ]
-
-    assert bytes_of() == []
-    corrected = bytes_of(delay_correction=ErrorFeedback(factor=factor))
-    assert corrected == ([8 * 8 * 4, 8 * 4] if factor else []), "stage 0 alone: the last one's gradients are not late"
 
 
 def test_decay_that_is_not_decoupled_is_part_of_an_update() -> None:
@@ -337,23 +275,6 @@ def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool) ->
     agree([outcome for outcome, _ in found], case)
     for _, state in found:
         same("state", state, replay(case).state, 1e-12)
-
-
-def _differing() -> str:
-    case = AsyncCase(task="mlp")
-    correction = "error-feedback" if torch.distributed.get_rank() else None
-    try:
-        make_pipeline(case, make_model(case), delay_correction=correction)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.gloo
-def test_ranks_that_would_correct_differently_are_refused(gloo: Pool) -> None:
-    for story in gloo.run(_differing, ranks=2):
-        assert "delay_correction=None" in story
-        assert "delay_correction=ErrorFeedback(factor=1.0, delay=None, fresh=1.0)" in story
 
 
 def test_a_hook_behind_the_step_has_the_last_word() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import nightly
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -124,7 +123,6 @@ def differences(options: dict[str, Any]) -> list[str]:
     return [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_exact(options: dict[str, Any]) -> None:
     assert differences(options) == []
@@ -154,7 +152,6 @@ class Counting:
         return sum(any(ref() is not None for ref in refs) for refs in self.alive.values())
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (2, 3), (3, 2)])
 def test_each_tensor_crosses_each_pair_of_ranks_once(
     num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -215,11 +212,9 @@ class CountedBlock(Block):
         return super().forward(before)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
-        *(nightly("interleaved", word) for word in ("none", "full", "layer", "selective")),
         ("interleaved", ["full", "none", "layer", "selective", "none", "full"]),
         ("2bw", "full"),
         ("2bw", ["layer", "selective", "none"]),

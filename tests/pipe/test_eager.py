@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
-from support.grids import nightly
 from support.inside import Arguments, RecordedUnits
 from support.pool import Pool
 from support.records import records
@@ -107,7 +106,6 @@ def equal(model: nn.Module, twin: nn.Module, *, atol: float = 1e-12) -> None:
         assert plain == {key: vars(other)[key] for key in plain}, name
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # checkpoint says so in evaluation
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_training_is_that_of_one_process(make: Callable[[], nn.Module]) -> None:
@@ -168,21 +166,6 @@ def test_two_versions_of_weights(name: str) -> None:
         equal(model, twin)
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(mine, other, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_pipedream_on_one_rank_is_plain_training_by_microbatch(name: str) -> None:
-    model, twin = made(MODELS[name]), made(MODELS[name])
-    pipe = pipeline(model, schedule="pipedream", mesh={"pipe": 1})
-    optimizer = sgd(list(twin.parameters()))
-    for _ in range(STEPS):
-        pipe.train_step(X, Y)
-        for x, y in zip(X.split(2), Y.split(2), strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(twin(x.clone()), y).backward()
-            optimizer.step()
-    pipe.flush()
-    equal(model, twin)
 
 
 class Scaled(models.Stack):
@@ -324,27 +307,6 @@ def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
     assert kept(stage.module) == kept(model) < 0.5 * kept(plain)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
-def test_a_compiled_child_stays_compiled() -> None:
-    calls: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
-        def run(*args: Any) -> Any:
-            calls.append(1)
-            return graph(*args)
-
-        return run
-
-    model = made(models.Stack)
-    twin = made(models.Stack)
-    for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
-        model.blocks[i] = torch.compile(block, backend=backend)  # type: ignore[operator]
-    pipe = pipeline(model)
-    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
-    assert losses == pytest.approx(plain_steps(twin), abs=1e-12)
-    assert len(calls) == STEPS * 4 * 4  # steps, microbatches, blocks
-
-
 # --- over processes ---
 
 
@@ -359,9 +321,7 @@ def _train_over_processes(name: str) -> list[float | None]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    "name", [nightly("functions between units"), "reentrant checkpoint in units", "experts in units"]
-)
+@pytest.mark.parametrize("name", ["reentrant checkpoint in units", "experts in units"])
 def test_two_processes(gloo: Pool, name: str) -> None:
     expected = plain_steps(made(MODELS[name]))
     one, other = gloo.run(_train_over_processes, ranks=2, args=(name,))

@@ -101,8 +101,6 @@ def unedited_losses(name: str) -> list[float]:
     return losses(make_model(name), name)
 
 
-@pytest.mark.concerns("pipe/edits", "pipe/stage", "partition/model")
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "names"), CASES, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
 )

@@ -333,8 +333,7 @@ def test_a_model_that_takes_other_inputs() -> None:
             return x * mask
 
     with pytest.raises(
-        ValueError,
-        match=r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected",
+        ValueError, match=r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected"
     ):
         make(model=Two())
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from support.sizes import fitting
 from torch import Tensor, nn
 
-from stagewright import named
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import FAMILIES, build
 
@@ -79,50 +78,3 @@ def test_every_family_runs(name: str) -> None:
         for (key, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert len(noted[id(mine)]) == BATCHES, key
             torch.testing.assert_close(noted[id(mine)][step], theirs.grad, rtol=0, atol=1e-12)
-
-
-@named
-def muon_and_adamw(parameters: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer | None]:
-    """Muon for the matrices, but the first; AdamW for the rest, without decay."""
-    matrices = [p for name, p in parameters if p.ndim == 2 and not name.startswith("0.")]
-    others = [p for name, p in parameters if p.ndim != 2 or name.startswith("0.")]
-    return [
-        torch.optim.Muon(matrices, lr=1e-2) if matrices else None,
-        torch.optim.AdamW(others, lr=1e-2, weight_decay=0.0) if others else None,
-    ]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name, one in FAMILIES.items() if not one.rule.is_asynchronous])
-def test_muon_and_adamw_under_every_flush_family(name: str) -> None:
-    """Two optimizers a stage, each with its schedule, clipped: weights as of one process."""
-    P, M = fitting(name, RANKS, RANKS)
-    schedule = build(name, num_ranks=P, num_microbatches=M)
-    model, plain = make_model(schedule.num_stages), make_model(schedule.num_stages)
-
-    def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    pipe = PipelineModule(
-        model,
-        schedule=schedule,
-        mesh={"pipe": P},
-        loss_fn=F.mse_loss,
-        optimizer=muon_and_adamw,
-        lr_scheduler=halved,
-        max_grad_norm=1e-3,
-    )
-    optimizers = [one for one in muon_and_adamw(list(plain.named_parameters())) if one is not None]
-    schedulers = [halved(optimizer) for optimizer in optimizers]
-    for step in range(3):
-        x, y = make_batch(step, M)
-        result = pipe.train_step(x, y)
-        F.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e-3))
-        assert norm > 1e-3
-        assert result.grad_norm == pytest.approx(norm, rel=1e-9)
-        for one in (*optimizers, *schedulers):
-            one.step()
-        plain.zero_grad()
-    for (key, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9, msg=key)

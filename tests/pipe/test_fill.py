@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.failing import LONG, Told, told
 from support.inside import Fills
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
@@ -190,28 +189,6 @@ def test_nothing_but_the_clock_tells_that_a_run_was_filled() -> None:
     random.seed(1), np.random.seed(1)  # type: ignore[func-returns-value]
     for one, other in zip(plain, run(filled=True), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_a_frozen_encoder_of_the_next_batch() -> None:
-    encoder = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    batches = [X + step for step in range(4)]
-    wanted = [encoder(x) for x in batches]
-    pipe = make()
-
-    def encode(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
-        for part in x.split(2):
-            yield lambda part=part: into.append(encoder(part))  # type: ignore[misc]
-
-    features = encoder(batches[0])
-    for step, following in enumerate([*batches[1:], None]):
-        parts: list[torch.Tensor] = []
-        work = None if following is None else pipe.fill(encode(following, parts), seconds=1e-9)
-        torch.testing.assert_close(features, wanted[step])
-        pipe.train_step(features, Y)
-        if work is not None:
-            work.finish()
-            features = torch.cat(parts)
-    pipe.close()
 
 
 def test_a_stream_is_filled_alike() -> None:
@@ -510,63 +487,3 @@ def updated_early(options: dict[str, Any]) -> list[float | None]:
 def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str, Any]) -> None:
     """Its optimizer has stepped when the other's last backward goes on, which waits for that; with a norm, ahead."""
     assert all(losses[-1] < losses[0] for losses in gloo.run(updated_early, ranks=2, args=(options,)))
-
-
-def encoded_run(in_waits: bool) -> tuple[Any, ...]:
-    """The features of each next batch, by a frozen encoder of this process, that the step to come trains on."""
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
-    model = nn.Sequential(*[Slow() for _ in range(2)])
-    pipe = make(mesh={"pipe": 2}, model=model, max_grad_norm=1.0)
-    losses, counts = [], []
-
-    def encoded(x: torch.Tensor, into: list[torch.Tensor]) -> Iterator[Callable[[], object]]:
-        for row in x:
-            yield lambda row=row: into.append(encoder(row))  # type: ignore[misc]
-
-    features: list[torch.Tensor] = []
-    [piece() for piece in encoded(X, features)]
-    for step in range(10):
-        following: list[torch.Tensor] = []
-        pieces = encoded(X + step, following)
-        work = pipe.fill(pieces, name="encoder", seconds=1e-4) if in_waits else None
-        losses.append(pipe.train_step(torch.stack(features), Y).loss)
-        if work is None:
-            [piece() for piece in pieces]
-        else:
-            counts.append(work.num_done)
-            work.finish()
-        features = following
-    pipe.close()
-    return losses, counts
-
-
-@pytest.mark.gloo
-def test_a_frozen_encoder_of_the_next_batch_over_processes(gloo: Pool) -> None:
-    plain, filled = (gloo.run(encoded_run, ranks=2, args=(in_waits,)) for in_waits in (False, True))
-    assert [run[0] for run in filled] == [run[0] for run in plain]
-    assert sum(filled[1][1]) >= 24  # of 80, on the rank that waits 20 ms for the other's first forward
-
-
-def failing_run(wrong: int) -> Told:
-    torch.manual_seed(0)
-    pipe = make(mesh=None, num_microbatches=4, timeout=LONG)
-
-    def fail() -> None:
-        raise OSError("disk full")
-
-    if pipe.rank == wrong:
-        pipe.fill(iter([fail]), name="copies", seconds=1e-9)
-
-    def steps() -> None:
-        for _ in range(50):
-            pipe.train_step(X, Y)
-
-    return told(steps)
-
-
-@pytest.mark.gloo
-def test_a_piece_that_fails_on_one_rank_ends_the_others_by_name(gloo: Pool) -> None:
-    for found in gloo.run(failing_run, ranks=2, args=(1,)):
-        assert "piece 0 of the background work 'copies' failed: OSError: disk full" in found.text, found
-        assert found.seconds < LONG / 2

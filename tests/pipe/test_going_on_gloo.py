@@ -21,12 +21,7 @@ from torch.distributed import HashStore
 import stagewright as sw
 from stagewright.comm import PeerLost, PipelineTimeout, World
 
-pytestmark = [
-    pytest.mark.gloo,
-    pytest.mark.concerns(
-        "comm", "pipe/building.py", "pipe/build.py", "pipe/run", "pipe/update", "experiments/launcher.py"
-    ),
-]
+pytestmark = pytest.mark.gloo
 
 LIMIT = 300.0  # [s] guards against ranks that compute for ever
 STILL = 90.0  # [s] that all may do nothing: longer than the pipeline's own time-out

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -160,13 +159,6 @@ def agree(found: tuple[list[Any], dict[str, Tensor]], make: Callable[[], list[nn
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_even_stages_do_not_part_them(make: Callable[[], list[nn.Module]]) -> None:
     agree(pipelined(make, mesh={"pipe": 3}), make)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("make", [shared_dict], ids=lambda make: make.__name__)
-def test_over_processes(gloo: Pool, make: Callable[[], list[nn.Module]]) -> None:
-    for found in gloo.run(pipelined, ranks=2, args=(make,)):
-        agree(found, make)
 
 
 def test_a_whole_stage_runs_again() -> None:

@@ -11,19 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import CallReader
-from support.keyword_models import (
-    MASK,
-    POSITIONS,
-    TARGET,
-    TOKENS,
-    WIDTH,
-    N,
-    Output,
-    Pair,
-    Tagger,
-    draw,
-    loss_of,
-)
+from support.keyword_models import MASK, POSITIONS, TARGET, TOKENS, WIDTH, N, Output, Pair, Tagger, draw, loss_of
 from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
@@ -64,7 +52,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | No
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("args", "kwargs", "dims"), CALLS.values(), ids=CALLS.keys())
 def test_a_batch_gives_the_numbers_of_one_process(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[str | int, int | None]

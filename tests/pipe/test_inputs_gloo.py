@@ -8,21 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.grids import nightly
-from support.keyword_models import (
-    LABELS,
-    MASK,
-    POSITIONS,
-    TARGET,
-    TOKENS,
-    WORDS,
-    Language,
-    Tagger,
-    gpt2,
-    in_float64,
-    loss_in,
-    loss_of,
-)
+from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_in, loss_of
 from support.pool import Pool
 from support.records import records
 from torch import Tensor
@@ -66,12 +52,11 @@ def test_keywords(gloo: Pool) -> None:
         assert max(errors) < 1e-12
 
 
-def train_own_loss(mesh: dict[str, int]) -> tuple[float, float, float]:
+def train_own_loss() -> tuple[float, float, float]:
     """The same of a model that returns its own loss; data replicas have different numbers of labels."""
-    pipe, twin = build(Language, loss_fn="model", loss_weight="labels", mesh=mesh, verify=True)
-    replicas = mesh.get("data", 1)
-    each = len(WORDS) // replicas
-    mine = slice(dist.get_rank() % replicas * each, (dist.get_rank() % replicas + 1) * each)
+    pipe, twin = build(Language, loss_fn="model", loss_weight="labels", mesh={"pipe": 2, "data": 2}, verify=True)
+    half = len(WORDS) // 2
+    mine = slice(dist.get_rank() % 2 * half, (dist.get_rank() % 2 + 1) * half)
     loss = loss_in(twin(WORDS, labels=LABELS))
     loss.backward()
     result = pipe.forward_backward(tokens=WORDS[mine], labels=LABELS[mine])
@@ -82,35 +67,8 @@ def train_own_loss(mesh: dict[str, int]) -> tuple[float, float, float]:
     return abs(result.loss - loss.item()), differences(pipe, twin), off
 
 
-@pytest.mark.parametrize("mesh", [nightly({"pipe": 2}), {"pipe": 2, "data": 2}], ids=str)
-def test_a_model_that_returns_its_own_loss(gloo: Pool, mesh: dict[str, int]) -> None:
-    for errors in gloo.run(train_own_loss, ranks=2 * mesh.get("data", 1), args=(mesh,)):
-        assert max(errors) < 1e-12
-
-
-def train_gpt2() -> tuple[float, float, float]:
-    """The same of GPT-2 as transformers makes it, but for a loss in float64."""
-    pipe, twin = build(in_float64_gpt2, loss_fn="model")
-    batch = {"input_ids": WORDS, "attention_mask": torch.ones_like(WORDS), "labels": LABELS.flip(0)}
-    loss = twin(**batch).loss
-    loss.backward()
-    result = pipe.forward_backward(batch)
-    assert result.loss is not None
-    predicted: Any = pipe.predict(input_ids=WORDS)
-    off = 0.0 if predicted is None else float((predicted.logits - twin(input_ids=WORDS).logits).detach().abs().max())
-    pipe.close()
-    return abs(result.loss - loss.item()), differences(pipe, twin), off
-
-
-def in_float64_gpt2() -> Any:
-    model = gpt2()
-    model.loss_function = in_float64
-    return model
-
-
-def test_gpt2(gloo: Pool) -> None:
-    pytest.importorskip("transformers")
-    for errors in gloo.run(train_gpt2, ranks=2):
+def test_a_model_that_returns_its_own_loss(gloo: Pool) -> None:
+    for errors in gloo.run(train_own_loss, ranks=4):
         assert max(errors) < 1e-12
 
 

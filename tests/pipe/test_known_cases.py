@@ -15,7 +15,7 @@ from support.small import WIDTH, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import FAMILIES, Schedule, build
+from stagewright.schedules import Schedule
 
 X, Y = (torch.randn(14, WIDTH, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(2))
 
@@ -54,39 +54,6 @@ def test_a_rank_with_three_stages_and_one_with_two() -> None:
     assert_trains(nn.Sequential(*[linear() for _ in range(5)]), schedule=schedule)
 
 
-@pytest.mark.parametrize("mode", ["predict", "eval_step"])
-def test_outputs_are_inputs_again_twenty_times(mode: str) -> None:
-    model = nn.Sequential(*[linear() for _ in range(4)]).double()
-    pipe = PipelineModule(model, mesh={"pipe": 4}, num_microbatches=4)
-    fed = plain = X
-    for _ in range(20):
-        fed = pipe.predict(fed) if mode == "predict" else pipe.eval_step(fed).output
-        plain = torch.cat([model(part).detach() for part in plain.tensor_split(4)])  # fewer rows, another rounding
-    assert torch.equal(fed, plain)
-
-
-# --- DeepSpeed, nnScaler, ...: two linears of weight 1, x = 1, y = 0, SGD(0.1): both weights become 0.8 ---
-
-
-@pytest.mark.parametrize(("num_microbatches", "mesh"), [(4, {"pipe": 2}), (8, {"pipe": 2, "data": 2})], ids=str)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_weights_of_one_become_four_fifths(family: str, num_microbatches: int, mesh: dict[str, int]) -> None:
-    if family in ("pipedream", "paci"):
-        pytest.skip("updates behind each microbatch")
-    if build(family, num_ranks=2, num_microbatches=num_microbatches).num_slices > 1:
-        pytest.skip("wants a sequence")
-    ones = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
-    for one in ones:
-        nn.init.ones_(one.weight)
-    model = nn.Sequential(ones[0], nn.Identity(), ones[1], nn.Identity())  # also four stages of two ranks
-    pipe = PipelineModule(
-        model, schedule=family, mesh=mesh, num_microbatches=num_microbatches, loss_fn=F.mse_loss, optimizer=sgd
-    )
-    pipe.train_step(torch.ones(16, 1, dtype=torch.float64), torch.zeros(16, 1, dtype=torch.float64))
-    pipe.flush()
-    assert [one.weight.item() for one in ones] == pytest.approx([0.8, 0.8], rel=1e-14)
-
-
 # --- Megatron-LM ---
 
 
@@ -118,26 +85,6 @@ def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> No
     stages = nn.Sequential(*make_stages())
     options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4}
     assert_trains(stages, loss=make_loss(), stages=True, **options)
-
-
-class PastAll(nn.Module):
-    """A result of the first stage is read by the last one, beside the model's input itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = linear(), linear()
-        self.blocks = nn.ModuleList(linear() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        begun = h = self.first(x)
-        for block in self.blocks:
-            h = torch.tanh(block(h))
-        return self.last(h + begun) + x
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks"), ORDERS)
-def test_a_value_that_skips_all_stages(schedule: str, num_ranks: int) -> None:
-    assert_trains(PastAll(), schedule=schedule, mesh={"pipe": num_ranks}, num_microbatches=4)
 
 
 @pytest.mark.parametrize("groups", [(3, 2, 2), (4, 3), (7,), (5, 2)], ids=str)

@@ -205,13 +205,6 @@ def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
     assert found["steps"] == {len(BAD) - sum(plain.skipped)}
 
 
-def test_the_plain_loops_skip_and_grow() -> None:
-    plain = plain_run()
-    assert plain.skipped == [bool(bad) for bad in BAD]
-    wanted = [1000, 300, 300, 900, 270, 81, 81, 243, 243, 729, 218.7, 218.7]
-    assert plain.scales == pytest.approx(wanted, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("schedule", "clip", "options"),
     [

@@ -67,7 +67,6 @@ def plain(case: Case) -> tuple[nn.Module, float]:
     return model, total
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     """A batch with padding, whose microbatches have other numbers of labels: the mean over all labels."""
@@ -99,7 +98,6 @@ def checked(name: str) -> tuple[nn.Module, float]:
     return model, total
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize("name", CHECKING)
 def test_checks_and_collected_values(name: str) -> None:
     pytest.importorskip("transformers")
@@ -108,29 +106,6 @@ def test_checks_and_collected_values(name: str) -> None:
     pipe = make_pipe(model, ranks=2, loss_weight=weight)
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(total, rel=1e-13)
     compare(gradients(model), gradients(expected))
-
-
-def train_checked(name: str, num_chunks: int | None) -> tuple[float, dict[str, torch.Tensor]]:
-    case, weight = CHECKING[name]
-    schedule = "1f1b" if num_chunks is None else "interleaved"
-    pipe = make_pipe(case.make(), ranks=2, loss_weight=weight, schedule=schedule, num_chunks=num_chunks)
-    loss = pipe.train_step(**case.batch()).loss
-    state = pipe.full_state_dict()
-    pipe.close()
-    assert loss is not None
-    return loss, state
-
-
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
-@pytest.mark.gloo
-@pytest.mark.parametrize(("name", "num_chunks"), one_in(2, CHECKING.keys(), (None, 2)))
-def test_checks_and_collected_values_over_processes(gloo: Pool, name: str, num_chunks: int | None) -> None:
-    pytest.importorskip("transformers")
-    expected, loss = checked(name)
-    torch.optim.SGD([p for p in expected.parameters() if p.grad is not None], lr=0.1).step()
-    for found, state in gloo.run(train_checked, ranks=2, args=(name, num_chunks)):
-        assert found == pytest.approx(loss, rel=1e-13)
-        compare(state, expected.state_dict())
 
 
 def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -143,7 +118,6 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, state
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
@@ -167,7 +141,6 @@ def by_microbatch(model: nn.Module, batch: Batch) -> float:
     return total
 
 
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
 @pytest.mark.parametrize(("name", "ranks"), one_in(2, TORCHVISION.keys(), (2, 3)))
 def test_images(name: str, ranks: int) -> None:
     case = TORCHVISION[name]
@@ -177,27 +150,6 @@ def test_images(name: str, ranks: int) -> None:
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(loss, rel=1e-13)
     compare(gradients(model), gradients(expected))
     compare(dict(model.named_buffers()), dict(expected.named_buffers()))
-
-
-def train_on_images(name: str) -> dict[str, torch.Tensor]:
-    case = TORCHVISION[name]
-    pipe = make_pipe(case.make(), ranks=2, loss_fn=F.cross_entropy)
-    pipe.train_step(**case.batch())
-    state = pipe.full_state_dict()
-    pipe.close()
-    return state
-
-
-@pytest.mark.concerns("partition/model", "pipe/stage", "pipe/shards", "pipe/batch")
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", [name if name == "unet" else nightly(name) for name in TORCHVISION])
-def test_images_over_processes(gloo: Pool, name: str) -> None:
-    case = TORCHVISION[name]
-    expected = case.make()
-    by_microbatch(expected, case.batch())
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for state in gloo.run(train_on_images, ranks=2, args=(name,)):
-        compare(state, expected.state_dict())
 
 
 class Cell:

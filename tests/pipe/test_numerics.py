@@ -17,7 +17,7 @@ from support.cases import Case, Layout, agree, difference
 from support.grids import nightly
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case, sample
 from support.models import make_batch, make_model, seeded_units
-from support.pipeline import clear, make_pipeline, run
+from support.pipeline import make_pipeline, run
 from support.reference import Seeder, accumulate, gradients, reference, reference_model
 from torch import Tensor, nn
 
@@ -39,7 +39,6 @@ def check(case: Case, layout: Layout) -> None:
 # --- the matrix ---
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
     [
@@ -52,7 +51,6 @@ def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None
     check(make_case("mlp", layout, num_microbatches), layout)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "layout"), sample(ranks=RANKS, times=3))
 def test_every_model(case: Case, layout: Layout) -> None:
     check(case, layout)
@@ -62,15 +60,6 @@ def test_every_model(case: Case, layout: Layout) -> None:
 @pytest.mark.parametrize(("case", "layout"), cover(ranks=RANKS))
 def test_every_model_under_every_schedule(case: Case, layout: Layout) -> None:
     check(case, layout)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_microbatches", MICROBATCHES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("task", ["mlp", "gpt"])
-def test_the_whole_grid(task: str, layout: Layout, num_microbatches: int) -> None:
-    """Microbatches ascend in every stage: schedules/test_ascending.py asserts it for all builders."""
-    check(make_case(task, layout, num_microbatches), layout)
 
 
 # --- what a case may ask for ---
@@ -110,10 +99,7 @@ def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tup
         pytest.param("two-inputs", ("layers.1", "layers.3", "head"), id="two-inputs", marks=pytest.mark.nightly),
         pytest.param("tied-gpt", ("blocks.0", "blocks.2", "head"), id="tied-gpt"),
         pytest.param(
-            "batchnorm-cnn",
-            ("convolutions.1", "convolutions.4", "head"),
-            id="batchnorm-cnn",
-            marks=pytest.mark.nightly,
+            "batchnorm-cnn", ("convolutions.1", "convolutions.4", "head"), id="batchnorm-cnn", marks=pytest.mark.nightly
         ),
     ],
 )
@@ -295,17 +281,3 @@ def test_eval_step_without_a_loss(task: str) -> None:
 
 def _tuple(output: Any) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
-
-
-@pytest.mark.parametrize("task", ["mlp", "two-inputs"])
-def test_without_example_inputs_the_first_call_builds(task: str) -> None:
-    layout = Layout(num_ranks=3)
-    case = make_case(task, layout, 5)
-    model = reference_model(case)
-    pipe = make_pipeline(case, layout, model, example_inputs=None)
-    assert pipe.forward_backward(*batch_of(case, 0)).loss == pytest.approx(reference(case).losses[0], abs=1e-12)
-    found, expected = gradients(model), reference(case).first_grads
-    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
-    clear(pipe)
-    assert all(p.grad is None for p in model.parameters())
-    pipe.close()

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order, in_turns
-from support.plain import MICROBATCHES, STEPS, agree, batch, linear, made, piped, plain, sgd
-from support.pool import Pool
+from support.plain import MICROBATCHES, agree, batch, linear, made, piped, sgd
 from support.records import records
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -211,24 +210,3 @@ def test_rules_functions_and_filters_are_schedules(tmp_path: Path, monkeypatch: 
         PipelineModule(made(chain), schedule=one_and_one(2, M), loss_fn=mse_loss, num_microbatches=3)
     with pytest.raises(ValueError, match=r"schedule='nowhere\.py:f': there is no file nowhere\.py"):
         PipelineModule(made(chain), schedule="nowhere.py:f", loss_fn=mse_loss)
-
-
-def differences(name: str) -> list[str]:
-    """Differences from one plain process."""
-    torch.set_num_threads(1)
-    is_recycled = name == "3F1B"
-    schedule = recycling(2, [[0, 3], [1, 2]]) if is_recycled else interlaced(2, stages=3)
-    make: Any = (lambda: Recycled(2)) if is_recycled else chain
-    one, losses = plain(make)
-    settings: dict[str, Any] = {"split_points": None if is_recycled else ["1", "2"], "example_inputs": batch(0)[:1]}
-    pipe = PipelineModule(made(make), **records(schedule=schedule, loss_fn=mse_loss, optimizer=sgd, **settings))
-    found = [pipe.train_step(*batch(step)).loss for step in range(STEPS)]
-    theirs = one.state_dict()
-    wrong = [key for key, x in pipe.full_state_dict().items() if not torch.allclose(x, theirs[key], rtol=0, atol=1e-12)]
-    return wrong + ([] if found == pytest.approx(losses, abs=1e-12) else [f"losses {found} {losses}"])
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["3F1B", "interlaced"])
-def test_over_processes(gloo: Pool, name: str) -> None:
-    assert gloo.run(differences, ranks=2, args=(name,)) == [[], []]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.async_pipeline import make_pipeline, run
-from support.async_reference import UNEVEN, AsyncCase, agree, assert_exact, make_batch, make_model, replay
+from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -60,36 +60,6 @@ def test_three_weights_by_hand() -> None:
         pipe.flush()
         state = pipe.full_state_dict()
     assert [value.item() for value in state.values()] == pytest.approx([0.4704, 1.728, 0.36], abs=1e-15)
-
-
-@pytest.mark.parametrize(("every", "limit"), [(1, 1.0), (2, 2.0)])
-@pytest.mark.parametrize("factor", [0.95, 1.05])
-def test_gradient_descent_on_a_quadratic_is_stable_up_to_the_known_rate(
-    every: int, limit: float, factor: float
-) -> None:
-    """P=2, one weight w on stage 0: of K microbatches one is late, e(u+1) = e(u) - r((1 - q) e(u) + q e(u-1)), q = 1/K.
-
-    Its roots have the product r q: stable for r < K (K = 1: the known limit 1 of a delay of one), not beyond.
-    """
-    rate = limit * factor
-    model = nn.Sequential(scalars(1.0)[0], nn.Identity())
-    schedule = build("paci", num_ranks=2, num_microbatches=every)
-    options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(rate), "split_points": ["1"]}
-    errors = [1.0, 1.0]
-    with PipelineModule(model, **records(schedule=schedule, mesh={"pipe": 2}, **options)) as pipe:
-        ones, zeros = (fill(every, 1, dtype=torch.float64) for fill in (torch.ones, torch.zeros))
-        for t in range(30):
-            pipe.train_step(ones, zeros)
-            if t:  # the first microbatch of the run is not late
-                q = 1 / every
-                errors.append(errors[-1] - rate * ((1 - q) * errors[-1] + q * errors[-2]))
-            else:
-                errors[:] = [1.0, 1.0 - rate]
-        pipe.flush()
-        (found,) = pipe.full_state_dict().values()
-    before, behind = (max(map(abs, part)) for part in (errors[4:10], errors[-6:]))
-    assert found.item() == pytest.approx(errors[-1], abs=1e-9 * max(1, behind))
-    assert (behind < before) == (factor < 1)
 
 
 # --- a chain of layers, written out ---
@@ -230,19 +200,12 @@ def test_recomputation_runs_with_the_new_weights() -> None:
     [
         replace(PACI, num_ranks=4, optimizer="adamw-fused", decay=True, flushes=(1,), evals=(2,), sizes=UNEVEN),
         replace(PACI, num_ranks=4, replicas=(2, 1, 1), flushes=(3,)),
-        pytest.param(replace(PACI, task="lstm", optimizer="adamw"), marks=pytest.mark.nightly),
-        pytest.param(replace(PACI, task="batchnorm", sizes=(19, 23, 16, 18), evals=(2,)), marks=pytest.mark.nightly),
         replace(PACI, task="small-gpt", autocast=True, optimizer="adamw", sizes=UNEVEN[:3]),  # casts are the forward's
     ],
-    ids=["drains", "replicas", "lstm", "batchnorm", "autocast"],
+    ids=["drains", "replicas", "autocast"],
 )
 def test_other_models_against_the_replay(case: AsyncCase) -> None:
     agree(run(case), case)
-
-
-def test_the_outcome_is_not_that_of_weight_stashing() -> None:
-    with pytest.raises(AssertionError, match="differ by more than"):
-        assert_exact(replay(PACI), replay(replace(PACI, schedule="pipedream")), tolerance=1e-7)
 
 
 @pytest.mark.gloo

@@ -69,10 +69,7 @@ PLANS = {
     "3-1": ("chain", plan_of(stage("0 1 2", 0, 1, 2), stage("3", 3), num_devices=4)),
     "1-3": ("chain", plan_of(stage("0", 0), stage("1 2 3", 1, 2, 3), num_devices=4, num_microbatches=2)),
     "2-1-1": ("chain", plan_of(stage("0 1", 0, 1), stage("2", 2), stage("3", 3), num_devices=4)),
-    "optimizer sharded": (
-        "chain",
-        plan_of(stage("0 1 2", 0, 1, 2, optimizer_shards=2), stage("3", 3), num_devices=4),
-    ),
+    "optimizer sharded": ("chain", plan_of(stage("0 1 2", 0, 1, 2, optimizer_shards=2), stage("3", 3), num_devices=4)),
     "backwards": ("chain", plan_of(stage("0", 3), stage("1 2", 1, 2), stage("3", 0), num_devices=4)),
     "idle rank": ("chain", plan_of(stage("0 1", 0), stage("2 3", 2), num_devices=4)),
     "chunks": (
@@ -163,7 +160,6 @@ def test_in_one_process(name: str) -> None:
 FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "recompute of a record")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:

@@ -96,17 +96,6 @@ def test_casts_of_weights_are_not_older_than_the_weights() -> None:
     pipe.close()
 
 
-def test_no_cast_is_left_of_weights_before_an_update() -> None:
-    """The user runs the model by hand beside training, under one autocast around all."""
-    model = islands()
-    with make(model=model, example_inputs=None) as pipe, torch.autocast("cpu", torch.bfloat16):
-        model(X)
-        pipe.train_step(X, Y)
-        found = model(X)
-        torch.clear_autocast_cache()
-        assert torch.equal(found, model(X))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_bfloat16_parameters(schedule: str) -> None:
     model = layers().bfloat16()

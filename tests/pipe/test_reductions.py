@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
 
@@ -64,36 +63,6 @@ def test_a_partial_with_sums() -> None:
     assert_sums(trained(partial(partial(F.mse_loss, reduction="mean"), reduction="sum"), {}))
     found = trained(partial(nn.MSELoss(reduction="sum")), {})
     assert_sums(found)
-
-
-@pytest.mark.gloo
-def test_over_data_replicas_it_is_the_sum_of_all(gloo: Pool) -> None:
-    found = gloo.run(of_replicas, ranks=2)
-    assert found[0] == found[1] == pytest.approx(of_one(), rel=1e-13)
-
-
-def of_replicas() -> list[float]:
-    torch.manual_seed(0)
-    pipe = make(
-        model=layers(2).double(),
-        loss_fn=nn.MSELoss(reduction="sum"),
-        example_inputs=(X64[:4],),
-        optimizer=sgd,
-        mesh={"data": 2},
-        num_microbatches=2,
-    )
-    own = slice(0, 3) if torch.distributed.get_rank() == 0 else slice(3, 8)
-    loss = pipe.train_step(X64[own], Y64[own]).loss
-    return [loss or 0.0, float(pipe.full_state_dict()["0.weight"].sum())]
-
-
-def of_one() -> list[float]:
-    torch.manual_seed(0)
-    model = layers(2).double()
-    loss = F.mse_loss(model(X64), Y64, reduction="sum")
-    loss.backward()
-    sgd(list(model.parameters())).step()
-    return [loss.item(), float(model[0].weight.detach().sum())]
 
 
 def test_none_is_named() -> None:

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.grids import nightly, one_in
+from support.grids import one_in
 from support.inside import TrainingWorker
 from support.layers import Block, D, T
 from support.models import TiedGPT, make_batch, token_loss
-from support.pool import Pool
 from support.reruns import WORDS, M, X, Y, as_one, equals_one_process, made, pipeline
-from support.small import stream
 from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -176,7 +174,6 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
     return [p.detach() for p in as_one(model).parameters()]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     one_in(
@@ -229,80 +226,10 @@ def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@with_draws
-def test_numbers_that_a_unit_begins_to_draw_later(recompute: Any) -> None:
-    """In that first batch they depend on the cut; yet a second run draws what the first one drew."""
-    model = made(drawing)
-    for module in model.modules():
-        module.draws = False
-    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    pipe.train_step(X, Y)
-    again = [model[1][1], model[1][2], model[2][1]]
-    for module in again:
-        module.draws = True
-        module.drawn.clear()
-    with pytest.warns(UserWarning, match="the model drew from"):
-        pipe.train_step(X, Y)
-    for module in again:
-        assert len(module.drawn) == M
-        assert set(module.drawn.values()) == {2}
-
-
 @again
 def test_replicas(recompute: str) -> None:
     one, other = (trained(each, steps=1, mesh={"pipe": 2, "data": 2}) for each in ("none", recompute))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _trained_by_processes(recompute: Any, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Parameters after two steps; with data replicas each process passes the batch that the others pass."""
-    model = made(with_dropout)
-    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
-    for number in range(2):
-        pipe.train_step(X + number, Y)
-    pipe.flush()
-    state = {name: value.clone() for name, value in pipe.full_state_dict().items()}
-    pipe.close()
-    return state
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("recompute", "options"),
-    [
-        ("selective", {"schedule": "interleaved"}),
-        ({"*": "full", "*.attend": "selective"}, {"schedule": "2bw"}),
-        nightly("layer", {"mesh": {"pipe": 1, "data": 2}}),
-    ],
-    ids=str,
-)
-def test_over_processes(gloo: Pool, recompute: Any, options: dict[str, Any]) -> None:
-    one, other = (gloo.run(_trained_by_processes, ranks=2, args=(each, options)) for each in ("none", recompute))
-    for mine, wanted in zip(one, other, strict=True):
-        assert mine.keys() == wanted.keys()
-        assert all(torch.equal(mine[name], wanted[name]) for name in mine)
-
-
-@again
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_autocast(schedule: str, recompute: str) -> None:
-    """Also in a backward that runs when the user's context is closed (flush)."""
-
-    def run(recompute: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        pipe = stream(
-            schedule,
-            recompute=recompute,
-            model=nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]),
-        )
-        x, y = torch.ones(8, 6), torch.zeros(8, 6)
-        with torch.autocast("cpu", torch.bfloat16):
-            pipe.train_step(x, y)
-            pipe.train_step(x, y)
-        pipe.flush()
-        return list(pipe.full_state_dict().values())
-
-    assert all(torch.equal(a, b) for a, b in zip(run("none"), run(recompute), strict=True))
 
 
 def test_verify_compares_with_the_plain_model() -> None:
@@ -379,7 +306,6 @@ EVERYWHERE: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "recompute"), one_in(2, ("1f1b", "2bw"), EVERYWHERE))
 def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
     """Dropout, tied weights, a position buffer, and (2bw) weight versions."""

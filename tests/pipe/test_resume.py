@@ -164,26 +164,3 @@ def test_weights_that_go_bad_before_the_first_batch_are_refused_by_each_call(tmp
     for _ in range(2):  # a second call must not begin with the weights that the model came with
         with pytest.raises(ValueError, match="is damaged: the SHA-256"):
             other.train_step(torch.ones(8, 6), torch.ones(8, 2))
-
-
-def test_a_loss_with_weights_of_its_own(tmp_path: Path) -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return ((output - target) * self.scale).square().mean()
-
-    def with_loss() -> PipelineModule:
-        return PipelineModule(
-            Net(), mesh={"pipe": 2}, loss_fn=Loss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), num_microbatches=2
-        )
-
-    pipe, batch = with_loss(), (torch.ones(8, 6), torch.ones(8, 2))
-    pipe.train_step(*batch)
-    pipe.save(tmp_path)
-    expected = pipe.train_step(*batch).loss
-    other = with_loss()
-    other.load(tmp_path)
-    assert other.train_step(*batch).loss == expected

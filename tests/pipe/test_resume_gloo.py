@@ -1,4 +1,4 @@
-"""Saves over processes: one that dies in the middle, and going on to the last bit."""
+"""Saves over processes: one that dies in the middle."""
 
 from __future__ import annotations
 
@@ -41,30 +41,6 @@ def train(pipe: Any, loader: Any, steps: int) -> list[float]:
         result = pipe.train_step(*batch)
         found.append(result.loss)
     return found
-
-
-def go_on(folder: str, schedule: str) -> tuple[list[Any], list[Any]]:
-    """Losses behind a save (of a stream, its first step may know none) and weights at the end: of the run that saved,
-    and of one that begins there."""
-    runs = []
-    pipe, loader = make_full(schedule)
-    train(pipe, loader, 3)
-    pipe.save(folder, loader=loader)
-    for _ in range(2):
-        losses = [*train(pipe, loader, 2), *train(pipe, loader, 3), *(one.loss for one in pipe.flush())]
-        runs.append([losses[1:], *(value.tolist() for value in pipe.full_state_dict().values())])
-        pipe.close()
-        pipe, loader = make_full(schedule)
-        torch.manual_seed(99)
-        pipe.load(folder, loader=loader)
-    return runs[0], runs[1]
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_run_of_processes_goes_on_to_the_last_bit(gloo: Pool, schedule: str, tmp_path: Path) -> None:
-    for whole, again in gloo.run(go_on, ranks=2, args=(str(tmp_path), schedule)):
-        assert again == whole
 
 
 def die_in_a_save(folder: str, who: int, flushes: int) -> Told:

@@ -21,8 +21,6 @@ from stagewright.comm import MeshPlace, ProcessGroupTransport, ProcessMesh, Worl
 from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs
 
-# Beside the case of all four words of torch's that every run of the tests has.
-concerns = pytest.mark.concerns("comm", "pipe/build.py", "pipe/context.py", "pipe/shards", "pipe/stage", "pipe/run")
 USUAL, ODD = ("pipe", "data", "tensor"), ("tensor", "pipe", "data")
 
 
@@ -107,10 +105,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case,
-            marks=() if case == "pipe-tensor" else concerns if case in ("interleaved", "2bw") else pytest.mark.nightly,
-        )
+        pytest.param(case, marks=() if case in ("pipe-tensor", "interleaved", "2bw") else pytest.mark.nightly)
         for case in CASES
     ],
 )
@@ -175,7 +170,6 @@ def drop_each(recomputes: Any) -> list[dict[str, Any]]:
     return [drop(recompute) for recompute in recomputes]
 
 
-@concerns
 @pytest.mark.gloo
 def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divided(gloo: Pool) -> None:
     again = ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"})
@@ -214,7 +208,6 @@ def count_both() -> list[Any]:
     return [count_bytes("whole"), count_bytes("parts")]
 
 
-@concerns
 @pytest.mark.gloo
 def test_sends_in_parts_carry_half_of_what_both_members_hold(gloo: Pool) -> None:
     for (all_of_it, state), (half, same) in gloo.run(count_both, ranks=4):
@@ -242,7 +235,6 @@ def cut_in_between() -> tuple[list[float | None], dict[str, Tensor]]:
         return [pipe.train_step(x, y).loss for _ in range(3)], pipe.full_state_dict()
 
 
-@concerns
 @pytest.mark.gloo
 def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
     losses, state = cut_in_between()

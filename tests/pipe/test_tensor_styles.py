@@ -333,7 +333,6 @@ def far(found: Tensor | None, expected: Tensor) -> float:
     return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_plain_model(gloo: Pool, name: str) -> None:

@@ -23,7 +23,6 @@ from stagewright.pipe import PipelineModule
 
 Grads = dict[str, torch.Tensor]
 
-pytestmark = pytest.mark.concerns("pipe/arguments.py", "pipe/options.py", "pipe/module.py")
 M = 4
 
 

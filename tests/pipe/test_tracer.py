@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.inside import (
-    HostClock,
-    RunFile,
-    TraceEvery,
-    building,
-    early_messages,
-    find_traces,
-    is_traced,
-    read_traces,
-)
+from support.inside import HostClock, RunFile, TraceEvery, building, early_messages, find_traces, is_traced, read_traces
 from support.inside import tracer as tracer_file
 from support.pool import Pool
 from support.small import X, Y, make, stream

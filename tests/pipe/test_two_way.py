@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import nightly
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -152,7 +151,6 @@ def train(options: dict[str, Any], num_replicas: int, folder: Path) -> Rank:
 @pytest.mark.parametrize(
     ("options", "num_replicas", "ranks"),
     [
-        nightly({"schedule": "chimera", "num_microbatches": 4, "verify": True}, 1, 4),
         ({"schedule": "dualpipe", "num_microbatches": 4, "data_parallel": "zero1"}, 2, 4),
         ({"schedule": "chimera", "num_microbatches": 3, "data_parallel": "fsdp"}, 2, 4),
         ({"schedule": "dualpipe-v", "num_microbatches": 5}, 1, 2),

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 from stagewright.comm import PipelineError
 
-pytestmark = [
-    pytest.mark.gloo,
-    pytest.mark.concerns("comm", "pipe/batch", "pipe/build.py", "pipe/shards", "pipe/update"),
-]
+pytestmark = pytest.mark.gloo
 DIVIDED = {"up": "column", "down": "row"}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +25,8 @@ from support.plain import (
     piped,
     sgd,
 )
-from support.pool import Pool
-from support.records import records
 from support.reference import mix
 from torch import Tensor, nn
-
-from stagewright.pipe import PipelineModule
 
 # --- code that reads values ---
 
@@ -104,39 +98,6 @@ class Selects(nn.Module):
 def test_shapes_that_follow_from_values_are_refused_where_they_travel() -> None:
     with pytest.raises(ValueError, match=r"output 0 of stage 0 .* when shapes were inferred: expected a module whose"):
         piped(lambda: nn.Sequential(linear(), Selects(), linear()))
-
-
-def now_and_then(**options: Any) -> list[list[float]]:
-    """Experts found by value, layers that run by chance; other batch sizes too, for which each process lacks the
-    weights of the other's stage."""
-    torch.manual_seed(0)
-    layers = (SparseExperts(), Sometimes(DECISIONS["rarely, by chance"]))
-    model = nn.Sequential(layers[1], linear(), layers[0], copy.deepcopy(layers[1]), copy.deepcopy(layers[0]), linear())
-    model.double()
-    seed_all(os.getpid())  # as processes of one run do not agree
-    pipe = PipelineModule(
-        model, **records(num_microbatches=2, loss_fn=F.mse_loss, optimizer=sgd, example_inputs=batch(0)[:1], **options)
-    )
-    found = []
-    for step, size in enumerate((8, 6, 8)):
-        x, y = batch(step)
-        loss = pipe.train_step(x[:size], y[:size]).loss
-        assert loss is not None
-        found.append(loss)
-    state = pipe.full_state_dict()
-    pipe.close()
-    return [
-        found,
-        *(state[name].flatten().tolist() for name in ("2.load", "4.load", "2.router.weight", "0.linear.weight")),
-    ]
-
-
-@pytest.mark.gloo
-def test_code_that_reads_values_over_processes(gloo: Pool) -> None:
-    one = now_and_then(mesh={"pipe": 1})
-    for other in gloo.run(now_and_then, ranks=2):
-        for mine, theirs in zip(one, other, strict=True):
-            assert theirs == pytest.approx(mine, abs=1e-12)
 
 
 # --- random numbers of all three kinds ---

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, made, piped, plain
+from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -231,31 +231,6 @@ def test_a_module_deleted_or_replaced_between_steps_is_refused_by_what_reads_the
     pipe.train_step(x, y)
 
 
-def test_a_buffer_that_is_assigned_anew_under_2bw() -> None:
-    """As 2BW's definition on one process: the gradients of batch t at the weights before the last update."""
-    model, losses = piped(between_layers(Ema), schedule="2bw")
-    twin = made(between_layers(Ema))
-    older = twin.state_dict()
-    for step in range(STEPS):
-        x, y = batch(step)
-        current = {name: p.detach().clone() for name, p in twin.named_parameters()}
-        with torch.no_grad():
-            for name, p in twin.named_parameters():
-                p.copy_(older[name])
-        twin.zero_grad()
-        for mine, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
-            (torch.nn.functional.mse_loss(twin(mine), target) / MICROBATCHES).backward()
-        with torch.no_grad():
-            for name, p in twin.named_parameters():
-                assert p.grad is not None
-                p.copy_(current[name] - 0.1 * p.grad)
-        older = current
-    del losses
-    for name, tensor in model.state_dict().items():
-        assert torch.allclose(tensor, twin.state_dict()[name], rtol=0, atol=1e-12), name
-    assert model[1][0].calls == STEPS * MICROBATCHES
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute: str) -> None:
     def change(model: Any, step: int) -> None:
@@ -304,24 +279,6 @@ def test_compiled_children_stay_compiled() -> None:
             assert found == pytest.approx(losses, abs=1e-12)
             for name, tensor in other.state_dict().items():
                 assert torch.allclose(tensor, one.state_dict()[name], rtol=0, atol=1e-12), name
-
-
-# --- memory ---
-
-
-def test_a_checkpoint_keeps_as_little_as_in_one_process() -> None:
-    kept: list[int] = []
-
-    def count(make: Callable[[], nn.Module]) -> int:
-        kept.clear()
-        model = nn.Sequential(make(), linear()).double()
-        pipe = PipelineModule(model, mesh={"pipe": 1}, num_microbatches=1, example_inputs=batch(0)[:1], loss_fn=loss)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-            pipe.forward_backward(*batch(0))
-        return sum(kept)
-
-    loss = torch.nn.functional.mse_loss
-    assert count(checkpointed(False)) < count(lambda: Calls(lambda m, x: torch.tanh(m.linear(x)).sin()))
 
 
 # --- sparse ---

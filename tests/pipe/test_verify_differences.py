@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import (
-    B,
-    Constraints,
-    F,
-    differs,
-    first_difference,
-    graph_of,
-    in_order,
-    tolerance_of,
-)
+from support.inside import B, Constraints, F, differs, first_difference, graph_of, in_order, tolerance_of
 from support.inside import CompareOutcome as Outcome
 from support.pool import Pool
 from support.records import records

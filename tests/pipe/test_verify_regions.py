@@ -113,10 +113,7 @@ OPTIONS: dict[str, tuple[Any, str | None]] = {
         "'blocks.0.attention.out' by 'row', 'blocks.0.up' by 'ForgetfulColumn', 'blocks.0.down' by 'row'): a gradient "
         "of its inputs differs from the plain module's",
     ),
-    "norm": (
-        ATTENTION | {"blocks.1.norm2": ForgetfulPositions()},
-        "the gradient of 'blocks.1.norm2.",
-    ),
+    "norm": (ATTENTION | {"blocks.1.norm2": ForgetfulPositions()}, "the gradient of 'blocks.1.norm2."),
     "bias": (
         {"blocks.0.up": "column", "blocks.0.down": TwiceBias()},
         "module 'blocks.0', parts of which the tensor group divides ('blocks.0.up' by 'column', 'blocks.0.down' by "
@@ -154,7 +151,6 @@ def verdict(name: str) -> str | None:
     return found
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from stagewright.partition import Cluster, Plan, Profile, plan
 
-pytestmark = pytest.mark.concerns("partition/plans", "pipe/build.py", "pipe/shards", "pipe/verify")
-
 WIDE = {"fc1": "column", "fc2": "row"}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Layout, agree
-from support.grids import nightly
 from support.matrix import make_case
 from support.pipeline import run
-from support.pool import Pool
 from support.records import records
 from support.reference import reference
 from torch import nn
@@ -25,16 +23,6 @@ def test_models_under_them(schedule: str, task: str, recompute: str) -> None:
     layout = Layout(schedule=schedule, num_ranks=2, num_chunks=2, recompute=recompute)
     case = make_case(task, layout, 5)
     agree(run(case, layout), reference(case), case)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("schedule", "task", "num_ranks"), [nightly("zb-v", "tied-gpt", 2), ("interleaved-zb", "mlp", 3)]
-)
-def test_over_processes(gloo: Pool, schedule: str, task: str, num_ranks: int) -> None:
-    layout = Layout(schedule=schedule, num_ranks=num_ranks, num_chunks=2)
-    case = make_case(task, layout, 5)
-    agree(gloo.run(run, ranks=num_ranks, args=(case, layout)), reference(case), case)
 
 
 def test_a_schedule_for_measured_costs_runs() -> None:

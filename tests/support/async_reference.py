@@ -245,8 +245,8 @@ class _Replay:
     A piece is a part of the model that is called by itself and belongs to one stage.
     """
 
-    def __init__(self, case: AsyncCase, mistake: str) -> None:
-        self.case, self.mistake = case, mistake
+    def __init__(self, case: AsyncCase) -> None:
+        self.case = case
         self.task = task_of(case.task)
         self.live = make_model(case)
         self.optimizers = make_optimizers(case.optimizer, list(self.live.named_parameters()))
@@ -271,17 +271,11 @@ class _Replay:
         self.seeder.attach(seeded_units(version))
         self.versions.append(version)
 
-    def version(self, use: Use) -> int:
-        """Number of the version that F and B use."""
-        if self.mistake == "newest":
-            return use.newest
-        return max(use.right - 1, 0) if self.mistake == "older" else use.right
-
     def forward(self, row: Sequence[Use], inputs: tuple[Tensor, ...], target: Any) -> Any:
         """The loss of one microbatch, each piece under its stage's version."""
         values: Any = inputs
         for piece, stage in enumerate(self.stage_of):
-            module = _pieces(self.versions[self.version(row[stage])])[piece]
+            module = _pieces(self.versions[row[stage].right])[piece]
             result = module(*values)
             values = result if isinstance(result, tuple) else (result,)
         return self.task.loss(result, target)
@@ -290,7 +284,7 @@ class _Replay:
         """(name, the parameter that the forward used, the newest one) of all stages."""
         for name, _ in self.live.named_parameters():
             use = row[self.stage(name)]
-            used = self.versions[self.version(use)].get_parameter(name)
+            used = self.versions[use.right].get_parameter(name)
             yield name, used, self.versions[use.newest].get_parameter(name)
 
     def backward(self, loss: Tensor, row: Sequence[Use]) -> None:
@@ -298,7 +292,7 @@ class _Replay:
         parameters = list(self.used(row))
         for name, used, _ in parameters:
             used.grad = self.gradients.get(name)
-        with _swapped(parameters, "overwritten" if self.case.schedule == "paci" else self.mistake):
+        with _newest(parameters) if self.case.schedule == "paci" else contextlib.nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
         for name, used, _ in parameters:
             self.gradients[name], used.grad = used.grad, None
@@ -312,8 +306,6 @@ class _Replay:
             grad = self.gradients.get(name)
             if grad is not None and self.count:
                 grad /= self.count
-            if t == 3 and grad is not None and self.mistake in ("dropped", "doubled"):
-                grad *= 0.0 if self.mistake == "dropped" else 2.0
             parameter.grad = grad
         if self.case.max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.live.parameters(), self.case.max_grad_norm)
@@ -404,39 +396,21 @@ def _pieces(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _swapped(parameters: Sequence[tuple[str, nn.Parameter, nn.Parameter]], mistake: str) -> Iterator[None]:
-    """While a backward runs, the mistakes "rebound" and "overwritten" put the newest weights under the used ones."""
-    if mistake not in ("rebound", "overwritten"):
-        yield
-        return
-    kept = [(used, used.data, used.data.clone(), newest.data.clone()) for _, used, newest in parameters]
-    for used, storage, _, newest in kept:
-        if mistake == "rebound":
-            used.data = newest
-        else:
-            storage.copy_(newest)
+def _newest(parameters: Sequence[tuple[str, nn.Parameter, nn.Parameter]]) -> Iterator[None]:
+    """While a backward runs, the newest weights are in the storage of the used ones."""
+    kept = [(used.data, used.data.clone(), newest.data.clone()) for _, used, newest in parameters]
+    for storage, _, newest in kept:
+        storage.copy_(newest)
     yield
-    for used, storage, values, _ in kept:
-        used.data = storage
+    for storage, values, _ in kept:
         storage.copy_(values)
 
 
-MISTAKES = ("newest", "older", "rebound", "overwritten", "dropped", "doubled")
-
-
 @functools.cache
-def replay(case: AsyncCase, mistake: str = "") -> AsyncOutcome:
-    """The right outcome of a case, or that of one of `MISTAKES`:
-
-    newest       forward and backward under the newest weights (2bw: W(t) for W(t - 1))
-    older        under the version before the right one (2bw: W(t - 2))
-    rebound      backward with `.data` of the weights pointed at the newest ones
-    overwritten  backward with the newest weights copied into the storage of the right ones
-    dropped      the gradients of batch 3 are zero
-    doubled      the gradients of batch 3 count twice
-    """
+def replay(case: AsyncCase) -> AsyncOutcome:
+    """The right outcome of a case."""
     with torch.random.fork_rng(devices=[]):
-        return _Replay(case, mistake).run()
+        return _Replay(case).run()
 
 
 def agree(outcomes: Outcomes, case: AsyncCase) -> None:

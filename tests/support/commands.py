@@ -52,11 +52,7 @@ class ForkedRank(NamedTuple):
 
 
 def launch_forked(
-    command: Sequence[str],
-    *,
-    num_ranks: int,
-    stall: float | None = None,
-    environment: Mapping[str, str] | None = None,
+    command: Sequence[str], *, num_ranks: int, stall: float | None = None, environment: Mapping[str, str] | None = None
 ) -> LaunchResult:
     """Stands in for `launch`: as there, rank 0's output is shown and the first failure's status returned.
 

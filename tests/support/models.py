@@ -18,17 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import (
-    DROPOUT,
-    VOCABULARY,
-    Block,
-    D,
-    DoubleConv,
-    Embed,
-    MaskedLayer,
-    Recurrent,
-    T,
-)
+from .layers import DROPOUT, VOCABULARY, Block, D, DoubleConv, Embed, MaskedLayer, Recurrent, T
 
 IGNORED = -100  # target of a position that does not count in a (sum, count) loss
 Batch = tuple[tuple[Tensor, ...], Any]
@@ -282,13 +272,7 @@ TASKS: dict[str, Task] = {
     "lstm": Task(kind="chain", make=lstm, batch=sequences),
     "unet": Task(kind="traced", make=UNet, batch=signals),
     "two-inputs": Task(kind="traced", make=TwoInputs, batch=pairs, loss=pair_loss),
-    "tied-gpt": Task(
-        kind="traced",
-        make=TiedGPT,
-        batch=tokens,
-        loss=token_loss,
-        tied={"head.weight": "embed.weight"},
-    ),
+    "tied-gpt": Task(kind="traced", make=TiedGPT, batch=tokens, loss=token_loss, tied={"head.weight": "embed.weight"}),
     "batchnorm-cnn": Task(kind="traced", make=BatchNormCNN, batch=images, batch_size=19),
     "masked-stages": Task(kind="stages", make=masked_stages, batch=pairs, loss=pair_loss),
     "sequential-stages": Task(kind="stages", make=sequential_stages, batch=vectors),

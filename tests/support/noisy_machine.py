@@ -21,15 +21,7 @@ class Machine:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        costs: Costs,
-        seed: int,
-        *,
-        step: float,
-        rank: float,
-        action: float,
-        kept: float = 0.0,
+        self, schedule: Schedule, costs: Costs, seed: int, *, step: float, rank: float, action: float, kept: float = 0.0
     ) -> None:
         self.schedule, self.costs, self.table = schedule, costs, costs.table_for(schedule)
         self.step, self.rank, self.action = step, rank, action

@@ -104,11 +104,7 @@ def _run(order: Order, store: Any) -> Any:
     args, kwargs = pickle.loads(order.payload)
     if order.group:
         dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=order.rank,
-            world_size=order.ranks,
-            timeout=timedelta(seconds=order.timeout),
+            "gloo", store=store, rank=order.rank, world_size=order.ranks, timeout=timedelta(seconds=order.timeout)
         )
         # A case may end at once: nobody leaves while another one still connects.
         store.set(f"connected {order.rank}", b"")

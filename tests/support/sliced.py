@@ -81,14 +81,6 @@ def difference(found: Made, expected: Made) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-def of_planned_rank(path: str) -> tuple[float, float, set[str]]:
-    """The same under a plan in a file, with the microbatches that it says."""
-    expected = plainly(chain(), mean_loss, *batch())
-    with PipelineModule(chain(), schedule=path, loss_fn=mean_loss) as pipe:
-        found = piped(pipe, *batch())
-    return abs(found.loss - expected.loss), difference(found, expected), set(found.gradients)
-
-
 def of_this_rank(options: Mapping[str, Any]) -> tuple[float, float, set[str]]:
     """Differences of the loss and the gradients on this rank, and the names of these."""
     expected = plainly(chain(), mean_loss, *batch())

@@ -1,4 +1,4 @@
-"""The pool: results by rank, fresh groups, and what is left of a case that raises, dies or hangs."""
+"""The pool: what is left of a case that raises, dies or hangs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ from support.pool import CaseError, Pool
 pytestmark = pytest.mark.gloo
 
 
-def add_up(value: float) -> torch.Tensor:
-    total = torch.tensor([value * (dist.get_rank() + 1)])
+def add_up() -> float:
+    total = torch.tensor(dist.get_rank() + 1.0)
     dist.all_reduce(total)
-    return total
-
-
-def environment() -> tuple[str, ...]:
-    assert not dist.is_initialized()
-    return os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
+    return total.item()
 
 
 def fail_on(rank: int, how: str) -> None:
@@ -41,18 +36,6 @@ def fail_on(rank: int, how: str) -> None:
         warnings.warn("a warning", stacklevel=1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 3, 1])
-def test_each_case_has_a_group_of_its_own_size(gloo: Pool, ranks: int) -> None:
-    expected = torch.tensor([2.0 * sum(range(1, ranks + 1))])
-    assert all(torch.equal(total, expected) for total in gloo.run(add_up, ranks=ranks, args=(2.0,)))
-
-
-def test_without_a_group_there_is_the_environment_of_torchrun(gloo: Pool) -> None:
-    (rank0, world0, port0), (rank1, world1, port1) = gloo.run(environment, ranks=2, group=False)
-    assert (rank0, rank1, world0, world1) == ("0", "1", "2", "2")
-    assert port0 == port1
-
-
 @pytest.mark.slow
 def test_failures_are_told_and_the_next_case_runs(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))
@@ -63,7 +46,7 @@ def test_failures_are_told_and_the_next_case_runs(request: pytest.FixtureRequest
     (_, died) = pool.replies(fail_on, ranks=2, args=(1, "exit"), grace=0.0)
     assert died.kind == "died"
     assert "exit code 3" in died.text
-    assert len(pool.run(add_up, ranks=2, args=(1.0,))) == 2
+    assert pool.run(add_up, ranks=3) == [6.0, 6.0, 6.0]
     pool.close()
 
 

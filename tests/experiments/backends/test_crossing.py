@@ -7,10 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import Crossing, Link
 
-pytestmark = pytest.mark.concerns(
-    "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
-)
-
 PLAIN = Link()
 
 

@@ -14,12 +14,7 @@ from support.inside import Nodes, Shape, network, what_is_missing, why_no_wire
 from .nodes import WITHIN
 
 WHY_NOT = what_is_missing() or why_no_wire()
-pytestmark = [
-    pytest.mark.concerns(
-        "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
-    ),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-]
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 MEGABIT = 1e6 / 8  # [bytes/s]
 

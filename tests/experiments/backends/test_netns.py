@@ -28,14 +28,6 @@ from support.inside import (
 
 from .nodes import FAIL, SLEEP, WITHIN, work
 
-pytestmark = pytest.mark.concerns(
-    "experiments/backends",
-    "experiments/jobs",
-    "experiments/launcher.py",
-    "experiments/works/links.py",
-    "tests/experiments/backends",
-)
-
 WHY_NOT = what_is_missing() or why_no_wire()
 needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 needs_groups = pytest.mark.skipif(

@@ -17,10 +17,6 @@ from support.slurm_on_one_host import missing, one_host_cluster
 
 from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, processes, work, written
 
-pytestmark = pytest.mark.concerns(
-    "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
-)
-
 TWO = Nodes(num_nodes=2)
 
 

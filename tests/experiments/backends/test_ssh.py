@@ -19,14 +19,6 @@ from support.pool import ports_of_this_worker
 
 from .nodes import HOSTILE, TELL, WITHIN, closed_port, gone, processes, work
 
-pytestmark = pytest.mark.concerns(
-    "experiments/backends",
-    "experiments/host.py",
-    "experiments/jobs",
-    "experiments/launcher.py",
-    "tests/experiments/backends",
-)
-
 TWO = Nodes(num_nodes=2)
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 

@@ -17,10 +17,6 @@ from support.inside import RecordsWork as Work
 
 from .nodes import HOSTILE
 
-pytestmark = pytest.mark.concerns(
-    "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
-)
-
 
 def words(work: Work, *, nodes: int = 2, node_rank: int = 1, **other) -> tuple[str, ...]:
     given = {"master_address": "10.0.0.1", "master_port": 29500, "python": "python", **other}

@@ -85,7 +85,7 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
             optimizer=named(grouped) if case.optimizer == "grouped" else make_optimizer(case.optimizer),
             lr_scheduler=make_scheduler(case.option("lr_scheduler")),
             timeout=60.0,
-        ),
+        )
     )
 
 

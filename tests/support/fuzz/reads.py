@@ -64,10 +64,7 @@ READS: dict[str, tuple[Read, Write]] = {
     "global": (lambda model: RATE, _set_global),
     "table": (lambda model: TABLE["rate"], lambda model, value: TABLE.update(rate=value)),
     "numpy": (lambda model: float(model.array[0]), lambda model, value: model.array.__setitem__(0, value)),
-    "set": (
-        lambda model: 2.0 if "double" in model.flags else 1.0,
-        lambda model, value: model.flags.add("double"),
-    ),
+    "set": (lambda model: 2.0 if "double" in model.flags else 1.0, lambda model, value: model.flags.add("double")),
     "child": (lambda model: model.blocks[0].alpha, lambda model, value: setattr(model.blocks[0], "alpha", value)),
     "training": (lambda model: 2.0 if model.blocks[-1].training else 1.0, lambda model, value: model.blocks[-1].eval()),
     "requires-grad": (
