@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from support.inside import Dependencies, Sharing, replicate
 
@@ -68,34 +66,6 @@ def test_the_published_figure_of_dualpipe() -> None:
         seconds_of_pairs(build("dualpipe", num_ranks=8, num_microbatches=20), dict.fromkeys(Op, 1.0) | {Op.B: 2.0})
         == 66
     )
-
-
-@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 9), (3, 6)])
-def test_the_order_of_dualpipe_v_is_torchs(P: int, M: int) -> None:
-    from torch.distributed.pipelining import schedules
-
-    stages = [
-        [
-            SimpleNamespace(
-                num_stages=2 * P,
-                group_size=P,
-                group_rank=rank,
-                stage_index=index,
-                is_first=index == 0,
-                is_last=index == 2 * P - 1,
-                has_backward=True,
-                stage_index_to_group_rank={},
-                submod=None,
-            )
-            for index in (rank, 2 * P - 1 - rank)
-        ]
-        for rank in range(P)
-    ]
-    theirs = schedules.ScheduleDualPipeV(stages[0], M).pipeline_order  # type: ignore[arg-type]
-    ours = build("ScheduleDualPipeV", num_ranks=P, num_microbatches=M)
-    for rank, program in enumerate(ours.programs):
-        flat = [part for a in theirs[rank] if a is not None for part in (a.sub_actions or (a,))]
-        assert [str(a) for a in flat if "REDUCE" not in str(a)] == [str(a) for a in program]
 
 
 @pytest.mark.parametrize(
