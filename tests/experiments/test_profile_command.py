@@ -187,7 +187,6 @@ def test_levels_become_a_cluster() -> None:
         (("--microbatch", "0"), "--microbatch 0: expected at least 1"),
         (("--seconds", "0"), "--seconds 0.0: expected a number above 0"),
         (("--clip", "-1"), "--clip -1.0: expected a number above 0, or 0 for no clipping"),
-        (("--clip", "nan"), "--clip nan: expected a number above 0, or 0 for no clipping"),
         (("--ranks", "2", "--from-json", "x.json"), "--ranks 2 beside a profile that is there"),
         (("--ranks", "0"), "--ranks 0: expected at least 1"),
         (("--profiles", "x.json"), "--profiles without --links: expected --links"),

@@ -17,20 +17,12 @@ import pytest
 from support.inside import SHOWN, DeviceModel, MeasuredTraining, estimated, fit_measured, read_trainings
 from support.inside import training_simulated as simulated
 
+from .test_measured_trainings import TYPICAL
+
 pytestmark = pytest.mark.concerns("experiments", "partition/search", "partition/analytic")
 
 # Nobody has seen these trainings: round figures, and sums as NCCL does them on eight A100 alone.
-BEFORE = replace(
-    DeviceModel.preset("A100-80GB"),
-    matrix_efficiency=0.8,
-    wave_outputs=108 * 128 * 256,  # multiprocessors, each with the largest tile of cuBLAS
-    link_efficiency=0.758,
-    memory_efficiency=0.75,
-    kernel_seconds=4e-5,
-    hop_seconds=5.8e-6,
-    network_efficiency=0.85,
-    partial_efficiency=0.3,
-)
+BEFORE = replace(TYPICAL, kernel_seconds=4e-5, hop_seconds=5.8e-6)
 FITTED = tuple(constant for constant in SHOWN if constant != "kernel_seconds")
 # Rows that no device of this kind explains. 23 to 27, 36 and 41, of hidden=8192 with T = 2 and 4, contradict others of
 # their own layouts; 11 alone waits for the host.
@@ -85,26 +77,11 @@ def test_a_layout_is_foretold_by_the_others() -> None:
     assert mean(each for at, each in off.items() if at not in CONTRADICT) < 0.021
 
 
-def test_two_nodes_are_foretold_by_one() -> None:
-    """Of T = 16 no other row tells."""
-    two = {at for at, row in trainings().items() if row.tensor == 16}
-    assert len(two) == 2
-    assert all(abs(each) < 0.05 for each in held_out([two], simulated).values())
-
-
 def test_the_preset_is_the_fit_to_all_rows() -> None:
     device, preset = fit_measured(BEFORE, [*trainings().values()], constants=FITTED), DeviceModel.preset("DGX-A100")
     for constant in FITTED:
         assert getattr(preset, constant) == pytest.approx(getattr(device, constant), rel=0.02), constant
     assert preset.kernel_seconds == BEFORE.kernel_seconds
-
-
-def test_one_row_alone_tells_of_the_host() -> None:
-    """Without it the others leave kernel_seconds where it was, at whatever value."""
-    others = [row for at, row in trainings().items() if at != 11 and row.hidden == 3072]
-    for begin in (4e-5, 8e-5):
-        found = fit_measured(replace(BEFORE, kernel_seconds=begin), others)
-        assert found.kernel_seconds == pytest.approx(begin, rel=0.02)
 
 
 def test_what_fits_use_is_what_is_evaluated() -> None:

@@ -6,16 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.inside import Configuration, count_in_flight
+from support.inside import Configuration
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
 from stagewright.schedules import Costs, Op, build, check, simulate
 
-
-def chain(size: int, **figures: float) -> Profile:
-    values = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
-    return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)  # type: ignore[arg-type]
-
+from .small import chain
 
 FOUR = Cluster.from_levels([(4, 1e9)])
 
@@ -24,11 +20,6 @@ def test_free_links_and_memory_leave_replicas_alone() -> None:
     found = plan(chain(4), FOUR, global_batch=8)
     assert (found.replicas, found.schedule, found.microbatch_size) == ((4,), "1f1b", 1)
     assert found.simulated_step_time == pytest.approx(2 * 12.0)
-
-
-def test_same_input_same_plan() -> None:
-    profile, cluster = chain(6, activation_bytes=1e6, parameter_bytes=1e8), Cluster.parse("2x2:a=1GB/s,b=100MB/s:8GB")
-    assert plan(profile, cluster, global_batch=8) == plan(profile, cluster, global_batch=8)
 
 
 def test_sums_of_replicas_go_on_beside_backwards_where_ranks_have_chunks() -> None:
@@ -188,15 +179,6 @@ def test_bad_sources() -> None:
         plan("profile.json", FOUR, global_batch=8)  # type: ignore[arg-type]
 
 
-def test_in_flight_is_what_the_programs_hold() -> None:
-    schedule = build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2)
-    ranks = count_in_flight(schedule)
-    peaks = simulate(schedule, Costs()).peak_activations
-    assert tuple(int(rank.held.sum(axis=1).max()) for rank in ranks) == peaks
-    versions = [rank.versions for rank in count_in_flight(build("pipedream", num_ranks=3, num_microbatches=6))]
-    assert versions == list(simulate(build("pipedream", num_ranks=3, num_microbatches=6), Costs()).peak_versions)
-
-
 def test_labels() -> None:
     plain = {"schedule": "1f1b", "num_chunks": 1, "microbatch_size": 2, "num_microbatches": 8}
     assert Configuration(pipeline=2, data=1, tensor=4, **plain).label == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
@@ -294,10 +276,6 @@ def test_memory_of_a_v(schedule: str) -> None:
             now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(op, 0) * nodes[stage].stash_bytes
             most = max(most, now)
         assert found.memory[rank].activations == most
-
-
-def test_one_schedule_as_text() -> None:
-    assert plan(chain(4), FOUR, global_batch=4, schedules="1F1B").schedule == "1f1b"
 
 
 def test_idle_devices_are_told() -> None:

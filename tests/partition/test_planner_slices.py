@@ -10,11 +10,13 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
-from support.inside import BuiltSchedules, Configuration, DeviceModel, Transformer, TransformerSource
+from support.inside import BuiltSchedules, DeviceModel, Transformer, TransformerSource
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Link, Links, Op, build, equal_work_lengths, shortest_lengths, simulate
+
+from .small import configuration
 
 pytestmark = pytest.mark.concerns("partition", "schedules")
 
@@ -184,17 +186,7 @@ def test_slices_hold_their_tokens_and_the_keys_and_values_of_all(name: str) -> N
     first forward to their last backward."""
     lengths, M, P, kv = (5, 2, 1), 3, 3, 0.25
     schedule = build(name, num_ranks=P, num_microbatches=M, num_slices=3)
-    c = Configuration(
-        pipeline=P,
-        data=1,
-        tensor=1,
-        schedule=name,
-        num_chunks=1,
-        microbatch_size=1,
-        num_microbatches=M,
-        lengths=lengths,
-        shares=(0.5, 0.25, 0.25),
-    )
+    c = configuration(pipeline=P, schedule=name, num_microbatches=M, lengths=lengths, shares=(0.5, 0.25, 0.25))
     for program, moments in zip(schedule.programs, BuiltSchedules().in_flight(c, exact=True, kv_share=kv), strict=True):
         tokens: dict[int, set[int]] = defaultdict(set)
         most = 0.0

@@ -387,11 +387,6 @@ def test_selective_needs_figures_of_every_node_that_runs_again() -> None:
     assert plan(known, cluster, global_batch=2, recompute="selective").stages[0].recompute == "selective"
 
 
-def test_what_is_planned_runs() -> None:
-    found = plan(OLD, Cluster.from_levels([(1, 1e9)]), global_batch=2, memory_limit=150, runnable=True)
-    assert found.stages[0].recompute == "layer"
-
-
 def test_figures_of_some_nodes_are_not_enough() -> None:
     """The second of these nodes would keep all that it keeps; the runtime would not."""
     known = replace(OLD.nodes[0], selective_bytes=1, selective_seconds=0.1)

@@ -69,12 +69,6 @@ def test_a_sum_keeps_its_ranks_from_computing_as_its_outermost_level_does() -> N
     assert [topology.ring(ranks).busy_share for ranks in ((0,), (0, 1), (0, 2), range(4))] == [0.0, 0.9, 0.2, 0.2]
 
 
-def test_eight_gigabytes_over_eight_nodes_of_eight() -> None:
-    """No single ring over the net, which would take 0.63 s: each device brings its own adapter."""
-    topology = Topology(Cluster.parse("8x8:nvlink=300GB/s,net=25GB/s"))
-    assert topology.ring(range(64)).seconds(8e9) == pytest.approx(0.1167, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("ranks", "seconds_a_byte"),
     [

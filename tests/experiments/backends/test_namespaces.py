@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from support.inside import HostHost as Host
 from support.inside import Nodes, Shape, network, what_is_missing, why_no_wire
 
-from .nodes import WITHIN
+from .nodes import WITHIN, wait_for
 
 WHY_NOT = what_is_missing() or why_no_wire()
 pytestmark = [
@@ -201,10 +200,3 @@ def processes_of(inode):
         except OSError:
             continue
     return found
-
-
-def wait_for(condition, timeout=WITHIN):
-    until = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from support.inside import (
     why_no_wire,
 )
 
-from .nodes import FAIL, SLEEP, WITHIN, work
+from .nodes import FAIL, SLEEP, WITHIN, wait_for, work
 
 pytestmark = pytest.mark.concerns(
     "experiments/backends",
@@ -236,13 +235,6 @@ def test_a_share_of_the_processor_is_what_it_says() -> None:
     taken, seconds = map(float, spun.stdout.split())
     assert 0 < taken < 0.2 * seconds + 0.04  # a fifth, less what others took; and a slice that it had saved
     assert cpu_share.leftovers() == []
-
-
-def wait_for(condition, timeout: float = WITHIN) -> None:  # type: ignore[no-untyped-def]
-    until = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 TRAIN = r"""
