@@ -51,16 +51,8 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
         (None, "1", "norm of gradients: ranks wait 5.00 s for it (--clip 0: none)"),
         (0.5, None, "norm of gradients: ranks wait 5.00 s for it (--clip 0: none)"),
         (0.0, None, ""),
-        (
-            0.5,
-            "0",
-            "--clip 0: the update's seconds are with clipping all the same: `stagewright profile --clip 0`",
-        ),
-        (
-            0.0,
-            "1",
-            "--clip 1: the update's seconds are without clipping all the same: `stagewright profile --clip 1`",
-        ),
+        (0.5, "0", "--clip 0: the update's seconds are with clipping all the same: `stagewright profile --clip 0`"),
+        (0.0, "1", "--clip 1: the update's seconds are without clipping all the same: `stagewright profile --clip 1`"),
     ],
 )
 def test_the_norm_is_that_of_the_profile_or_of_the_option(

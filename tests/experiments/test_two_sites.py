@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.inside import (
-    BACKWARD,
-    FORWARD,
-    Case,
-    run_of,
-    two_sites,
-)
+from support.inside import BACKWARD, FORWARD, Case, run_of, two_sites
 
 from .on_ranks import figures_on_ranks
 

@@ -8,16 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from support.inside import (
-    Case,
-    How,
-    bubbles,
-    interleaving,
-    peak_bytes,
-    predictions,
-    ptd_p,
-    ranges,
-)
+from support.inside import Case, How, bubbles, interleaving, peak_bytes, predictions, ptd_p, ranges
 from support.inside import JobsFigureFigure as Figure
 from support.inside import works_two_bw as two_bw
 from support.small import X, Y, make

@@ -92,12 +92,7 @@ def test_fifteen_and_one_on_four_by_four() -> None:
 
 def test_ties_take_the_fewest_devices_then_the_longest_first_stage() -> None:
     profile = chain([1.0, 1.0, 0.0, 2.0], [0.0] * 4, [0.0] * 4)
-    costs = RangeCosts(
-        all_cuts(profile),
-        Cluster.from_levels([(5, 1e9)]),
-        schedule="1f1b",
-        num_microbatches=1,
-    )
+    costs = RangeCosts(all_cuts(profile), Cluster.from_levels([(5, 1e9)]), schedule="1f1b", num_microbatches=1)
     (best,) = solve(costs)
     assert [(p.first, p.last, p.replicas) for p in best.stages] == [(0, 3, 1), (3, 4, 1)]
 

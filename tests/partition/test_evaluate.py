@@ -8,15 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from support.inside import (
-    Evaluated,
-    MemoryRules,
-    MisfitError,
-    Model,
-    PlanEvaluator,
-    Topology,
-    defer_updates,
-)
+from support.inside import Evaluated, MemoryRules, MisfitError, Model, PlanEvaluator, Topology, defer_updates
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition, plan

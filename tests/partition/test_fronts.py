@@ -103,10 +103,7 @@ def every_step(
             numbers = [[*product(counted, range(1, ends[s + 1] - ends[s]))] for s in place.stages]
             rests = ("", "+keep_less") if "keep_less" in own_words else ("",)
             options = [
-                [
-                    *own_words,
-                    *(f"{kind}:{k}{more}" for kind, k in own for more in rests if kind not in more),
-                ]
+                [*own_words, *(f"{kind}:{k}{more}" for kind, k in own for more in rests if kind not in more)]
                 for own in numbers
             ]
             choices = product(product(*options), product({*ways}, repeat=len(options)))

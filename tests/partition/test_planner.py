@@ -80,12 +80,7 @@ def test_unequal_replicas_where_they_win() -> None:
 def test_only_the_stages_that_need_it_recompute() -> None:
     """1F1B's first stages hold more microbatches: P - s of them."""
     found = plan(
-        chain(4, stash_bytes=10.0),
-        FOUR,
-        global_batch=8,
-        schedules=("1f1b",),
-        pipeline_sizes=(4,),
-        memory_limit=25.0,
+        chain(4, stash_bytes=10.0), FOUR, global_batch=8, schedules=("1f1b",), pipeline_sizes=(4,), memory_limit=25.0
     )
     assert [stage.recompute for stage in found.stages] == ["full", "full", "none", "none"]
     assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]

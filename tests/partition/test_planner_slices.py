@@ -219,10 +219,7 @@ def test_what_slices_do_not_go_with_is_refused_by_name() -> None:
     assert plan(EQUAL, FREE, global_batch=2).slice_lengths == ()  # nobody named them
     for wrong, said in (
         ({"source": plain}, r"does not say what a slice costs: expected sequence_tokens, .*sequence_dim=1"),
-        (
-            {"recompute": ("full",)},
-            r"'seq1f1b' with recompute=full and tensor_sizes=1: expected 'none' and 1",
-        ),
+        ({"recompute": ("full",)}, r"'seq1f1b' with recompute=full and tensor_sizes=1: expected 'none' and 1"),
         ({"schedules": "seq-zb-h1"}, r"schedules: 'seq-zb-h1': .*expected some of .*seq1f1b"),
         ({"schedules": "slimpipe"}, r"schedules: 'slimpipe': "),
     ):

@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import (
-    COUNTED,
-    RECOMPUTE,
-    MemoryRules,
-    Model,
-    Moments,
-    RankMemory,
-    RankPlace,
-    Recomputed,
-    StageSums,
-)
+from support.inside import COUNTED, RECOMPUTE, MemoryRules, Model, Moments, RankMemory, RankPlace, Recomputed, StageSums
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Op

@@ -170,10 +170,7 @@ def test_sums_have_a_bandwidth_of_their_own() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    data=st.data(),
-)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_ranges_of_devices_are_rings_of_their_members(sizes: list[int], data: st.DataObject) -> None:
     cluster = Cluster.from_levels([(size, speed) for size, speed in zip(sizes, (8.0, 3.0, 1.0), strict=False)])
     rings = data.draw(st.sampled_from(["levels", "flat"]))

@@ -7,15 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import (
-    PRESETS,
-    DeviceModel,
-    Split,
-    Transformer,
-    TransformerSource,
-    fit_device,
-    transformer_profile,
-)
+from support.inside import PRESETS, DeviceModel, Split, Transformer, TransformerSource, fit_device, transformer_profile
 
 from stagewright.partition import Cluster, GivenStage, Profile, evaluate, plan
 
@@ -25,12 +17,7 @@ NODES = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
 
 # Computes 1 FLOP a second and does nothing else: seconds are FLOPs.
 COUNTER = DeviceModel(
-    name="counter",
-    peak_flops=1.0,
-    memory_bandwidth=1e30,
-    memory_bytes=1e30,
-    link_bandwidth=1e30,
-    matrix_efficiency=1.0,
+    name="counter", peak_flops=1.0, memory_bandwidth=1e30, memory_bytes=1e30, link_bandwidth=1e30, matrix_efficiency=1.0
 )
 
 
@@ -175,12 +162,7 @@ def test_small_microbatches_and_narrow_slices_cost_more_a_flop() -> None:
 def test_what_the_profile_says_of_itself() -> None:
     profile = profile_of(SMALL, b=3, t=2)
     assert [node.name for node in profile.nodes] == ["embedding", "layer0", "layer1", "layer2", "head"]
-    assert profile.edges == (
-        ("embedding", "layer0"),
-        ("layer0", "layer1"),
-        ("layer1", "layer2"),
-        ("layer2", "head"),
-    )
+    assert profile.edges == (("embedding", "layer0"), ("layer0", "layer1"), ("layer1", "layer2"), ("layer2", "head"))
     assert (profile.origin, profile.device, profile.dtype) == ("formula", "A100-80GB", "bfloat16")
     assert (profile.microbatch_size, profile.optimizer_ratio) == (3, 6.0)
     assert Profile.from_json(profile.to_json()) == profile

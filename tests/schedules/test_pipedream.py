@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.inside import defer_updates
 
-from stagewright.schedules import (
-    Action,
-    Costs,
-    Op,
-    Schedule,
-    ScheduleError,
-    build,
-    check,
-    simulate,
-)
+from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, check, simulate
 
 from .builders import ASYNC
 from .random_schedules import steady

@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 from support.inside import Sharing, defer_updates, derive_versions
 
-from stagewright.schedules import (
-    Action,
-    Costs,
-    Op,
-    Schedule,
-    build,
-    check,
-    check_lowered,
-    flushed,
-    lower,
-    simulate,
-)
+from stagewright.schedules import Action, Costs, Op, Schedule, build, check, check_lowered, flushed, lower, simulate
 
 from .builders import ASYNC
 from .reference import delivered

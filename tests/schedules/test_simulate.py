@@ -85,14 +85,8 @@ def test_latency_delays_and_occupies_nothing() -> None:
         Span(Action(1, Op.F, 1), 5.5, 6.5),
         Span(Action(1, Op.B, 1), 6.5, 8.5),
     )
-    assert timeline.ranks[0].comm == (
-        Span(Message(GRAD, 1, 0, 0), 5.5, 6.5),
-        Span(Message(GRAD, 1, 0, 1), 8.5, 9.5),
-    )
-    assert timeline.ranks[1].comm == (
-        Span(Message(ACT, 0, 1, 0), 1.0, 2.5),
-        Span(Message(ACT, 0, 1, 1), 2.0, 3.5),
-    )
+    assert timeline.ranks[0].comm == (Span(Message(GRAD, 1, 0, 0), 5.5, 6.5), Span(Message(GRAD, 1, 0, 1), 8.5, 9.5))
+    assert timeline.ranks[1].comm == (Span(Message(ACT, 0, 1, 0), 1.0, 2.5), Span(Message(ACT, 0, 1, 1), 2.0, 3.5))
     assert not timeline.measured
 
 

@@ -252,11 +252,7 @@ def test_unreadable_json(change: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("0F0,0B0", "not JSON: "),
-        ("[" * 100_000, "not JSON: .*recursion"),
-        ("{}", r"has the keys .* found \[\]"),
-    ],
+    [("0F0,0B0", "not JSON: "), ("[" * 100_000, "not JSON: .*recursion"), ("{}", r"has the keys .* found \[\]")],
 )
 def test_no_schedule_at_all(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):

@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 from support.inside import Sharing, replicate
 
-from stagewright.schedules import (
-    Action,
-    Collective,
-    Op,
-    build,
-    check,
-    check_lowered,
-    lower,
-)
+from stagewright.schedules import Action, Collective, Op, build, check, check_lowered, lower
 
 TWO_WAY = ("chimera", "dualpipe")
 

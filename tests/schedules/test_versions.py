@@ -50,12 +50,7 @@ def test_2bw() -> None:
             r"version 1: move an update \(U\) of stage 1 on rank 1",
             id="update-too-late",
         ),
-        pytest.param(
-            "0B4 0B5 0U1 0U2",
-            "0B4 0U1 0B5 0U2",
-            None,
-            id="earlier-but-right",
-        ),
+        pytest.param("0B4 0B5 0U1 0U2", "0B4 0U1 0B5 0U2", None, id="earlier-but-right"),
         pytest.param(
             "0F4 0B3 0F5 0B4 0B5 0U1 0U2",
             "0F4 0F5 0U1 0B3 0B4 0B5 0U2",

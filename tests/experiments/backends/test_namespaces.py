@@ -106,11 +106,7 @@ def test_the_kernel_carries_at_the_rate_of_the_cards(exact):
 @exactly
 def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
     shape = Shape(
-        bandwidth=400 * MEGABIT,
-        latency=0.001,
-        sites=(0, 0, 1),
-        site_latency=0.008,
-        site_bandwidth=100 * MEGABIT,
+        bandwidth=400 * MEGABIT, latency=0.001, sites=(0, 0, 1), site_latency=0.008, site_bandwidth=100 * MEGABIT
     )
     with network(Nodes(num_nodes=3, shape=shape), has_netem=False) as net, serving(net.hosts[1], net.hosts[2]):
         near = measure(net.hosts[0], net.addresses[1], 2_000_000, 400 * MEGABIT)
