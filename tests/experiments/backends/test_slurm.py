@@ -15,7 +15,7 @@ import support
 from support.inside import Nodes, Shape, SlurmBackend, address_of, port_of, slurm
 from support.slurm_on_one_host import missing, one_host_cluster
 
-from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, processes, work, written
+from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, work, written
 
 pytestmark = pytest.mark.concerns(
     "experiments/backends", "experiments/jobs", "experiments/launcher.py", "tests/experiments/backends"
@@ -109,18 +109,6 @@ def test_the_debug_executor_runs_one_node_in_this_process(tmp_path: Path, submit
     outcome = SlurmBackend(cluster="debug", say=lambda _: None).run(work(tmp_path, TELL), Nodes())
     assert (outcome.status, outcome.report) == (0, "")
     assert json.loads((tmp_path / "rank0.json").read_text())["WORLD_SIZE"] == "1"
-
-
-@pytest.mark.nightly
-def test_a_node_that_fails_is_named_and_the_job_ends(tmp_path: Path, submitit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_GRACE", 0.3)
-    outcome = SlurmBackend(cluster="local", say=lambda _: None).run(work(tmp_path, FAIL), TWO)
-    assert outcome.status == 1
-    assert (
-        f"): failed (exit status 1); all it said is in {tmp_path}/node1.log, its last lines:\n  no luck"
-        in outcome.report
-    )
-    assert gone(processes(tmp_path, 1))
 
 
 @pytest.mark.parametrize("how", ["interrupt", pytest.param("time", marks=pytest.mark.nightly)])
