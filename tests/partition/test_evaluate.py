@@ -46,13 +46,6 @@ def test_replicas_with_tensor_groups_sum_across_these() -> None:
     assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
 
 
-def test_stages_costs_and_messages_reach_the_simulator() -> None:
-    _, found = evaluated("1f1b", (1, 1))
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
-    assert (found.simulated_seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
-
-
 def test_memory_is_that_of_the_configuration_at_hand() -> None:
     """Between two evaluations of the same cuts the batch grows, and more is in flight."""
     model = Model(
@@ -100,13 +93,6 @@ def test_replicas_without_a_flush() -> None:
     # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
     links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
     assert evaluation.bottleneck == max(3.0, links) == 3.0
-
-
-def test_the_ring_counts_with_the_links_of_a_stage() -> None:
-    heavy = (replace(NODES[0], parameter_bytes=200.0), NODES[1])
-    evaluation, _ = evaluated("1f1b", (2, 1), heavy)
-    links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 200 / 10) / 4
-    assert evaluation.bottleneck == pytest.approx(max(3.0, links))
 
 
 def test_what_is_not_simulated_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

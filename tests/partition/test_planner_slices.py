@@ -114,16 +114,6 @@ def test_as_fast_as_the_best_of_all_families_cuts_and_lengths(first: int) -> Non
     assert True in chosen
 
 
-def test_messages_of_slices_take_as_long_as_their_bytes() -> None:
-    """Two slices of 3 and 1 of 4 tokens: of 8 bytes at 1 byte a second, behind each other on one link."""
-    schedule = build("terapipe", num_ranks=2, num_microbatches=1, num_slices=2)
-    over = Links(network=Link(seconds_per_byte=1.0), activation_bytes=8.0, index_factors=(0.75, 0.25))
-    timeline = simulate(schedule, Costs(forward=1.0, backward=1.0), over)
-    starts = {str(what): start for what, start, _ in timeline.ranks[1].compute}
-    assert starts == {"1F0": 7.0, "1F1": 9.0, "1B1": 10.0, "1B0": 11.0}
-    assert timeline.makespan == 11.0 + 2.0 + 6.0 + 1.0
-
-
 EQUAL = Profile(
     nodes=[Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(4)],
     microbatch_size=1,

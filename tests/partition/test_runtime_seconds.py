@@ -140,16 +140,6 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
     assert [float(each) for each in busy.seconds(0, [5, 10], busy.ranges(np.array([1, 2]), 3))] == [15.5, 15.25]
 
 
-def test_unequal_replicas() -> None:
-    light = replace(NODES[0], parameter_bytes=1e5)
-    heavy = Profile(nodes=(light, replace(NODES[1], forward_seconds=3.0, backward_seconds=6.0)), action_seconds=0.1)
-    found = partition(heavy, cluster(4, message_seconds=0.05), schedule="1f1b", num_microbatches=3)
-    assert found.replicas == (1, 3)
-    assert simulated(Plan.from_json(found.to_json())).timeline.batch_seconds == found.simulated_step_time
-    assert (found.costs.overhead, found.costs.message_overhead) == ((0.1, 0.1), (0.05, 0.05))
-    assert found.bound <= found.predicted_step_time
-
-
 def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains hold with them: in the search, and where the order found is simulated."""
     searched: list[Costs] = []

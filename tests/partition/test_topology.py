@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import NO_TRANSFER, Topology
+from support.inside import Topology
 
 from stagewright.partition import Cluster, DeviceKind, Level
 
@@ -49,18 +49,6 @@ def test_sums_of_tied_weights_are_as_slow_as_the_slowest_card() -> None:
     assert topology.ring((0, 2)).seconds_a_byte == 1 / 4
     assert topology.ring((0, 4)).seconds_a_byte == 1.0
     assert topology.ring((0, 2, 4)).seconds_a_byte == pytest.approx(4 / 3)
-
-
-def test_a_sum_over_two_levels_goes_inside_first() -> None:
-    levels = (
-        Level(name="in", size=8, bandwidth=100.0, latency=0.5),
-        Level(name="out", size=4, bandwidth=10.0, latency=2.0),
-    )
-    topology = Topology(Cluster(levels=levels))
-    inside = 2 * 7 * (0.5 + 800 / 8 / 100)
-    outside = 2 * 3 * (2.0 + 100 / 4 / 10)
-    assert topology.ring(range(32)).seconds(800.0) == pytest.approx(inside + outside)
-    assert topology.ring((5,)) == NO_TRANSFER
 
 
 def test_a_sum_keeps_its_ranks_from_computing_as_its_outermost_level_does() -> None:

@@ -98,12 +98,3 @@ def test_groups_of_half_the_ranks() -> None:
             costs = Costs(forward=F, input_grad=I, weight_grad=W)
             waits = (P - 1) * (F + I) + (V - 1) * P // 2 * (F + I - W)
             assert simulate(schedule, costs).makespan == M * V * (F + I + W) + waits
-
-
-@pytest.mark.parametrize(("P", "M"), [(4, 2), (4, 3), (8, 5), (3, 1)])
-def test_zb_h1_of_few_microbatches_is_the_best(P: int, M: int) -> None:
-    """The bound of any order: one microbatch down and up again, the others' F or I between, and a W."""
-    schedule = build("zb-h1", num_ranks=P, num_microbatches=M)
-    for F, I, W in ((10, 11, 7), (1, 1, 1), (2, 1, 1)):
-        costs = Costs(forward=F, input_grad=I, weight_grad=W)
-        assert simulate(schedule, costs).makespan == (M + P - 1) * (F + I) + W == lower_bound(schedule, costs)

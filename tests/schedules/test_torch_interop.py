@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.schedules import Action, Op, Schedule, build, check, lower
+from stagewright.schedules import Schedule, build, check, lower
 
 # (P, V, M): torch needs M to be a multiple of the rounds of M // P for interleaved, and M >= P for 1F1B.
 INTERLEAVED = [(2, 2, 4), (4, 2, 8), (4, 3, 10), (4, 2, 3), (3, 1, 6), (1, 3, 4)]
@@ -179,17 +179,3 @@ def test_overlapped_pairs_are_those_of_torchs_dualpipe_v(torch_schedules: Any, P
     apart = f"({P - 1}F{P};{P}B0)OVERLAP_F_B"
     at = last.index(apart)
     assert [*last[:at], f"{P - 1}F{P}", f"{P}B0", *last[at + 1 :]] == [str(a) for a in theirs[P - 1] if a is not None]
-
-
-@pytest.mark.parametrize("text", ["2SEND_F3", "2RECV_B3", "0UNSHARD", "5REDUCE_GRAD"])
-def test_their_communication_is_read_and_left_out(torch_schedules: Any, text: str) -> None:
-    assert str(torch_schedules._Action.from_str(text)) == text
-    assert Schedule.from_csv(f"0F0,{text},0B0").programs == ((Action(0, Op.F, 0), Action(0, Op.B, 0)),)
-
-
-@pytest.mark.parametrize("text", ["3F12", "0B0", "1I2", "1W2"])
-def test_cells_mean_the_same(torch_schedules: Any, text: str) -> None:
-    theirs = torch_schedules._Action.from_str(text)
-    ours = Action.parse(text)
-    assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == ours
-    assert str(theirs) == text
